@@ -1,6 +1,6 @@
 """A GPT of 6.7 billion parameters, without their memory: to cut and to plan where no such device is.
 
-penstock plan examples/target_gpt.py:target --device h100 --devices 8 --global-batch 64
+penstock plan examples/target_gpt.py:target --device h100 --devices 8 --global-batch-size 64
 """
 
 import torch

@@ -43,7 +43,7 @@ def main():
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         others = {"scheduler": scheduler}
 
-        checkpoint.load(options.folder, pipe, optimizer, others=others)  # returns None on the first start
+        checkpoint.load(options.folder, pipe, optimizer, stateful=others)  # returns None on the first start
         while pipe.step_count < options.steps:
             x, y = batch(pipe.step_count)
             result = pipe.step(x, target=y)
@@ -56,7 +56,7 @@ def main():
                 print(f"step {pipe.step_count:3d}  loss {loss:.6f}", flush=True)
             if pipe.step_count % options.every == 0:
                 checkpoint.save(
-                    options.folder, pipe, optimizer, others=others, wait=False
+                    options.folder, pipe, optimizer, stateful=others, blocking=False
                 )  # training goes on meanwhile
 
 

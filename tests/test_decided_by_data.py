@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import PartitionError, pipeline
-from penstock.partition.run import real
+from penstock.partition.run import known_values
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import squared_error
 
@@ -84,17 +84,19 @@ def test_what_a_block_returns_beside_tensors_is_checked(case: str) -> None:
     with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error) as pipe:
         with pytest.raises(PartitionError, match=rf"'blocks\.\d' {message}") as caught:
             pipe.step(X, target=TARGET)
-    assert "leaves=" in str(caught.value)
+    assert "leaf_modules=" in str(caught.value)
 
 
 def test_who_rests_on_a_shape_is_named_with_a_remedy_that_works() -> None:
     torch.manual_seed(0)
     and_else, uses, _ = CHANGING["shape"]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uses(and_else, uses))
-    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, opens=["1"]) as pipe:
-        with pytest.raises(PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Pass leaves=\['1'\]"):
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, split_inside=["1"]) as pipe:
+        with pytest.raises(
+            PartitionError, match=rf"\(as at {__file__}:\d+, in module '1'\). Pass leaf_modules=\['1'\]"
+        ):
             pipe.step(X, target=TARGET)
-    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaves=["1"]) as pipe:
+    with pipeline(model, (X,), ranks=1, microbatches=4, loss=squared_error, leaf_modules=["1"]) as pipe:
         pipe.step(X, target=TARGET)
 
 
@@ -152,14 +154,14 @@ def doing(what: str) -> nn.Sequential:
 @pytest.fixture(params=[1, -1], ids=["seen", "unseen"])
 def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sign of the values with which a block is recorded: it does it then, or not."""
-    make = real._make
+    make = known_values._make
 
     def making(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
         made = make(fake, original, device)
         with torch.no_grad():
             return made if original is not None else made.copy_(made.abs() * request.param)
 
-    monkeypatch.setattr(real, "_make", making)
+    monkeypatch.setattr(known_values, "_make", making)
 
 
 @pytest.mark.usefixtures("made_up")

@@ -38,15 +38,15 @@ from penstock.network.fabric.views.text import show
 from penstock.network.parse import parse_link
 from penstock.network.scenario import read_scenario
 from penstock.network.topology import Topology
-from penstock.plan import Choice, Plan, read_plan
-from penstock.plan.explain import explain, read_run, run_of
+from penstock.plan import ParallelConfig, Plan, read_plan
+from penstock.plan.explain import explain, load_trace, steps_of_trace
 from penstock.schedule import Schedule, check, generate
 from penstock.schedule.csv import read_csv, to_csv, write_csv
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
-from penstock.trace.runs import RunRead, reader
+from penstock.trace.runs import RecordedRun, reader
 from penstock.trace.runs import read_run as read_folder
-from penstock.trace.runs.about import FORMAT, VERSION, About
+from penstock.trace.runs.about import FORMAT, VERSION, RunInfo
 from penstock.trace.runs.records import RankState, StepRecord
 from penstock.trace.runs.summary import health
 from scaffolding.run_folders import ABOUT, a_run
@@ -65,7 +65,7 @@ def profile() -> dict[str, Any]:
 
 
 def plan() -> dict[str, Any]:
-    choice = Choice(1, 2, 1, "1f1b", 3, 4)
+    choice = ParallelConfig(1, 2, 1, "1f1b", 3, 4)
     numbers = (1.0, 1.0)
     return Plan(choice, ("b",), (), numbers, 5.0, 0.0, {"warm-up": 0.1}, numbers, (8.0, float("inf"))).to_dict()
 
@@ -92,7 +92,7 @@ def read_state(file: Path) -> None:
 
 
 def read_about(file: Path) -> None:
-    RunRead(file.parent, About.from_dict(files.read_json(file), "run")).steps()
+    RecordedRun(file.parent, RunInfo.from_dict(files.read_json(file), "run")).steps()
 
 
 def read_fabric(file: Path) -> None:
@@ -121,8 +121,8 @@ STAGE = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "activat
 READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
     "profile": (profile, read_profile),
     "plan": (plan, read_plan),
-    "timeline": (TIMELINE.to_dict, lambda file: explain(run_of(read_run([file])))),
-    "trace": (lambda: CHROME, lambda file: explain(run_of(read_run([file])))),
+    "timeline": (TIMELINE.to_dict, lambda file: explain(steps_of_trace(load_trace([file])))),
+    "trace": (lambda: CHROME, lambda file: explain(steps_of_trace(load_trace([file])))),
     "run.json": (ABOUT.to_dict, read_about),
     "rank's state": (state, read_state),
     "costs": (lambda: {"stages": [STAGE, STAGE], "links": {"latency": 1e-4, "bandwidth": 1e9}}, read_costs),
@@ -288,11 +288,11 @@ DEVICE += 'link = {name = "x", gbps = 50.0, devices = 8, latency_us = 5}\n'
 EVENT = '[[event]]\nat = "2s"\nhost = 1\nlink = "10mbit"\nfor = "3s"\n'
 TEXTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "schedule": ("s.csv", str(to_csv(SCHEDULE)), lambda file: check(read_csv(file))),
-    "columns": ("c.csv", COLUMNS, lambda file: explain(run_of(read_run([file])))),
+    "columns": ("c.csv", COLUMNS, lambda file: explain(steps_of_trace(load_trace([file])))),
     "samples": ("x.csv", "trial,transfer,rank,start_ns,end_ns\n0,0,0,1,2\n0,0,1,1,2\n", read_samples),
     "device": ("d.toml", DEVICE, device),
     "scenario": ("s.toml", EVENT, lambda file: read_scenario(file, Topology(parse_link("1gbit")), 2)),
-    "steps": ("steps.jsonl", STEP.to_line() * 2, lambda file: RunRead(file.parent, ABOUT).steps()),
+    "steps": ("steps.jsonl", STEP.to_line() * 2, lambda file: RecordedRun(file.parent, ABOUT).steps()),
 }
 NUMBERS = ["-1", "9" * 9, "9" * 5000, "nan", "1e999", "0F999999999"]
 PIECES = ["", *NUMBERS, "\x1b[31m", "\udcff", "\0", '"', "[" * 5000, "x" * 500, "\n"]
@@ -319,7 +319,7 @@ def test_damaged_text_is_read_or_refused_in_one_line(
 def test_a_trace_with_numbers_beyond_reason_is_refused_in_one_line(name: str, value: Any, tmp_path: Path) -> None:
     events = [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1, "pid": 0, "tid": 0, name: value}]
     with pytest.raises(ArgumentError, match=r"^[^\n]{1,999}$"):
-        explain(run_of(read_run([write(tmp_path / "t.json", json.dumps(events))])))
+        explain(steps_of_trace(load_trace([write(tmp_path / "t.json", json.dumps(events))])))
 
 
 def test_small_files_cause_no_large_work(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_small_files_cause_no_large_work(tmp_path: Path) -> None:
     assert len(check(billion)) == 10_000, "of a billion that are missing"
     processes = [{"ph": "X", "name": "0B0", "ts": 1, "dur": 1, "pid": pid, "tid": 0} for pid in range(10_001)]
     with pytest.raises(ArgumentError, match="10,001 processes; expected at most 10,000"):
-        run_of(read_run([write(tmp_path / "processes.json", json.dumps(processes))]))
+        steps_of_trace(load_trace([write(tmp_path / "processes.json", json.dumps(processes))]))
     transfer = RECORD["workload"]["transfers"][0]
     workload = {**RECORD["workload"], "transfers": [{**transfer, "name": str(number)} for number in range(500)]}
     write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 10_000, "network": None, "workload": workload}))
@@ -354,7 +354,7 @@ def test_what_is_wrong_a_million_times_is_named_once(tmp_path: Path) -> None:
 def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunRead(tmp_path, ABOUT)
+    run = RecordedRun(tmp_path, ABOUT)
     line = STEP.to_line()
     write(tmp_path / "steps.jsonl", line + "[" * 100_000 + "\n" + line.replace("}", " " * 1000 + "}"))
     assert run.steps() == [STEP]
@@ -395,7 +395,7 @@ def test_only_regular_files_are_read_and_none_is_waited_for(odd_files: dict[str,
             with pytest.raises(ArgumentError, match=expected):
                 read(file)
     with pytest.raises(ArgumentError, match="is a device; expected a regular file"):
-        read_run([Path("/dev/zero")])
+        load_trace([Path("/dev/zero")])
 
 
 def test_what_unpacks_or_parses_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,13 +403,13 @@ def test_what_unpacks_or_parses_to_too_much_is_refused(tmp_path: Path, monkeypat
     many.write_bytes(gzip.compress(b"[" + b"{}," * 2_000_000 + b"{}]", 1))
     monkeypatch.setattr(files, "MAX_VALUES", 1_000_000)
     with pytest.raises(ArgumentError, match=r"many.json.gz has more than 1,000,000 values"):
-        read_run([many])
+        load_trace([many])
     with pytest.raises(ArgumentError, match="unpacks to more than 1 MiB"):
         files.read_bytes(many, max_bytes=1 << 20)
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(many.read_bytes()[:2000])
     with pytest.raises(ArgumentError, match="cannot be unpacked: it is cut off"):
-        read_run([cut])
+        load_trace([cut])
 
 
 def test_what_is_written_takes_the_place_of_the_old_file_only_once_it_is_whole(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_nothing_but_a_regular_file_is_replaced(odd_files: dict[str, Path]) -> N
 
 def test_dataclasses_are_checked_by_their_annotations() -> None:
     with pytest.raises(ArgumentError, match=r"^plan: choice.ranks=True: expected a valid integer"):
-        Plan.from_dict({**plan(), "choice": {**asdict(Choice(1, 2, 1, "1f1b", 3, 4)), "ranks": True}}, "plan")
+        Plan.from_dict({**plan(), "choice": {**asdict(ParallelConfig(1, 2, 1, "1f1b", 3, 4)), "ranks": True}}, "plan")
     with pytest.raises(ArgumentError, match="pipeline_seconds=inf: expected a finite number"):
         Plan.from_dict({**plan(), "pipeline_seconds": float("inf")}, "plan")
     with pytest.raises(ArgumentError, match="the timeline: stage is unknown to this version"):

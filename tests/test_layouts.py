@@ -117,7 +117,7 @@ def test_torchs_own_words() -> None:
         "kwargs": {"scale": _Replicate},
         "target": TensorChunkSpec(1),
     }
-    verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M).check()
+    verify(recurrent, args, target=target, loss_fn=entropy, kwargs=kwargs, batch_dims=spec, **M).raise_if_failed()
     assert parse({"args": (_Replicate(), TensorChunkSpec(2))})[0].stated == (("[0][0]", None), ("[0][1]", 2))
 
 
@@ -225,7 +225,7 @@ def graph_net() -> GraphNet:
 
 def test_graphs_are_cut_by_a_function() -> None:
     args, target = graphs()
-    close(verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split=by_graphs, merge=torch.cat, **M))
+    close(verify(graph_net, args, target=target, loss_fn=F.cross_entropy, split_fn=by_graphs, merge_fn=torch.cat, **M))
 
 
 def test_other_graphs_are_recorded_anew_and_predictions_are_merged() -> None:
@@ -251,7 +251,7 @@ def test_merge_makes_the_output_of_the_whole_batch() -> None:
         seen.append(len(outputs))
         return torch.cat(outputs).flip(0)
 
-    with pipeline(graph_net(), args, loss=F.cross_entropy, split=by_graphs, merge=merge, **M) as pipe:
+    with pipeline(graph_net(), args, loss=F.cross_entropy, split_fn=by_graphs, merge_fn=merge, **M) as pipe:
         assert torch.equal(pipe.predict(*args), torch.cat(pipe.evaluate(*args, outputs=True).outputs).flip(0))
     assert seen == [4]
 
@@ -259,20 +259,23 @@ def test_merge_makes_the_output_of_the_whole_batch() -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda *_: None, "split= returned a NoneType; expected a list of penstock.Microbatch"),
+        (lambda *_: None, "split_fn= returned a NoneType; expected a list of penstock.Microbatch"),
         (lambda args, *_: [Microbatch(args, rows=1)] * 5, "5 microbatches were given, but the schedule is for 4"),
-        (lambda args, *_: [Microbatch(args)] * 4, r"microbatch 0 of split= does not say how many rows it counts for"),
-        (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split=: rows=0; expected an integer"),
+        (
+            lambda args, *_: [Microbatch(args)] * 4,
+            r"microbatch 0 of split_fn= does not say how many rows it counts for",
+        ),
+        (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split_fn=: rows=0; expected an integer"),
         (lambda args, *_: [Microbatch(args[0], rows=1)] * 4, "args is a Tensor and kwargs a mappingproxy; expected"),
-        ("rows", "split='rows': expected a function, or None"),
+        ("rows", "split_fn='rows': expected a function, or None"),
     ],
 )
 def test_what_a_split_function_returns_is_checked(function: Any, words: str) -> None:
     args, _ = graphs()
     with pytest.raises((ArgumentError, ShapeError), match=words):
-        pipeline(graph_net(), args, loss=F.cross_entropy, split=function, **M)
-    with pytest.raises(ArgumentError, match="merge=1: expected a function, or None"):
-        pipeline(graph_net(), args, loss=F.cross_entropy, split=by_graphs, merge=1, **M)  # type: ignore[arg-type]
+        pipeline(graph_net(), args, loss=F.cross_entropy, split_fn=function, **M)
+    with pytest.raises(ArgumentError, match="merge_fn=1: expected a function, or None"):
+        pipeline(graph_net(), args, loss=F.cross_entropy, split_fn=by_graphs, merge_fn=1, **M)  # type: ignore[arg-type]
 
 
 # -- losses without a target ------------------------------------------------------------------------------------------
@@ -298,7 +301,7 @@ def rows() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_the_one_scalar_that_requires_a_gradient_is_the_loss(recompute: Any) -> None:
     torch.manual_seed(0)
-    report = verify(OwnLoss(), rows(), recompute=recompute, **TWO).check()
+    report = verify(OwnLoss(), rows(), recompute=recompute, **TWO).raise_if_failed()
     assert report.loss == pytest.approx(F.cross_entropy(_logits(0), rows()[1]).item(), rel=1e-5)
 
 

@@ -29,7 +29,7 @@ torch.set_num_threads(1)  # bits are compared
 def test_adapters_have_the_gradients_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = adapted(name, lora_dropout=0.2)
     report = penstock.verify(case.model, kwargs=case.kwargs, ranks=ranks, microbatches=4, schedule=schedule, exact=True)
-    report.check()
+    report.raise_if_failed()
     trained = {row.name for row in report.rows if row.kind == "gradient" and row.max_reference > 0}
     assert trained == {name for name, p in _module(case.model).named_parameters() if p.requires_grad}
 
@@ -43,7 +43,9 @@ def test_stages_without_adapters_have_no_backward(schedule: str) -> None:
         assert backward == {2, 3}  # the last one hands the gradient on
         names = {name for name, _ in pipe.named_parameters()}
     assert names == {name for name, _ in _module(adapted("gpt2", layers_to_transform=[2]).model).named_parameters()}
-    penstock.verify(adapted("gpt2", layers_to_transform=[2]).model, kwargs=case.kwargs, exact=True, **options).check()
+    penstock.verify(
+        adapted("gpt2", layers_to_transform=[2]).model, kwargs=case.kwargs, exact=True, **options
+    ).raise_if_failed()
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "naive"), (2, "zb-h1"), (4, "1f1b")])

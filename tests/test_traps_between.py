@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, ScheduleError, ShapeError, VerificationError, pipeline, verify
-from penstock.runtime.transport.local import LocalChannel
+from penstock.runtime.transport.routes import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import InPlace, OneLayer, SkipsTwice, squared_error
@@ -227,17 +227,17 @@ def test_trap_15_a_pipeline_that_never_runs_backward_fails(monkeypatch: pytest.M
     x, y = batch()
     monkeypatch.setattr("penstock.runtime.exact.rules.backward", lambda roots, grads: None)
     report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=1, microbatches=2)
-    missing = [row.name for row in report.wrong if row.verdict == "missing"]
+    missing = [row.name for row in report.failures if row.verdict == "missing"]
     assert missing == [name for name, _ in mlp().named_parameters()]
     with pytest.raises(VerificationError, match=r"gradient 0\.weight on stage 0: missing in the pipeline"):
-        report.check()
+        report.raise_if_failed()
 
 
 def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch()
     after_each_step(monkeypatch, lambda pipe: setattr(dict(pipe.named_parameters())["3.bias"], "grad", None))
     report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=2)
-    assert [(row.name, row.verdict) for row in report.wrong] == [("3.bias", "missing")]
+    assert [(row.name, row.verdict) for row in report.failures] == [("3.bias", "missing")]
 
 
 def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,4 +261,4 @@ def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.M
 
     after_each_step(monkeypatch, spoil)
     report = verify(Spare(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
-    assert [(row.name, row.verdict) for row in report.wrong] == [("spare", "unexpected")]
+    assert [(row.name, row.verdict) for row in report.failures] == [("spare", "unexpected")]

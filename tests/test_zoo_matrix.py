@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock import ArgumentError, PartitionError
-from penstock.schedule import generate, generators, names
+from penstock.schedule import generate, names, schedule_specs
 from zoo import MICROBATCHES, ZOO
 from zoo.matrix import ALIKE, RANKS, Cell, cells, page, refusal, table
 from zoo.shared import Shared
@@ -58,7 +58,7 @@ def test_the_sample_has_every_model_every_schedule_and_every_refusal() -> None:
     cut = [cell for cell in sampled if cell.ranks > 1 and refusal(cell) is None]
     models, schedules = Counter(cell.model for cell in cut), Counter(cell.schedule for cell in cut)
     assert {model for model in ZOO if not models[model]} == set(ALIKE)
-    assert min(schedules[entry.name] for entry in generators()) >= 2
+    assert min(schedules[entry.name] for entry in schedule_specs()) >= 2
     # Without the numbers and names of the cell.
     rules = [{re.sub(r"\d+|'.*'", "", refusal(cell) or "") for cell in some} for some in (every, sampled)]
     assert rules[0] == rules[1]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from models import MODELS
 
 import penstock
-from penstock.plan.explain import Change, Predicted, explain
-from penstock.schedule import generator
+from penstock.plan.explain import Change, Prediction, explain
+from penstock.schedule import schedule_spec
 from penstock.trace.files import recording_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
@@ -138,8 +138,8 @@ def advised(
     run: Run, timelines: Sequence[penstock.Timeline], profile: penstock.Profile, starts: Sequence[str]
 ) -> list[tuple[str, Change, Run | None]]:
     """What explain says to change, of the timelines alone and with a profile."""
-    splits = generator(run.schedule).splits
-    known = {"timeline": None, "profile": Predicted.of_profile(profile, 1 + len(starts), starts, splits=splits)}
+    splits = schedule_spec(run.schedule).splits
+    known = {"timeline": None, "profile": Prediction.of_profile(profile, 1 + len(starts), starts, splits=splits)}
     return [
         (source, change, followed(run, change, starts))
         for source, predicted in known.items()

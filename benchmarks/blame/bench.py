@@ -25,8 +25,8 @@ from penstock.distributed.launch.rank import main as run_rank
 from penstock.distributed.launch.target import load
 from penstock.verification.blame.judge import judge
 from penstock.verification.blame.names import read
-from penstock.verification.blame.pipelining import Schedules
-from penstock.verification.blame.watch import watching
+from penstock.verification.blame.pipelining import begin
+from penstock.verification.blame.watch import WATCH
 
 HERE = Path(__file__).parent
 RANKS = {"with_replicas.py": 4}
@@ -72,15 +72,12 @@ def in_forks(case: dict[str, Any]) -> dict[str, Any]:
         where |= {"PENSTOCK_BLAME": name, "PENSTOCK_BLAME_STEPS": "3", "CASE": case["options"], "FAULT": case["fault"]}
 
         def rank() -> None:
-            sys.argv[:] = ["penstock.verification.blame.rank", str(HERE / case["script"])]
-
-            watch = watching()
-            assert watch is not None
-            Schedules(watch)
+            sys.argv[:] = ["penstock.distributed.launch.rank", str(HERE / case["script"])]
+            begin()
             try:
                 run_rank()
             finally:
-                watch.flush()
+                WATCH[0].flush()
 
         ended = [forked(rank, where | {"RANK": str(r), "LOCAL_RANK": str(r)}, log) for r in range(ranks)]
         ok = [os.waitpid(child, 0)[1] for child in ended] == [0] * ranks

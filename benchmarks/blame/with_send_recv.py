@@ -100,7 +100,7 @@ def main() -> None:
                 x = torch.zeros(rows, LENGTH, WIDTH)
                 if k == 1:
                     late = dist.irecv(torch.empty_like(x), rank - 1)
-                    late.wait()
+                    late.blocking()
                 else:
                     dist.recv(x, rank - 1)
                 x.requires_grad_()
@@ -140,7 +140,7 @@ def main() -> None:
             sent[1].copy_(sent[2])  # one buffer for both
             works = [dist.isend(y, rank + 1) for y in sent]
             for work in works:
-                work.wait()
+                work.blocking()
         if FAULT == "microbatches swapped" and not last:
             for k in order:
                 dist.send(made[k], rank + 1)

@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.partition.recorder import attempt
+from penstock.partition.recorder import attempts
 
 RANKS, MICROBATCHES, ROWS, TOKENS, VOCABULARY = 4, 8, 8, 128, 512
 STEPS = 3
@@ -46,7 +46,7 @@ def measure(layers: int) -> dict[str, Any]:
     )
     tokens = torch.randint(VOCABULARY, (ROWS, TOKENS))
     batch = {"input_ids": tokens, "labels": tokens}
-    with mock.patch.object(attempt, "_record", wraps=attempt._record) as record:
+    with mock.patch.object(attempts, "_record", wraps=attempts._record) as record:
         began = time.perf_counter()
         pipe = penstock.pipeline(model, (), batch, ranks=RANKS, microbatches=MICROBATCHES)
         build_seconds = time.perf_counter() - began

@@ -50,7 +50,7 @@ def pipeline(given: Mapping[str, Any], rank: int) -> penstock.Pipeline:
         microbatches=MICROBATCHES,
         schedule=given.get("schedule", "1f1b"),
         cuts=list(given["cuts"]),
-        leaves=[str(place) for place in range(len(model))],
+        leaf_modules=[str(place) for place in range(len(model))],
     )
 
 

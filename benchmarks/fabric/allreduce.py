@@ -34,8 +34,7 @@ from rich.table import Table
 
 from penstock.distributed.launch.processes import launch
 from penstock.network.fabric.algorithms import closed_form
-from penstock.network.fabric.alpha_beta import LinkFit, fit, predict
-from penstock.network.fabric.forecast import FEWEST_SIZES
+from penstock.network.fabric.alpha_beta import FEWEST_SIZES, LinkFit, fit, predict
 from penstock.network.quantities import size_text
 
 COLLECTIVE, ALGORITHM = "all_reduce", "ring"

@@ -9,8 +9,8 @@ from typing import Any
 
 from result import DATA, Result
 
-from penstock.costs.hardware import USUAL, device
-from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step
+from penstock.costs.hardware import DEFAULT_EFFICIENCY, device
+from penstock.plan.transformer import ClusterSpec, ParallelLayout, TrainingConfig, TransformerConfig, predict_step
 from penstock.plan.transformer.memory import layer_activations, layer_held
 
 VOCABULARY = 51200
@@ -23,18 +23,18 @@ def rows_of(table: str) -> list[Mapping[str, Any]]:
     return [row for row in every if row["table"] == table]
 
 
-def job_of(row: Mapping[str, Any]) -> Job:
-    model = Transformer(row["layers"], row["hidden"], row["heads"], VOCABULARY, positions=row["seq"])
-    return Job(model, row["seq"], row["tp"], row["sequence_parallel"], row["recomputation"], dtype="float16")
+def job_of(row: Mapping[str, Any]) -> TrainingConfig:
+    model = TransformerConfig(row["layers"], row["hidden"], row["heads"], VOCABULARY, positions=row["seq"])
+    return TrainingConfig(model, row["seq"], row["tp"], row["sequence_parallel"], row["recomputation"], dtype="float16")
 
 
-def layout_of(row: Mapping[str, Any]) -> Layout:
-    return Layout(row["dp"], row["pp"], row["microbatches"], row["microbatch_size"], row["stages_a_rank"])
+def layout_of(row: Mapping[str, Any]) -> ParallelLayout:
+    return ParallelLayout(row["dp"], row["pp"], row["microbatches"], row["microbatch_size"], row["stages_a_rank"])
 
 
-def error(row: Mapping[str, Any], efficiency: float = USUAL.product_fraction) -> float:
+def error(row: Mapping[str, Any], efficiency: float = DEFAULT_EFFICIENCY.matmul_efficiency) -> float:
     """Of the step through the simulator, with interleaved 1F1B where the row has several stages a rank."""
-    machine = Machine(device("a100"), replace(USUAL, product_fraction=efficiency))
+    machine = ClusterSpec(device("a100"), replace(DEFAULT_EFFICIENCY, matmul_efficiency=efficiency))
     return predict_step(job_of(row), machine, layout_of(row)).seconds / row["step_s"] - 1
 
 

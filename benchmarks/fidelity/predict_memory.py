@@ -8,7 +8,14 @@ import json
 from result import DATA, Result, summed
 
 from penstock.costs.hardware import device
-from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step, transformer
+from penstock.plan.transformer import (
+    ClusterSpec,
+    ParallelLayout,
+    TrainingConfig,
+    TransformerConfig,
+    predict_step,
+    transformer,
+)
 from penstock.plan.transformer.job import GRADIENT_BYTES
 
 HALF = 2
@@ -28,8 +35,10 @@ def simumax_memory() -> list[Result]:
             layers, tp, pp, dp, sequence = (int(row[name]) for name in ("layers", "tp", "pp", "dp", "seq"))
             model = transformer(f"{row['model']},layers={layers},kv-heads={row['kv_heads']}")
             kinds = {"fused_attention": True, "fused_loss": True, "keeps_dummies": True}
-            job = Job(model, sequence, tp, tp > 1, optimizer_shards=dp, **kinds)
-            for stage, mine in enumerate(predict_step(job, Machine(device("b200")), Layout(dp, pp, 4)).memory_bytes):
+            job = TrainingConfig(model, sequence, tp, tp > 1, optimizer_shards=dp, **kinds)
+            for stage, mine in enumerate(
+                predict_step(job, ClusterSpec(device("b200")), ParallelLayout(dp, pp, 4)).memory_bytes
+            ):
                 true = float(row[f"allocated_stage{stage}_gib"])
                 errors.setdefault(row["model"], []).append(mine / 2**30 / true - 1)
                 theirs.setdefault(row["model"], []).append(float(row[f"simumax_stage{stage}_gib"]) / true - 1)
@@ -44,12 +53,12 @@ def vocabulary_memory() -> list[Result]:
     most, least = [], []
     for row in json.loads((DATA / "vocab_1f1b.json").read_text()):
         layers, ranks = row["layers_per_stage"], row["ranks"]
-        model = Transformer(
-            row["layers"], row["hidden"], row["heads"], row["vocab"], feedforward=row["ffn"], positions=row["seq"]
+        model = TransformerConfig(
+            row["layers"], row["hidden"], row["heads"], row["vocab"], intermediate_size=row["ffn"], positions=row["seq"]
         )
-        job = Job(model, row["seq"], fused_attention=True, dtype="float16")
-        layout = Layout(1, ranks, row["microbatches"], row["microbatch_size"], layers=tuple(layers))
-        step = predict_step(job, Machine(device("a100")), layout)
+        job = TrainingConfig(model, row["seq"], flash_attention=True, dtype="float16")
+        layout = ParallelLayout(1, ranks, row["microbatches"], row["microbatch_size"], layers=tuple(layers))
+        step = predict_step(job, ClusterSpec(device("a100")), layout)
         parameters = [count * (model.layer_matrices + model.layer_vectors) for count in layers]
         parameters[0] += model.embedding
         parameters[-1] += model.output

@@ -10,8 +10,15 @@ from dataclasses import replace
 
 from result import DATA, Result
 
-from penstock.costs.hardware import USUAL, device
-from penstock.plan.transformer import Job, Layout, Machine, Step, predict_step, transformer
+from penstock.costs.hardware import DEFAULT_EFFICIENCY, device
+from penstock.plan.transformer import (
+    ClusterSpec,
+    ParallelLayout,
+    StepEstimate,
+    TrainingConfig,
+    predict_step,
+    transformer,
+)
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 
@@ -31,13 +38,15 @@ def measured(row: Row) -> float:
     return float(row["step_ms"]) / 1000
 
 
-def step(row: Row, efficiency: float = USUAL.product_fraction) -> Step:
+def step(row: Row, efficiency: float = DEFAULT_EFFICIENCY.matmul_efficiency) -> StepEstimate:
     """Of the dense model: bf16, ZeRO-1, attention in one kernel, nothing recomputed."""
     replicas = int(row["dp"])
     model = transformer(f"{DENSE},layers={row['layers']}")
-    job = Job(model, int(row["seq"]), int(row["tp"]), fused_attention=True, optimizer_shards=replicas)
-    layout = Layout(replicas, int(row["pp"]), int(row["microbatches"]), int(row["microbatch_size"]))
-    return predict_step(job, Machine(device("b200"), replace(USUAL, product_fraction=efficiency)), layout)
+    job = TrainingConfig(model, int(row["seq"]), int(row["tp"]), flash_attention=True, optimizer_shards=replicas)
+    layout = ParallelLayout(replicas, int(row["pp"]), int(row["microbatches"]), int(row["microbatch_size"]))
+    return predict_step(
+        job, ClusterSpec(device("b200"), replace(DEFAULT_EFFICIENCY, matmul_efficiency=efficiency)), layout
+    )
 
 
 def dense_errors() -> tuple[float, ...]:

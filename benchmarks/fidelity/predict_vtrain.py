@@ -12,8 +12,8 @@ from functools import cache
 
 from result import DATA, Result
 
-from penstock.costs.hardware import USUAL, device
-from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step
+from penstock.costs.hardware import DEFAULT_EFFICIENCY, device
+from penstock.plan.transformer import ClusterSpec, ParallelLayout, TrainingConfig, TransformerConfig, predict_step
 
 VOCABULARY = 51200
 SHARES = tuple(0.34 * 1.1**k for k in range(6))
@@ -28,8 +28,8 @@ class Run:
     """A measured step."""
 
     size: str
-    job: Job
-    layout: Layout
+    job: TrainingConfig
+    layout: ParallelLayout
     seconds: float
 
 
@@ -40,16 +40,18 @@ def runs() -> list[Run]:
 
 def _run(row: Mapping[str, str]) -> Run:
     number = {name: int(value) for name, value in row.items() if name not in ("params_billion", "iteration_ms")}
-    model = Transformer(number["layers"], number["hidden"], number["heads"], VOCABULARY, positions=number["seq"])
-    job = Job(model, number["seq"], number["tp"], recompute="full", dtype="float16")
+    model = TransformerConfig(number["layers"], number["hidden"], number["heads"], VOCABULARY, positions=number["seq"])
+    job = TrainingConfig(model, number["seq"], number["tp"], recompute="full", dtype="float16")
     microbatches = number["global_batch"] // (number["micro_batch"] * number["dp"])
-    layout = Layout(number["dp"], number["pp"], microbatches, number["micro_batch"])
+    layout = ParallelLayout(number["dp"], number["pp"], microbatches, number["micro_batch"])
     return Run(row["params_billion"], job, layout, float(row["iteration_ms"]) / 1000)
 
 
 def predicted(run: Run, efficiency: float, share: float) -> float:
     """The step through the simulator; everything but the two constants is of specifications and round figures."""
-    machine = Machine(device("a100"), replace(USUAL, product_fraction=efficiency), network_fraction=share)
+    machine = ClusterSpec(
+        device("a100"), replace(DEFAULT_EFFICIENCY, matmul_efficiency=efficiency), network_fraction=share
+    )
     return predict_step(run.job, machine, run.layout).seconds
 
 

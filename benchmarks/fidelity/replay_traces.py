@@ -12,7 +12,7 @@ from typing import Any
 
 from result import DATA, Result
 
-from penstock.plan.explain import Event, read_run
+from penstock.plan.explain import Event, load_trace
 from penstock.plan.explain.case import case_of_traced
 from penstock.plan.explain.stragglers import slowdowns
 from penstock.schedule import Op, Schedule, generate
@@ -53,7 +53,7 @@ def traces() -> list[Result]:
 def read(path: Path) -> dict[int, list[Event]]:
     """The events of each step."""
     found: dict[int, list[Event]] = {}
-    for event in read_run([path]).events:
+    for event in load_trace([path]).events:
         found.setdefault(event.step or 0, []).append(event)
     return found
 

@@ -29,7 +29,7 @@ from penstock._base.trees import flatten
 from penstock.distributed.world import join
 from penstock.network.fabric.traffic.layers import record
 from penstock.partition import Stage
-from penstock.plan import Choice, Cluster, Plan, Sizes, Wanted, make_plans
+from penstock.plan import Cluster, FixedNumbers, ParallelConfig, Plan, Sizes, make_plans
 from penstock.runtime.execute.engine import Engine
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1))
@@ -50,7 +50,7 @@ def measure_model(name: str, rank: int, ranks: int, rounds: int, runtime: Host) 
     case = MODELS[name]
     profile = _profile(case, [case.rows], rank, ranks)
     plans = [
-        plan_of(profile, runtime, Choice(1, ranks, v, schedule, m, case.rows))
+        plan_of(profile, runtime, ParallelConfig(1, ranks, v, schedule, m, case.rows))
         for schedule, v in SCHEDULES
         for m in MICROBATCHES
     ]
@@ -67,15 +67,21 @@ def measure_space(name: str, rank: int, ranks: int, rounds: int, runtime: Host) 
 def space(profile: Profile, runtime: Host, ranks: int) -> list[Plan]:
     """Every plan of one pipeline, the fastest first by prediction; rows that were measured only."""
     found = make_plans(
-        Sizes.of([profile]), _cluster(ranks, runtime), SPACE_BATCH, Wanted([name for name, _ in SCHEDULES]), best=1000
+        Sizes.of([profile]),
+        _cluster(ranks, runtime),
+        SPACE_BATCH,
+        FixedNumbers([name for name, _ in SCHEDULES]),
+        best=1000,
     ).best
     return [plan for plan in found if plan.choice.replicas == 1 and plan.choice.rows in SPACE_ROWS]
 
 
-def plan_of(profile: Profile, runtime: Host, choice: Choice) -> Plan:
+def plan_of(profile: Profile, runtime: Host, choice: ParallelConfig) -> Plan:
     """The plan that `penstock plan` makes for this choice."""
     batch = choice.rows * choice.microbatches
-    made = make_plans(Sizes.of([profile]), _cluster(choice.ranks, runtime), batch, Wanted([choice.schedule]), best=1000)
+    made = make_plans(
+        Sizes.of([profile]), _cluster(choice.ranks, runtime), batch, FixedNumbers([choice.schedule]), best=1000
+    )
     return next(plan for plan in made.best if plan.choice == choice)
 
 

@@ -6,22 +6,26 @@ report's first difference must name. The last ones are in code that the unsplit 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline, verify
-from penstock.pipe.steps import Steps
+from penstock.partition.recorder import foreign
+from penstock.partition.recorder.chance import Chance
+from penstock.pipe.session import Session
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features import deferred_norm
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.transport.local import LocalChannel
+from penstock.runtime.transport.routes import LocalChannel
 
 WIDTH, MICROBATCHES = 7, 4
 
@@ -42,25 +46,40 @@ class Model(nn.Module):
         return x
 
 
+class Draws(Model):
+    """Draws from Python's and numpy's generators in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + random.random() * np.random.rand()
+        return x
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
 @dataclass(frozen=True)
 class Fault:
+    """`names`: what the report must say of where it begins; `never`: what it must not; `options`: of `verify`."""
+
     plant: Callable[[], None]
     names: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    tied: bool = False
-    plain: bool = False
+    make: Callable[[], nn.Module]
+    never: str
+    options: dict[str, Any]
 
 
 FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    *names: str, tied: bool = False, plain: bool = False, **options: Any
+    *names: str, make: Callable[[], nn.Module] = Model, never: str = "", **options: Any
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Adds a fault. `names`: what the report must say of where it begins."""
+    """Adds a fault."""
 
     def add(plant: Callable[[], None]) -> Callable[[], None]:
-        FAULTS[plant.__name__] = Fault(plant, names, options, tied, plain)
+        FAULTS[plant.__name__] = Fault(plant, names, make, never, options)
         return plant
 
     return add
@@ -71,19 +90,14 @@ def planted(name: str) -> dict[str, Any]:
     chosen = FAULTS[name]
     chosen.plant()
     x, target = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(1))
-    options = {"cuts": ["layers.2"], "microbatches": MICROBATCHES, "seed": 5, **chosen.options}
-    model = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        if chosen.plain
-        else Model(tied=chosen.tied)
-    )
-    options |= {"cuts": None} if chosen.plain else {}
-    report = verify(model, (x,), target=target, loss_fn=F.mse_loss, ranks=2, **options)
+    options = {"target": target, "loss_fn": F.mse_loss, "cuts": ["layers.2"], "seed": 5, **chosen.options}
+    report = verify(chosen.make(), (x,), ranks=2, microbatches=MICROBATCHES, **options)
     words = report.first.text if report.first is not None else report.summary()
     seen = "not seen" if report.ok else "seen"
     if seen == "seen" and not report.differing:
         seen = "seen by the whole batch"
     named = bool(not report.ok and all(word in words for word in chosen.names))
+    named = named and not (chosen.never and chosen.never in words)
     return {"seen": seen, "named": named, "says": words if not report.ok else ""}
 
 
@@ -109,11 +123,11 @@ def around_backward(change: Callable[[BoundStage, int, dict[str, Any]], None]) -
     BoundStage.backward = changed  # type: ignore[method-assign]
 
 
-def noting(run: Callable[..., None], running: list[int]) -> Callable[..., None]:
+def noting(run: Callable[..., None], running: list[Any], what: Any = 1) -> Callable[..., None]:
     """`run`, during which `running` is not empty."""
 
     def noted(*args: Any) -> None:
-        running.append(1)
+        running.append(what)
         try:
             run(*args)
         finally:
@@ -197,13 +211,13 @@ def the_last_microbatch_is_lost() -> None:
 @fault("microbatch 0 on stage 0", "what enters 'layers.0'", "microbatches 0 and 1 are swapped")
 def two_microbatches_are_swapped() -> None:
     """The first two microbatches' inputs are swapped, not their targets."""
-    inputs = Steps._inputs
+    inputs = Session._inputs
 
-    def swapped(self: Steps, *given: Any) -> Any:
+    def swapped(self: Session, *given: Any) -> Any:
         first, second, *rest = inputs(self, *given)
         return [second, first, *rest]
 
-    Steps._inputs = swapped  # type: ignore[method-assign]
+    Session._inputs = swapped  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 0 on stage 1", "the gradient that reaches 'drops.3'")
@@ -316,7 +330,7 @@ def a_batch_norm_is_counted_twice() -> None:
     around_backward(change)
 
 
-@fault("'layers.0.weight'", "stage 1 is missing", tied=True)
+@fault("'layers.0.weight'", "stage 1 is missing", make=lambda: Model(tied=True))
 def a_tied_term_is_missing() -> None:
     """One stage's term of a tied weight's gradient is lost."""
 
@@ -446,10 +460,76 @@ def the_loss_that_is_told_is_not_divided() -> None:
     LossHead.totals = lambda self: [t if t is None else t * 4 for t in totals(self)]  # type: ignore[method-assign]
 
 
+@fault("what enters 'layers.2'", "1.5 times what it should be")
+def activations_are_scaled() -> None:
+    """Activations are 1.5 times as large behind a cut."""
+    receive = exact.receive
+    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1.5))
+
+
+@fault("what enters 'layers.2'", "no more than rounding", never="grows")
+def activations_are_a_little_off() -> None:
+    """Activations are off by no more than rounding behind a cut."""
+    receive = exact.receive
+    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6))
+
+
+@fault("no more than rounding, which grows step by step", make=plain, cuts=None)
+def activations_are_off_by_more_in_each_step() -> None:
+    """Rounding of activations is larger in each step."""
+    receive, step, count = exact.receive, Pipeline.step, [-1]
+
+    def begin(self: Pipeline, *args: Any, **options: Any) -> Any:
+        count[0] += 1
+        return step(self, *args, **options)
+
+    Pipeline.step = begin  # type: ignore[method-assign]
+    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6 * (count[0] % 3)))
+
+
+@fault("what leaves 'layers.1'", "it is what leaves 'drops.0': a layer between is left out")
+def a_layer_is_left_out() -> None:
+    """A stage does not run one of its layers."""
+    run, forward, running = BoundStage.forward, nn.Linear.forward, list[Any]()
+
+    def noted(self: BoundStage, microbatch: int) -> Any:
+        return noting(run(self, microbatch), running, dict(code(self).named_modules()).get("layers.1"))
+
+    BoundStage.forward = noted  # type: ignore[method-assign]
+    nn.Linear.forward = lambda self, x: x * 1 if self in running else forward(self, x)  # type: ignore[method-assign]
+
+
+@fault("output 0 of microbatch 0", "step 1", make=Draws, cuts=None)
+def drawn_numbers_are_frozen() -> None:
+    """What the model's own forward draws from Python and numpy is what its recording drew."""
+
+    def frozen(self: Chance, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        self._generators = foreign.states()
+        return value
+
+    Chance._draw = frozen  # type: ignore[method-assign]
+
+
+LABELS = torch.tensor([0, -100, 1, 2, 3, -100, -100, 4, 5, 6, 1, -100])
+
+
+@fault(
+    "0.125 times what it should be: 1 over the number of labels that count",
+    target=LABELS,
+    loss_fn=F.cross_entropy,
+    reduction=lambda labels: (labels != -100).sum(),
+)
+def the_loss_is_divided_by_the_labels_that_count() -> None:
+    """The loss is divided by the number of labels that count once more."""
+    seed = LossHead.seed
+    LossHead.seed = lambda self, k: seed(self, k) / 8  # type: ignore[method-assign]
+
+
 # -- in what the unsplit model shares ---------------------------------------------------------------------------------
 
 
-@fault("buffer norms.0.running_mean")
+@fault("buffer norms.0.running_mean", deferred_batch_norm=True)
 def deferred_norms_count_twice() -> None:
     """Shared: averages of batch norms are committed twice after a step (`deferred_batch_norm=True`)."""
     commit = deferred_norm._commit
@@ -461,9 +541,6 @@ def deferred_norms_count_twice() -> None:
     deferred_norm._commit = twice
 
 
-FAULTS["deferred_norms_count_twice"].options["deferred_batch_norm"] = True
-
-
 @fault("step 1")
 def masks_repeat_in_every_microbatch() -> None:
     """Shared: the number of the microbatch is missing from the key of random streams."""
@@ -471,7 +548,7 @@ def masks_repeat_in_every_microbatch() -> None:
     Streams.begin = lambda self, k, *more, **options: begin(self, 0, *more, **options)  # type: ignore[method-assign]
 
 
-@fault("the batch is not the sum of its microbatches", plain=True)
+@fault("the batch is not the sum of its microbatches", make=plain, cuts=None)
 def weights_of_microbatches_are_wrong() -> None:
     """Shared: the first microbatch's loss weighs twice as much."""
     seeds = exact.seeds

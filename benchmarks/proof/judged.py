@@ -19,7 +19,7 @@ def proved(name: str, schedule: str) -> dict[str, Any]:
     case = CASES[name]
     args, target = case.batch(0)
     report = penstock.verify(
-        case.make, args, target=target, schedule=schedule, ranks=2, microbatches=MICROBATCHES, whole_batch=False
+        case.make, args, target=target, schedule=schedule, ranks=2, microbatches=MICROBATCHES, full_batch=False
     )
     return {"seen": seen(report), "summary": report.summary(), "ok": report.ok}
 

@@ -238,9 +238,9 @@ def judged(make: Callable[[], Case]) -> tuple[str, str]:
             _alone(make())
             torch.manual_seed(0)
             case = make()
+            ranks = 2 if _check_size(case.model) > WEIGHTY else 4
         except Exception as error:
             return "left out", str(error)
-        ranks = 2 if _check_size(case.model) > WEIGHTY else 4
         given = {"target": case.target, "loss_fn": case.loss, "ranks": ranks, "microbatches": 2, "whole_batch": False}
         report = penstock.verify(case.model, case.args, case.kwargs, **given)
         return ("exact" if report.ok else "differs"), str(report)

@@ -25,7 +25,7 @@ from torch import nn
 
 import penstock
 from penstock.pipe.described import record
-from penstock.trace.runs import RunFolder, read_run
+from penstock.trace.runs import RunConfig, read_run
 
 MICROBATCHES = 8
 WARM_UP = 10
@@ -77,7 +77,7 @@ def pair(
     found: dict[bool, dict[str, float]] = {}
     for recorded in (recorded_first, not recorded_first):
         if recorded:
-            record(pipe.session, RunFolder(folder, line=False))
+            record(pipe.session, RunConfig(folder, progress_bar=False))
         taken(pipe, x, optimizer, WARM_UP)
         found[recorded] = taken(pipe, x, optimizer, steps)
         if recorded and pipe.session.recorder is not None:

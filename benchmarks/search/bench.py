@@ -20,7 +20,7 @@ from rich.table import Table
 import penstock
 from penstock.schedule import Placement
 from penstock.simulate.costs import LinkCost, StageCost
-from penstock.simulate.search import Found, search
+from penstock.simulate.search import SearchResult, search
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "tests" / "scaffolding" / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
@@ -122,7 +122,7 @@ def times(seconds: float) -> Iterator[Row]:
             yield measured(case, found) | {"allowed_seconds": allowed, "spent_seconds": spent}
 
 
-def measured(case: str, found: Found) -> Row:
+def measured(case: str, found: SearchResult) -> Row:
     return {
         "case": case,
         "found": round(found.objective_seconds, 4),

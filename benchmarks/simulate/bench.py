@@ -30,13 +30,15 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.schedule import Schedule, add_communication, check, generate
-from penstock.simulate import critical_path, idle, memory, simulate
+from penstock.simulate import critical_path, idle_time_by_cause, memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
 CASES = {"p=8": (8, 4096), "p=512": (512, 4096)}
 COMMAND = "p=1024, the command"
 """`penstock simulate` as a whole: the schedule, its times, why ranks wait, their memory, and a table of all ranks."""
-OPTIONS = "simulate --schedule 1f1b --ranks 1024 --microbatches 8192 --output-bytes 10 --bandwidth 1000 --comm 0.1"
+OPTIONS = (
+    "simulate --schedule 1f1b --ranks 1024 --microbatches 8192 --output-bytes 10 --bandwidth 1000 --link-latency 0.1"
+)
 ROOT = Path(__file__).parents[2]
 COST = StageCost(1.0, 1.0, 1.0, output_bytes=10, activation_bytes=4, weight_gradient_bytes=1)
 LINK = LinkCost(0.1, 1000.0)
@@ -55,7 +57,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     steps: dict[str, Callable[[], object]] = {
         "generate": lambda: generate("1f1b", ranks, microbatches),
         "simulate": lambda: simulate(schedule, COST, LINK),
-        "idle": lambda: idle(schedule, timeline),
+        "idle": lambda: idle_time_by_cause(schedule, timeline),
         "critical path": lambda: critical_path(schedule, timeline),
         "memory": lambda: memory(schedule, COST, timeline),
     }

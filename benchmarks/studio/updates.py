@@ -23,11 +23,11 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from penstock.report.studio.app import bind
-from penstock.schedule import generators
+from penstock.schedule import schedule_specs
 
 MOVES = 20
 SIZES = ((4, 8), (8, 32), (16, 32))
-CHOSEN = {"4": "naive,gpipe,1f1b,zb-h1", "all": ",".join(one.name for one in generators())}
+CHOSEN = {"4": "naive,gpipe,1f1b,zb-h1", "all": ",".join(one.name for one in schedule_specs())}
 SINGLE = """
 async ([name, values]) => {
   const table = document.querySelector(".figures-table");

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from penstock.network.switch import columns, serve
-from penstock.network.switch.client import Order, Setup
+from penstock.network.switch.client import Setup
 from penstock.network.switch.filling import lateness
 from penstock.network.switch.tap import Unread, open_tap
+from penstock.network.topology import State
 
 READS_AT_ONCE = 16
 
@@ -34,8 +35,7 @@ class Forwarding:
     """The forwarding itself, which does not depend on what drives it."""
 
     def __init__(self, setup: Setup) -> None:
-        topology = setup.order.topology
-        assert topology is not None
+        topology = setup.state.topology
         self.devices = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
         self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         hosts = range(len(self.devices))
@@ -74,9 +74,9 @@ class Forwarding:
         self._state[columns.WORST_NS] = max(self._state[columns.WORST_NS], late)
         self._state[columns.LATE + int(math.log2(late) * columns.PER_OCTAVE)] += 1
 
-    def answer(self, order: Order) -> dict[str, Any]:
-        """The answer to an order."""
-        if not order.tells:
+    def answer(self, state: State | None) -> dict[str, Any]:
+        """The answer to a message."""
+        if state is not None:
             return {}
         return {
             "seconds": time.monotonic() - self._start,

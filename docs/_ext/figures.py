@@ -76,7 +76,7 @@ class ScheduleFigure(SphinxDirective):
             found = search(Placement.loop(ranks), microbatches, each, link, memory_limit=limit, seconds=0.5)
             return found.schedule, found.timeline
         name, _, chunks = name.partition(":")
-        schedule = generate(name, ranks, microbatches, chunks=int(chunks) if chunks else None)
+        schedule = generate(name, ranks, microbatches, stages_per_rank=int(chunks) if chunks else None)
         share = schedule.placement.depth // ranks  # costs are of all that a rank does for a microbatch
         each = [StageCost(*(seconds / share for seconds in _seconds(cost))) for cost in costs]
         return schedule, simulate(schedule, each * (schedule.placement.depth // len(costs)), link)

@@ -14,7 +14,7 @@ from figures import pictures
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from penstock.report import panel_of
+from penstock.report import make_panel
 from penstock.report.frame import frame
 from penstock.report.web.page import asset, bundle, embedded
 from penstock.report.web.timeline_data import band, timeline_data
@@ -93,7 +93,7 @@ def _picture() -> str:
     said = "{}: {:g} slots, bubble {:.0%}"
     return pictures(
         [
-            panel_of(schedule, line, said.format(name, line.makespan_seconds, line.bubble_rate))
+            make_panel(schedule, line, said.format(name, line.makespan_seconds, line.bubble_rate))
             for name, schedule, line in timed
         ]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.report import panel_of, svg
+from penstock.report import make_panel, svg
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 
@@ -20,7 +20,7 @@ def picture() -> str:
         schedule = generate(name, RANKS, MICROBATCHES)
         timeline = simulate(schedule, COST)
         said = f"{words}: {timeline.makespan_seconds:g} units, ranks wait for {timeline.bubble_rate:.0%} of the time"
-        panels.append(panel_of(schedule, timeline, said))
+        panels.append(make_panel(schedule, timeline, said))
     return svg(panels, "units", hover=False)
 
 

@@ -51,8 +51,10 @@ def make() -> tuple[nn.Module, tuple[Any, ...], Tensor, Any]:
 
 def main(folder: str, steps: int = 40) -> None:
     model, inputs, _, _ = make()
-    record = penstock.trace.runs.RunFolder(folder, steps=steps, timeline_every=10)
-    with penstock.pipeline(model, inputs, loss_fn=loss, schedule="zb-v", microbatches=MICROBATCHES, run=record) as pipe:
+    record = penstock.trace.runs.RunConfig(folder, total_steps=steps, trace_every=10)
+    with penstock.pipeline(
+        model, inputs, loss_fn=loss, schedule="zb-v", microbatches=MICROBATCHES, run_dir=record
+    ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-4)
         for step in range(steps):
             tokens, targets = batch(step)

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Loads the command line, which takes a moment in which Ctrl-C may come, and runs it."""
+    """Load the command line, which takes a moment in which Ctrl-C may come, and run it."""
     try:
         from penstock.cli import main as run
 

@@ -130,17 +130,14 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_metadata_are_named(copy: Path, kind: str) -> None:
-    file = copy / ".metadata"
-    file.write_bytes(DAMAGE[kind](file.read_bytes()))
-    assert refused(copy).startswith(f"{file} is damaged or not a checkpoint file (")
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_tensors_are_named(copy: Path, kind: str) -> None:
-    (file,) = copy.glob("*.distcp")
-    file.write_bytes(DAMAGE[kind](file.read_bytes()))
-    assert file.name in refused(copy)
+def test_damaged_files_are_named(copy: Path, kind: str) -> None:
+    metadata, (tensors,) = copy / ".metadata", copy.glob("*.distcp")
+    whole = metadata.read_bytes()
+    metadata.write_bytes(DAMAGE[kind](whole))
+    assert refused(copy).startswith(f"{metadata} is damaged or not a checkpoint file (")
+    metadata.write_bytes(whole)
+    tensors.write_bytes(DAMAGE[kind](tensors.read_bytes()))
+    assert tensors.name in refused(copy)
 
 
 def set_size(found: Metadata) -> None:

@@ -38,8 +38,8 @@ def test_a_file_of_another_model_is_refused_unless_one_says_otherwise(
     with torch.device("meta"):
         empty = model()
     with pytest.raises(ArgumentError, match=words):
-        checkpoint.weights(tmp_path, empty)
-    checkpoint.weights(tmp_path, empty, strict=False)
+        checkpoint.init_from_weights(tmp_path, empty)
+    checkpoint.init_from_weights(tmp_path, empty, strict=False)
     with penstock.pipeline(model(), batch()[:1], loss=squared_error, ranks=2, microbatches=2) as pipe:
         before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
         with pytest.raises(ArgumentError, match=words):
@@ -83,12 +83,12 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged" * 9)
     damaged = pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file")
     with damaged:
-        checkpoint.weights(tmp_path, model())
+        checkpoint.init_from_weights(tmp_path, model())
     with penstock.pipeline(model(), batch()[:1], loss=squared_error, ranks=2, microbatches=2) as pipe, damaged:
         checkpoint.import_safetensors(tmp_path, pipe)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ArgumentError, match="save_file"):
-        checkpoint.weights(tmp_path / "pytorch_model.bin", model())
+        checkpoint.init_from_weights(tmp_path / "pytorch_model.bin", model())
     index = tmp_path / "model.safetensors.index.json"
     for text, words in (
         ('{"weight_map"', "copy the whole folder"),
@@ -96,4 +96,4 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=words):
-            checkpoint.weights(tmp_path, model())
+            checkpoint.init_from_weights(tmp_path, model())

@@ -74,7 +74,7 @@ def test_what_was_wrapped_is_what_is_named(kind: str, tmp_path: Path) -> None:
         checkpoint.import_safetensors(tmp_path / "model.safetensors", pipe)
         with torch.device("meta"):
             empty = WRAPPED[kind]()
-        with made(empty, materialize=checkpoint.weights(tmp_path / "model.safetensors", empty)) as third:
+        with made(empty, materialize=checkpoint.init_from_weights(tmp_path / "model.safetensors", empty)) as third:
             assert_alike(pipe, third)
 
 
@@ -115,7 +115,8 @@ def test_names_with_the_wrapper_are_known_too_and_come_back_without(kind: str, g
         assert pipe.step(X, target=Y).loss > 0
         assert pipe.cuts == (known,)
     assert (
-        inspect(WRAPPED[kind](), (X,), stages=2, cuts=[given], loss_fn=lambda out: out.mean()).stages[1].begins == known
+        inspect(WRAPPED[kind](), (X,), stages=2, cuts=[given], loss_fn=lambda out: out.mean()).stages[1].first_module
+        == known
     )
     with pytest.raises(PartitionError, match="no module named '7'"):
         made(WRAPPED[kind](), ["_orig_mod.7"])

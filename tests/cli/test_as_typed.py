@@ -10,7 +10,7 @@ from command_line import output, refusal
 from penstock import __version__
 from penstock.cli._as_typed import in_options
 
-OPTIONS = {"--ranks", "--schedule", "--opens", "--microbatches", "--join-timeout", "--factor"}
+OPTIONS = {"--ranks", "--schedule", "--split-inside", "--microbatches", "--join-timeout", "--factor"}
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ OPTIONS = {"--ranks", "--schedule", "--opens", "--microbatches", "--join-timeout
         ("factor is -1.5: pass a factor above 1", "--factor -1.5: pass a factor above 1"),
         ("ranks is 0, but", "--ranks 0, but"),
         ("is said by microbatches=)", "is said by --microbatches)"),
-        ("take some apart with opens=['a', 'b', ...]", "take some apart with --opens a,b,..."),
+        ("take some apart with split_inside=['a', 'b', ...]", "take some apart with --split-inside a,b,..."),
         ("stages=9, but the model has 3. Pass ranks=3.", "9 stages, but the model has 3. Pass --ranks 3."),
         # What has no option, and what is code, stays as it is.
         ("seed=3: no", "seed=3: no"),
@@ -50,12 +50,15 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
             "verify a:b --balance weight",
             "--balance weight: expected one of time, flops, memory, parameters, layers, type:",
         ),
-        ("search --ranks 2 --seconds 0", "--seconds 0: expected a time above 0"),
+        ("search --ranks 2 --time-limit 0", "--time-limit 0: expected a time above 0"),
         (
             "simulate --schedule 1f2b --ranks 4",
             "--schedule 1f2b is not a known schedule; did you mean '1f1b'? expected",
         ),
-        ("simulate --schedule 1f1b --ranks 4 --chunks 3", "--chunks 3: 1f1b works with exactly 1 chunk a rank;"),
+        (
+            "simulate --schedule 1f1b --ranks 4 --stages-per-rank 3",
+            "--stages-per-rank 3: 1f1b works with exactly 1 chunk a rank;",
+        ),
         ("simulat", "penstock has no command 'simulat': did you mean 'simulate'? it has run, demo, "),
         ("frobnicate", "penstock has no command 'frobnicate': it has run, demo, "),
         ("simulate --pp-size 4", "simulate has no option --pp-size; pass --ranks"),

@@ -13,8 +13,8 @@ from penstock.schedule import Placement, check, peak_activations, read_csv
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
 
-NUMBERS = ("--ranks", "4", "--microbatches", "8", "--seconds", "0.2")
-COSTS = ("--forward", "10", "--backward-input", "11", "--backward-weight", "7", "--comm", "0.5")
+NUMBERS = ("--ranks", "4", "--microbatches", "8", "--time-limit", "0.2")
+COSTS = ("--forward", "10", "--backward-input", "11", "--backward-weight", "7", "--link-latency", "0.5")
 
 
 def find(*options: str) -> Any:
@@ -24,7 +24,7 @@ def find(*options: str) -> Any:
 @pytest.mark.parametrize("placement", ["loop", "v"])
 def test_schedule_that_it_writes_is_the_one_that_it_timed(tmp_path: Path, placement: str) -> None:
     path = tmp_path / "out.csv"
-    made = find("--placement", placement, "--memory-limit", "4", "--csv", str(path))
+    made = find("--placement", placement, "--activation-limit", "4", "--out", str(path))
     schedule = read_csv(path)
     chunks = 2 if placement == "v" else 1
     assert schedule.placement == (Placement.v(4) if placement == "v" else Placement.loop(4))
@@ -42,12 +42,12 @@ def test_schedule_that_it_writes_is_the_one_that_it_timed(tmp_path: Path, placem
 
 def test_limit_counts_activations_of_a_microbatch_whatever_their_unit(tmp_path: Path) -> None:
     for options in (("--memory-activation", "50"), ("--memory-activation", "50", "--memory-weight-grad", "50")):
-        made = find("--placement", "v", "--memory-limit", "3", *options)
+        made = find("--placement", "v", "--activation-limit", "3", *options)
         assert max(made["peak_activations"]) <= 3
         assert max(one["activations"] for one in made["memory"]) <= 3 * 2 * 50
     stages = [{"forward": 1, "backward_input": 1, "backward_weight": 1, "activation": 1 + rank} for rank in range(4)]
     (tmp_path / "costs.json").write_text(json.dumps(stages))
-    made = as_json("search", *NUMBERS, "--memory-limit", "2", "--costs", str(tmp_path / "costs.json"))
+    made = as_json("search", *NUMBERS, "--activation-limit", "2", "--costs", str(tmp_path / "costs.json"))
     assert max(made["peak_activations"]) <= 2
     assert all(one["activations"] <= 2 * (1 + rank) for rank, one in enumerate(made["memory"]))
 
@@ -60,7 +60,7 @@ def test_objective_is_what_the_bound_is_about() -> None:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_table_has_the_bound_and_fits(columns: int) -> None:
-    text = output("search", *NUMBERS, *COSTS, "--memory-limit", "4", columns=columns)
+    text = output("search", *NUMBERS, *COSTS, "--activation-limit", "4", columns=columns)
     assert max(map(len, text.splitlines())) <= columns
     (line,) = [line for line in text.splitlines() if line.startswith("lower bound")]
     assert "for the span; gap " in line
@@ -68,7 +68,7 @@ def test_table_has_the_bound_and_fits(columns: int) -> None:
 
 def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
     """In a loop, nothing in so little memory comes near v-min, for which each rank's work is cut in two."""
-    options = ("search", "--ranks", "4", "--microbatches", "8", "--seconds", "0.2", "--memory-limit", "2")
+    options = ("search", "--ranks", "4", "--microbatches", "8", "--time-limit", "0.2", "--activation-limit", "2")
     made = as_json(*options)
     compared = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8")["schedules"]
     fitting = [one for one in compared if max(one["peak_activations"]) <= 2]
@@ -84,37 +84,47 @@ def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
     text = " ".join(output(*options).split())
     assert "placement in a loop; bound and baseline hold for this placement only" in text
     assert f"alternative {best['name']} on a V is " in text
-    assert "take --placement v, and multiply the costs by 0.5" in text
+    assert "use --placement v, and multiply the costs by 0.5" in text
 
 
 def test_nothing_is_shorter_elsewhere_at_the_same_costs_of_a_rank() -> None:
     """On a V with costs of half a rank there is no better place; a loop's limit is not that of its V."""
     made = as_json(
-        "search", "--ranks", "4", "--microbatches", "8", "--seconds", "0.2", "--placement", "v", "--memory-limit", "2"
+        "search",
+        "--ranks",
+        "4",
+        "--microbatches",
+        "8",
+        "--time-limit",
+        "0.2",
+        "--placement",
+        "v",
+        "--activation-limit",
+        "2",
     )
     assert (made["placement"], made["shorter_elsewhere"]) == ("v", None)
-    assert "alternative" not in output("search", "--ranks", "2", "--microbatches", "4", "--seconds", "0.2")
+    assert "alternative" not in output("search", "--ranks", "2", "--microbatches", "4", "--time-limit", "0.2")
 
 
 def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> None:
     says = refusal("search", "--ranks", "10000", "--microbatches", "10000")
-    assert says.startswith("--ranks 10000 --microbatches 10000: that makes 300,000,000 actions, but at most ")
+    assert says.startswith("--ranks 10000 --microbatches 10000: that makes 300,000,000 actions; at most ")
     assert "expected at most 10,000" in refusal("search", "--ranks", "1000000000000", "--microbatches", "1")
-    (line,) = penstock("search", "--ranks", "1", "--microbatches", "2", "--seconds", "60").stderr.splitlines()
+    (line,) = penstock("search", "--ranks", "1", "--microbatches", "2", "--time-limit", "60").stderr.splitlines()
     assert line.startswith("penstock: searching for about 60 s")
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--memory-limit", "nan"], "--memory-limit nan: a single microbatch needs 1"),
-        (["--memory-limit", "0.5"], "--memory-limit 0.5: a single microbatch needs 1"),
-        (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks per rank"),
+        (["--activation-limit", "nan"], "--activation-limit nan: a single microbatch needs 1"),
+        (["--activation-limit", "0.5"], "--activation-limit 0.5: a single microbatch needs 1"),
+        (["--placement", "v", "--stages-per-rank", "1"], "--stages-per-rank 1: a V has exactly 2 stages per rank"),
         (["--microbatches", "0"], "--microbatches 0: expected an integer >= 1"),
-        (["--chunks", "0"], "--chunks 0: expected an integer >= 1"),
+        (["--stages-per-rank", "0"], "--stages-per-rank 0: expected an integer >= 1"),
         (["--memory-unsharded", "1"], "--memory-unsharded: the search places no gathers of sharded stages"),
         (["--forward", "-1"], "--forward -1: expected a cost of 0 or more"),
-        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv cannot be written: No such file"),
+        (["--out", "no/such/folder.csv"], "--out no/such/folder.csv cannot be written: No such file"),
     ],
 )
 def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:

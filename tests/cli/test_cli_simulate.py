@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import format_of
 from penstock.costs import Outcome
-from penstock.schedule import add_communication, generate, generators, names, write_csv
-from penstock.schedule.generators import Numbers
-from penstock.simulate import idle, memory
+from penstock.schedule import add_communication, generate, names, schedule_specs, write_csv
+from penstock.schedule.generators import ScheduleParams
+from penstock.simulate import idle_time_by_cause, memory
 from penstock.simulate import simulate as library
 from penstock.simulate.costs import LinkCost, StageCost
 
 NUMBERS = ("--ranks", "8", "--microbatches", "24")
-COSTS = ("--forward", "18522", "--backward-input", "18086", "--backward-weight", "9337", "--comm", "601")
+COSTS = ("--forward", "18522", "--backward-input", "18086", "--backward-weight", "9337", "--link-latency", "601")
 STAGE = {"forward": 3, "backward_input": 4, "backward_weight": 2}
 
 
@@ -48,7 +48,7 @@ def test_json_is_what_the_library_says() -> None:
     assert made["bubble_rate"] == timeline.bubble_rate
     work = 24 * 2 * (18522 + 18086 + 9337)
     assert made["bubble_rate"] == pytest.approx((made["span"] - work) / made["span"])
-    by_cause = idle(schedule, timeline)
+    by_cause = idle_time_by_cause(schedule, timeline)
     assert made["idle"] == [{cause.value: time for cause, time in causes.items()} for causes in by_cause]
     path = made["critical_path"]
     assert sum(path[key] for key in ("F", "I", "W", "link")) == made["makespan"]
@@ -97,13 +97,13 @@ def test_rows_of_all_train_the_same_model() -> None:
 
 def test_all_says_whose_the_costs_are(write: Any) -> None:
     text = output("simulate", "--schedule", "all", *NUMBERS)
-    assert "costs: for one microbatch on one rank, divided evenly among its chunks" in text
+    assert "costs: per microbatch and rank, divided evenly among its stages" in text
     path = write("costs.json", [STAGE] * 4)
     text = output("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8", "--costs", path)
-    assert "costs: for each of the model's stages, from the file" in text
+    assert "costs: per stage of the model, from the file" in text
 
 
-@pytest.mark.parametrize("verb", ["simulate", "show"])
+@pytest.mark.parametrize("verb", ["simulate", "draw"])
 def test_whose_costs_they_are_is_said_where_a_rank_has_several_stages(verb: str) -> None:
     options = (verb, "--ranks", "4", "--microbatches", "8", "--forward", "2", "--schedule")
     assert "per stage; a rank has 2 stages" in output(*options, "zb-v")
@@ -117,7 +117,7 @@ def test_all_names_the_rule_that_a_schedule_breaks() -> None:
     assert reasons["chimera"].startswith("works with an even number of ranks")
     text = output("simulate", "--schedule", "all", "--ranks", "3", "--microbatches", "5")
     assert "chimera   works with an even number of ranks" in text
-    two = as_json("simulate", "--schedule", "all", *NUMBERS, "--chunks", "2")
+    two = as_json("simulate", "--schedule", "all", *NUMBERS, "--stages-per-rank", "2")
     assert {row["chunks"] for row in two["schedules"]} == {2}
     assert "1f1b" in {one["name"] for one in two["not_allowed"]}
 
@@ -192,7 +192,11 @@ def test_costs_that_are_not_given_follow_from_those_that_are(
     link = LinkCost(given.get("comm", 0.0))
     assert made["makespan"] == library(generate("zb-h1", 2, 4), StageCost(*all_three), link).makespan_seconds
     expected = {name: value for name, value in zip(WORK, all_three, strict=True) if name not in given}
-    for verb in (["simulate", "--schedule", "zb-h1"], ["show", "--schedule", "zb-h1"], ["search", "--seconds", "0.1"]):
+    for verb in (
+        ["simulate", "--schedule", "zb-h1"],
+        ["draw", "--schedule", "zb-h1"],
+        ["search", "--time-limit", "0.1"],
+    ):
         assert as_json(*verb, *which, *options)["assumed"] == expected
         assert says in output(*verb, *which, *options, columns=120)
     assert says in output("simulate", "--schedule", "all", *which, *options, columns=120)
@@ -219,7 +223,7 @@ def test_schedule_of_a_file_is_timed_as_the_one_of_the_name(tmp_path: Path, name
     else:
         write_csv(schedule, path, form)
     made, named = (
-        as_json("simulate", *which, "--forward", "2", "--comm", "0.25")
+        as_json("simulate", *which, "--forward", "2", "--link-latency", "0.25")
         for which in (("--csv", str(path)), ("--schedule", name, "--ranks", "4", "--microbatches", "8"))
     )
     assert made.pop("name") == (name if form.startswith("text") else "mine")
@@ -232,7 +236,7 @@ def test_sharding_in_the_files_of_torch_takes_no_time(write: Any) -> None:
     assert as_json("simulate", "--csv", path)["makespan"] == 3
 
 
-WINDOWED = ("--schedule", "interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--chunks", "3")
+WINDOWED = ("--schedule", "interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3")
 
 
 def test_memory_by_window(write: Any) -> None:
@@ -244,7 +248,7 @@ def test_memory_by_window(write: Any) -> None:
         made = as_json("simulate", *WINDOWED, *sharded, *costs)
         assert [held["unsharded"] for held in made["memory"]] == [10 * window] * 2
         peaks.append([held["peak"] for held in made["memory"]])
-        path = write("mine.txt", output("show", *WINDOWED, *sharded, "--text"))
+        path = write("mine.txt", output("draw", *WINDOWED, *sharded, "--text"))
         assert as_json("simulate", "--csv", path, *costs) == made
         assert made["makespan"] == as_json("simulate", *WINDOWED)["makespan"], "gathers take no time here"
     assert peaks == [[17, 15], [27, 25], [37, 35]]
@@ -288,15 +292,15 @@ def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
     ("options", "says"),
     [
         (["--schedule", "zbv", *NUMBERS], "did you mean 'zb-v'"),
-        (["--schedule", "zb-v", *NUMBERS, "--chunks", "3"], "zb-v works with exactly 2 chunks a rank"),
+        (["--schedule", "zb-v", *NUMBERS, "--stages-per-rank", "3"], "zb-v works with exactly 2 chunks a rank"),
         (["--schedule", "zbv"], "--schedule zbv is not a known schedule; did you mean 'zb-v'?"),
         (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
         ([*NUMBERS], "pass --schedule with a name (`penstock schedules` lists them), or --csv"),
         (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
         (["--csv", "no-such-file"], "--csv no-such-file cannot be read: No such file"),
         (
-            ["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--comm", "1"],
-            "already sets what --comm would; pass only one of the two",
+            ["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--link-latency", "1"],
+            "already sets what --link-latency would; pass only one of the two",
         ),
         (["--schedule", "1f1b", *NUMBERS, "--backward-input", "-1"], "--backward-input -1: expected a cost of 0 or"),
         (["--schedule", "1f1b", *NUMBERS, "--forward", "1e308"], "--forward 1e+308: expected a number below 1e+100"),
@@ -333,11 +337,11 @@ def test_table_fits_and_leaves_no_digit_out(name: str) -> None:
 
 
 def test_row_of_a_rank() -> None:
-    text = output("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--comm", "0.5")
+    text = output("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--link-latency", "0.5")
     lines = [line.split() for line in text.splitlines()]
     assert ["makespan", "17.0"] in lines
-    assert ["rank", "busy", "up", "ward", "ward", "link", "down", "peak"] in lines
-    made = as_json("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--comm", "0.5")
+    assert ["rank", "busy", "up", "F", "B", "link", "down", "act."] in lines
+    made = as_json("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--link-latency", "0.5")
     causes = ("warm-up", "waiting for forward", "waiting for backward", "link", "cool-down")
     shown = [made["idle"][0][cause] for cause in causes]
     assert ["0", "12.0", *(f"{time:.1f}" for time in shown), "2"] in lines
@@ -349,9 +353,9 @@ def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
     assert [write(value).replace(",", "") for value in values] == list(map(str, values))
 
 
-@given(st.sampled_from(generators()), st.integers(1, 3), st.integers(1, 4))
+@given(st.sampled_from(schedule_specs()), st.integers(1, 3), st.integers(1, 4))
 def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
-    numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks)
+    numbers = ScheduleParams(2 * half_ranks, 2 * half_microbatches, entry.chunks)
     schedule = entry.make(numbers)
     counted = Outcome.simulated(schedule, CostOptions().read()).peak_activations
     weighed = Outcome.simulated(schedule, CostOptions(memory_activation=7.0).read()).peak_activations
@@ -369,15 +373,15 @@ def test_a_link_in_the_words_of_the_other_verbs() -> None:
     job = ("simulate", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward", "0.01")
     sized = (*job, "--output-bytes", "1e6")
     seconds = as_json(*sized, "--link", "40gbit delay 30us")["makespan"]
-    assert seconds == as_json(*sized, "--comm", "30e-6", "--bandwidth", "5e9")["makespan"]
+    assert seconds == as_json(*sized, "--link-latency", "30e-6", "--bandwidth", "5e9")["makespan"]
     assert "the time of a message depends on its size" in refusal(*job, "--link", "40gbit delay 30us")
-    assert "pass only one of the two" in refusal(*sized, "--comm", "2", "--link", "40gbit")
+    assert "pass only one of the two" in refusal(*sized, "--link-latency", "2", "--link", "40gbit")
 
 
 def test_planning_never_loads_torch() -> None:
     numbers = ["--ranks", "2", "--microbatches", "4"]
-    verbs = [["schedules"], ["simulate", "--schedule", "all", *numbers], ["search", *numbers, "--seconds", "1"]]
-    verbs.append(["show", "--schedule", "zb-v", *numbers, "--comm", "1"])
+    verbs = [["schedules"], ["simulate", "--schedule", "all", *numbers], ["search", *numbers, "--time-limit", "1"]]
+    verbs.append(["draw", "--schedule", "zb-v", *numbers, "--link-latency", "1"])
     each = "".join(f"\ntry: app({verb})\nexcept SystemExit as end: assert not end.code" for verb in verbs)
     look = f"import sys; from penstock.cli import app{each}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=100, check=False)

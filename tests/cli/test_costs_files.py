@@ -144,7 +144,7 @@ def test_links_of_all_pairs_are_taken(write: Write) -> None:
 def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
     path = write({"stages": [STAGE] * 2, "links": [*BETWEEN, {"from": 5, "to": 9}]})
     assert "the last rank of this placement of 2 ranks is 1" in refusal("search", *TWO, "--costs", path)
-    assert "the last rank of 1f1b is 1" in refusal("show", "--schedule", "1f1b", *TWO, "--costs", path)
+    assert "the last rank of 1f1b is 1" in refusal("draw", "--schedule", "1f1b", *TWO, "--costs", path)
 
 
 # -- how many stages --------------------------------------------------------------------------------------------------
@@ -188,4 +188,4 @@ def test_lists_are_costs_by_microbatch(tmp_path: Path) -> None:
         "simulate", *numbers, *made(wrong, plain)
     )
     says = refusal("search", "--ranks", "2", "--microbatches", "4", *made(plain, long))
-    assert "a stage has costs by microbatch, but the search takes one" in says
+    assert "a stage has costs per microbatch, but the search takes one" in says

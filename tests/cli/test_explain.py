@@ -15,7 +15,7 @@ from rich.console import Console
 
 from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
-from penstock.plan.explain import explain, read_run
+from penstock.plan.explain import explain, load_trace
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
@@ -343,7 +343,7 @@ def test_the_screen_says_what_to_do_first(tmp_path: Path) -> None:
     assert head.startswith("1f1b: 4 ranks, 8 microbatches")
     assert rest.splitlines()[1].startswith("at most -")
     assert head.splitlines()[0].endswith("simulated, with its costs' unit for a second")
-    assert "stage 2 takes 1.33 times the mean (rank 2): move work off it" in rest.splitlines()[1]
+    assert "stage 2 takes 1.33 times the mean (rank 2): move layers to other stages" in rest.splitlines()[1]
     assert "What if" in rest
     assert len(said.splitlines()) < 40
     assert max(map(len, said.splitlines())) <= 100
@@ -368,26 +368,26 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     moved = simulate(generate("1f1b", 4, 8), costs, LinkCost(0.0001)).makespan_seconds
     assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
     assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])
-    assert "most wrong at stage 2, which takes 1.25 times what was predicted" in " ".join(output(*asked).split())
+    assert "largest error at stage 2: 1.25x the prediction" in " ".join(output(*asked).split())
 
 
 def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> None:
     (file,) = a_timeline(tmp_path)
     units = [0.03, 0.03, 0.0, 0.03]
     asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
-    assert "most wrong at stage 2, which takes 45.00 ms instead of 0" in " ".join(output(*asked).split())
+    assert "largest error at stage 2: 45.00 ms, predicted 0" in " ".join(output(*asked).split())
 
 
 def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
     (file,) = a_timeline(tmp_path)
-    found = replace(explain(read_run([file])), changes=())
+    found = replace(explain(load_trace([file])), changes=())
     said = []
     for error in (0.231, 0.001):
         show(replace(found, worst_error=error), Console(width=200))
         said.append(capsys.readouterr().out)
-    assert "nothing for certain: no change brings more than the replay's error, 23.1%" in said[0]
+    assert "no significant improvement: every change is within the replay's error, 23.1%" in said[0]
     assert "are alike" not in said[0]
-    assert "are alike, as far as 0.5% of a step goes" in said[1]
+    assert "no imbalance above 0.5% of a step" in said[1]
 
 
 def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
@@ -466,7 +466,7 @@ def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> 
 
 def test_cuts_need_a_profile(tmp_path: Path) -> None:
     (file,) = a_timeline(tmp_path)
-    assert "needs --profile" in refusal("explain", str(file), "--cuts", "a")
+    assert "requires --profile" in refusal("explain", str(file), "--cuts", "a")
     text = refusal("explain", str(file), "--profile", profile(tmp_path, [1.0] * 9), "--cuts", "a,b,c")
     assert "is no unit" in text
 

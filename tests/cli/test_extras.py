@@ -8,7 +8,7 @@ import pytest
 from command_line import refusal
 
 from penstock._base.errors import MissingExtraError
-from penstock.network.fabric.warmup import trend
+from penstock.network.fabric.statistics import trend
 
 
 @pytest.mark.parametrize("package", ["jinja2", "scipy"])

@@ -111,7 +111,7 @@ def test_without_options_it_is_the_runs_own_sizes_to_4096_hosts(tmp_path: Path) 
     ]
     assert [row["hosts"] for row in one["crossovers"]] == hosts
     text = output("fabric", "predict", run)
-    assert "all_reduce: alpha 250us a step, 1/beta 100 Mbit/s" in text
+    assert "all_reduce: alpha 250us/step, 1/beta 100 Mbit/s" in text
     assert "4,096 hosts" in text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -155,7 +155,7 @@ def test_where_the_times_make_no_fit_the_measured_links_do(
             LinkFit(1e-4, 8e-8).seconds(closed_form("all_reduce", "ring", 4), size["bytes"])
         )
         assert size["residual"] > 0
-    assert "of the slowest measured link" in output("fabric", "predict", run, *arguments)
+    assert "from the slowest measured link" in output("fabric", "predict", run, *arguments)
 
 
 README = {2600: 4.17e-3, 33024: 5.90e-3, 131584: 19.4e-3, 803840: 110e-3}
@@ -207,7 +207,7 @@ def test_a_slow_link_holds_a_fit_that_has_to_wait_for_it(tmp_path: Path, algorit
 def test_a_collective_that_the_run_has_not_is_named(tmp_path: Path) -> None:
     run = sweep(tmp_path / "run")
     said = output("fabric", "predict", run, "--collective", "broadcast")
-    assert "of the slowest measured link: the run has no broadcast to fit" in said
+    assert "from the slowest measured link: the run has no broadcast to fit" in said
 
 
 def test_the_slowest_link_is_the_one_that_counts(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_run_whose_processors_were_the_limit_is_marked(tmp_path: Path) -> None
 
 def test_a_run_that_was_killed_predicts_from_what_there_is_and_says_so(tmp_path: Path) -> None:
     run = sweep(tmp_path / "run", complete=False, missing="host 2 was lost")
-    assert "the run is not complete; missing: host 2 was lost" in output("fabric", "predict", run)
+    assert "the run is incomplete; missing: host 2 was lost" in output("fabric", "predict", run)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     found = as_json("inspect", f"{targets}:gpt", "-n", "3")
     case = models.gpt(dropout=0.1)
     pipe = penstock.pipeline(case.model, case.args, case.kwargs, loss=case.loss, ranks=3, microbatches=1)
-    assert tuple(stage["begins"] for stage in found["stages"]) == ("", *pipe.cuts)
+    assert tuple(stage["first_module"] for stage in found["stages"]) == ("", *pipe.cuts)
     pipe.close()
     own = dict(case.model.named_parameters())
     assert found["parameters"] == sum(p.numel() for p in own.values())
@@ -93,12 +93,12 @@ def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     assert tie["stages"] == [0, 2]
     assert tie["parameters"] == own[tie["name"]].numel()
     assert sum(stage["parameters"] for stage in found["stages"]) == found["parameters"] + tie["parameters"]
-    shares = [stage["parameter_share"] for stage in found["stages"]]
+    shares = [stage["parameter_fraction"] for stage in found["stages"]]
     assert sum(shares) == pytest.approx(1), "a tied parameter counts on the first of its stages alone"
     first = {name: p.numel() for name, p in own.items() if name in pipe.stages[0].parameters}
     assert shares[0] == pytest.approx(sum(first.values()) / found["parameters"])
-    assert sum(stage["work_share"] for stage in found["stages"]) == pytest.approx(1)
-    assert all(stage["draws"] for stage in found["stages"])
+    assert sum(stage["work_fraction"] for stage in found["stages"]) == pytest.approx(1)
+    assert all(stage["random_modules"] for stage in found["stages"])
     assert all(stage["modules"] and stage["activation_bytes"] > 0 for stage in found["stages"])
 
 
@@ -114,11 +114,11 @@ def test_gradients_have_the_bytes_of_the_dtype_in_which_they_accumulate() -> Non
     model[0].weight.requires_grad_(False)
     model[1].bias.grad_dtype = torch.float64
     for asked, size in ((None, 2), (torch.float32, 4)):
-        found = penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), stages=3, microbatches=2, gradient_dtype=asked)
+        found = penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), stages=3, microbatches=2, grad_dtype=asked)
         assert [stage.gradient_bytes for stage in found.stages] == [size * 4, size * 16 + 8 * 4, size * 20]
     assert model[2].weight.grad_dtype == torch.bfloat16, "only a pipeline sets it"
-    with pytest.raises(ArgumentError, match=r"gradient_dtype=torch\.float16"):
-        penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), gradient_dtype=torch.float16)
+    with pytest.raises(ArgumentError, match=r"grad_dtype=torch\.float16"):
+        penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), grad_dtype=torch.float16)
 
 
 def test_a_targets_reduction_is_used(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
     width = one["shape"][-1]
     assert one["shape"] == [batch, length, width]
     assert one["bytes"] == 4 * batch * length * width
-    assert one["takes_gradient"]
+    assert one["requires_grad"]
     assert isinstance(models.gpt().model.get_submodule(one["module"]), nn.Module)
     assert one["source_line"] == ""
 
@@ -187,8 +187,8 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
     assert "Do it outside of the model" in said
     inside = refusal("inspect", f"{targets}:branches_inside")
     assert f"targets.py:{line}: `if x.sum() > 0:` in module 'inner'" in inside
-    assert "Pass --leaves inner, so that it runs as a whole (tried: " in inside
-    output("inspect", f"{targets}:branches_inside", "--leaves", "inner")
+    assert "Pass --leaf-modules inner, so that it runs as a whole (tried: " in inside
+    output("inspect", f"{targets}:branches_inside", "--leaf-modules", "inner")
     assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
     assert "--stages 0: expected an integer >= 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
     assert "'nowhere'" in refusal("inspect", f"{targets}:gpt", "--cuts", "nowhere")
@@ -196,9 +196,11 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
 
 def test_stages_show_the_times_by_which_they_are_cut(targets: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    output("profile", f"{targets}:gpt", "--budget-seconds", "0", "--microbatches", "8", "--out", str(file))
+    output("profile", f"{targets}:gpt", "--time-limit", "0", "--microbatches", "8", "--out", str(file))
     stages = as_json("inspect", f"{targets}:gpt", "-n", "2", "--balance", str(file))["stages"]
     assert sum(stage["seconds"] for stage in stages) >= 0.99 * sum(unit.seconds for unit in read_profile(file).units)
     lines = output("inspect", f"{targets}:gpt", "-n", "2", "--balance", str(file)).splitlines()
-    assert [line.split()[:5] for line in lines if "begins at" in line] == [["stage", "begins", "at", "work", "ms"]]
+    assert [line.split()[:6] for line in lines if "first module" in line] == [
+        ["stage", "first", "module", "est.", "cost", "ms"]
+    ]
     assert all(stage["seconds"] is None for stage in as_json("inspect", f"{targets}:gpt", "-n", "2")["stages"])

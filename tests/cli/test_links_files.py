@@ -56,7 +56,7 @@ def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
 
 def test_one_fit_is_as_comm_and_bandwidth_are(write: Write) -> None:
     path = write(links_json({}, [{"fit": {"alpha_seconds": 0.004, "beta_seconds_per_byte": 1e-7}}]))
-    same = as_json(*FOUR, *SIZED, "--comm", "0.004", "--bandwidth", "1e7")
+    same = as_json(*FOUR, *SIZED, "--link-latency", "0.004", "--bandwidth", "1e7")
     assert as_json(*FOUR, *SIZED, "--links", path)["makespan"] == pytest.approx(same["makespan"])
 
 
@@ -70,7 +70,7 @@ def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
     few, all_pairs = write({"links": BETWEEN, "all": EVERY}), write({"all": EVERY}, "all.json")
     slow = as_json(*FOUR, *SIZED, "--links", all_pairs)["makespan"]
     assert as_json(*FOUR, *SIZED, "--links", few)["makespan"] < slow
-    assert slow == pytest.approx(as_json(*FOUR, *SIZED, "--comm", "0.05", "--bandwidth", "1e6")["makespan"])
+    assert slow == pytest.approx(as_json(*FOUR, *SIZED, "--link-latency", "0.05", "--bandwidth", "1e6")["makespan"])
 
 
 def test_a_network_with_fewer_hosts_than_ranks_is_refused(write: Write) -> None:
@@ -90,7 +90,7 @@ def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None
     assert "no cost from rank 0 to rank 1" in refusal(*FOUR, *TIMES, "--links", write({"links": links}))
 
 
-@pytest.mark.parametrize("option", ["--comm", "--bandwidth"])
+@pytest.mark.parametrize("option", ["--link-latency", "--bandwidth"])
 def test_links_and_numbers_of_links_contradict_each_other(write: Write, option: str) -> None:
     path = write({"all": EVERY})
     says = f"--links {path} already sets what {option} would; pass only one of the two"
@@ -112,14 +112,17 @@ def test_messages_without_a_size_are_refused(write: Write) -> None:
     assert says in refusal(*TWO, *TIMES, "--links", path)
     assert says in refusal(*TWO, "--costs", write([STAGE] * 2, "stages.json"), "--links", path)
     latency = write({"all": {"latency": 1}}, "latency.json")
-    assert as_json(*TWO, *TIMES, "--links", latency)["makespan"] == as_json(*TWO, *TIMES, "--comm", "1")["makespan"]
+    assert (
+        as_json(*TWO, *TIMES, "--links", latency)["makespan"]
+        == as_json(*TWO, *TIMES, "--link-latency", "1")["makespan"]
+    )
 
 
 def test_all_schedules_search_and_show_take_it(write: Write) -> None:
     path = write({"all": EVERY})
     assert len(as_json("simulate", "--schedule", "all", *TWO[3:], *SIZED, "--links", path)["schedules"]) > 1
-    assert output("show", *TWO[1:], *SIZED, "--links", path)
-    assert output("search", *TWO[3:], *SIZED, "--links", path, "--seconds", "1")
+    assert output("draw", *TWO[1:], *SIZED, "--links", path)
+    assert output("search", *TWO[3:], *SIZED, "--links", path, "--time-limit", "1")
 
 
 @pytest.mark.parametrize(

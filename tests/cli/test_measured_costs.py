@@ -25,7 +25,7 @@ PARAMETERS = {f"{i}.{name}": shape for i in range(6) for name, shape in (("weigh
 PROFILE = Profile(UNITS, "cpu", "float32", PARAMETERS, inputs={"args[0]": "float32[2, 8]"}, rows=2)
 
 LINK = LinkCost(30e-6, 5e9)
-TAKEN = "links not measured: a message is taken to cost 30 us and 5 GB/s"
+TAKEN = "links not measured: assuming 30 us latency and 5 GB/s"
 """What a plan assumes for ranks on CPUs, too."""
 
 TARGETS = """
@@ -128,12 +128,12 @@ def test_rows_between_measured_sizes() -> None:
     )
     PROFILE.with_others([double]).save("two.json")
     command = ("simulate", "--profile", "two.json", "--schedule", "gpipe", "-n", "1", "--microbatches", "1")
-    at = {rows: as_json(*command, "--rows", str(rows))["makespan"] for rows in (2, 4, 6)}
+    at = {rows: as_json(*command, "--microbatch-size", str(rows))["makespan"] for rows in (2, 4, 6)}
     assert at == {rows: pytest.approx(sum(SECONDS) * (0.75 + rows / 2)) for rows in (2, 4, 6)}
-    assert "4 rows (between those measured: 2, 6)" in output(*command, "--rows", "4", columns=200)
-    assert "9 rows (beyond those measured: 2, 6)" in output(*command, "--rows", "9", columns=200)
-    assert refusal(*command, "--rows", "13").startswith(
-        "--rows 13: --profile two.json has microbatches of 2, 6 rows, which tell of 1 to 12"
+    assert "4 rows (between those measured: 2, 6)" in output(*command, "--microbatch-size", "4", columns=200)
+    assert "9 rows (beyond those measured: 2, 6)" in output(*command, "--microbatch-size", "9", columns=200)
+    assert refusal(*command, "--microbatch-size", "13").startswith(
+        "--microbatch-size 13: --profile two.json has microbatches of 2, 6 rows, which cover 1 to 12"
     )
 
 
@@ -148,9 +148,9 @@ def test_plan_simulate_and_explain_have_one_price_list(name: str) -> None:
     bare.save("bare.json")
     command = ("simulate", "--profile", "bare.json", "--schedule", name, "-n", "2", "--microbatches", "4")
     assert took["makespan"] >= as_json(*command)["makespan"] + 4 * 2 * slow
-    plans = as_json("plan", *known, "--devices", "2", "--global-batch", "8", "--schedule", name, "--search", "0")[
-        "plans"
-    ]
+    plans = as_json(
+        "plan", *known, "--devices", "2", "--global-batch-size", "8", "--schedule", name, "--search-time", "0"
+    )["plans"]
     (plan,) = (one for one in plans if one["choice"]["microbatches"] == 4 and one["choice"]["ranks"] == 2)
     assert plan["pipeline_seconds"] == pytest.approx(took["makespan"], rel=1e-9)
     assert plan["cuts"] == took["cuts"]
@@ -161,10 +161,10 @@ def test_plan_simulate_and_explain_have_one_price_list(name: str) -> None:
 
 
 def test_show_and_search_take_it_too() -> None:
-    drawn = output("show", "--profile", "p.json", "--schedule", "1f1b", "-n", "2", columns=200)
+    drawn = output("draw", "--profile", "p.json", "--schedule", "1f1b", "-n", "2", columns=200)
     assert f"stages begin at {best_cuts(2)[0]}" in drawn
-    command = ("search", "--profile", "p.json", "-n", "3", "--microbatches", "4", "--seconds", "0.2")
-    found = as_json(*command, "--csv", "found.csv")
+    command = ("search", "--profile", "p.json", "-n", "3", "--microbatches", "4", "--time-limit", "0.2")
+    found = as_json(*command, "--out", "found.csv")
     assert found["cuts"] == [str(cut) for cut in best_cuts(3)]
     again = simulate(read_csv("found.csv"), by_hand(3), LINK)
     assert found["makespan"] == pytest.approx(again.makespan_seconds)
@@ -179,7 +179,7 @@ def test_messages_take_what_the_profile_measured_unless_options_say_otherwise() 
     known = {(0, 1): LinkCost(0.5, 100.0), (1, 0): LinkCost(0.25)}
     schedule = generate("1f1b", 2, 3)
     assert found == pytest.approx(simulate(schedule, by_hand(2), known).makespan_seconds)
-    slow = as_json(*command, "--comm", "3")["makespan"]
+    slow = as_json(*command, "--link-latency", "3")["makespan"]
     assert slow == pytest.approx(simulate(schedule, by_hand(2), LinkCost(3.0)).makespan_seconds)
 
 
@@ -190,7 +190,7 @@ def test_a_target_is_measured_and_cut() -> None:
     assert "cases.py:make, measured on " in found["costs"]
     assert "microbatches of 4 rows" in found["costs"]
     assert "microbatches of 5 rows" in output(
-        "show", "cases.py:make", "--schedule", "1f1b", "-n", "2", "--rows", "5", columns=200
+        "draw", "cases.py:make", "--schedule", "1f1b", "-n", "2", "--microbatch-size", "5", columns=200
     )
 
 
@@ -222,17 +222,24 @@ def test_a_profile_of_something_else_than_the_target_is_refused(target: str, dif
         (("--profile", "p.json", "--forward", "2"), "--profile p.json already sets what --forward would"),
         (("cases.py:make", "--output-bytes", "2"), "cases.py:make already sets what --output-bytes would"),
         (("--profile", "p.json", "--costs", "c.json"), "--costs c.json already sets what --profile p.json would"),
-        (("--profile", "p.json", "--comm", "-1"), "--comm -1: expected a cost of 0 or more"),
-        (("--profile", "p.json", "--rows", "0"), "--rows 0: --profile p.json has microbatches of 2 rows"),
-        (("--rows", "2"), "--rows 2 is for measured costs: pass --profile or a TARGET too"),
+        (("--profile", "p.json", "--link-latency", "-1"), "--link-latency -1: expected a cost of 0 or more"),
+        (
+            ("--profile", "p.json", "--microbatch-size", "0"),
+            "--microbatch-size 0: --profile p.json has microbatches of 2 rows",
+        ),
+        (("--microbatch-size", "2"), "--microbatch-size 2 is for measured costs: pass --profile or a TARGET too"),
         (("--profile", "half.json"), "profile 'half.json' is not JSON"),
         (("--profile", "none.json"), "profile 'none.json' cannot be read: No such file or directory"),
         (("--profile", "later.json"), "profile 'later.json': expected a profile of version 1, not of 2"),
-        (("cases.py:make", "--rows", "17"), "the batch has only 16 rows"),
+        (("cases.py:make", "--microbatch-size", "17"), "the batch has only 16 rows"),
     ],
 )
 def test_what_does_not_go_together_or_is_no_profile(options: tuple[str, ...], message: str) -> None:
     Path("half.json").write_text(Path("p.json").read_text()[:99])
     Path("later.json").write_text(json.dumps({**PROFILE.to_dict(), "version": 2}))
-    for verb in (("simulate", "--schedule", "1f1b"), ("search", "--seconds", "0.1"), ("show", "--schedule", "gpipe")):
+    for verb in (
+        ("simulate", "--schedule", "1f1b"),
+        ("search", "--time-limit", "0.1"),
+        ("draw", "--schedule", "gpipe"),
+    ):
         assert message in refusal(*verb, "-n", "2", *options)

@@ -10,15 +10,15 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 from torch import nn
 
-from penstock.cli._plan_tables import _of_ranks
+from penstock.cli._plan_tables import _pipeline_note
 from penstock.costs import MeasuredLink, Profile, UnitCost
-from penstock.plan import Choice, Cluster, Sizes, make_plans, read_plan
+from penstock.plan import Cluster, ParallelConfig, Sizes, make_plans, read_plan
 from penstock.simulate import LinkCost
 
 BLOCK = UnitCost("", 1e-3, 1e-3, 1e-3, 60_000_000, 50_000_000, 50_000_000, 100_000_000, 4_000_000, 4_000_000)
 UNITS = tuple(replace(BLOCK, name=f"h.{index}") for index in range(8))
 PROFILE = Profile(UNITS, "cpu", "float32", {"weight": (1,)}, inputs={"x": "int64[1, 64]"})
-JOB = ("plan", "--devices", "4", "--global-batch", "16", "--link", "100gbit delay 5us", "--search", "0")
+JOB = ("plan", "--devices", "4", "--global-batch-size", "16", "--link", "100gbit delay 5us", "--search-time", "0")
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     best = make_plans(Sizes({1: PROFILE}), Cluster(4, 2 * 2**30, LinkCost(5e-6, 12.5e9)), 16).best
     assert read_plan(file) == best[0]
     lines = text.splitlines()
-    assert lines[0].endswith(f"{best[0].step_seconds:.4g} s a step")
-    first = lines[3].split()
+    assert lines[0].endswith(f"{best[0].step_seconds:.4g} s/step")
+    first = lines[4].split()
     choice = best[0].choice
     numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
     assert first[:6] == [choice.schedule, *map(str, numbers)]
@@ -42,56 +42,67 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     for name in best[0].cuts:
         assert f" {name} " in text
     why = text.partition("Rejected plans")[2]
-    assert "1f1b, dp 4 x pp 1, " in why.partition("Out of memory:")[2]
-    assert "% slower: idle" in why.partition("Slower:")[2]
+    assert "1f1b: dp=4 pp=1, " in why.partition("Out of memory:")[2]
+    assert "% slower: bubble" in why.partition("Slower:")[2]
     assert f"plan={str(file)!r}" in text
 
 
 @pytest.mark.parametrize(("rows", "said"), [(1, True), (16, False)])
 def test_a_batch_too_small_for_its_devices(profile: str, rows: int, said: bool) -> None:
     text = output(
-        "plan", "--devices", "4", "--global-batch", str(rows), "--profile", profile, "--search", "0", columns=400
+        "plan",
+        "--devices",
+        "4",
+        "--global-batch-size",
+        str(rows),
+        "--profile",
+        profile,
+        "--search-time",
+        "0",
+        columns=400,
     )
     assert ("the batch is small for 4 devices, and fewer may be as fast" in text) is said
 
 
 def test_a_plan_without_a_pipeline_names_the_best_one_with_one(profile: str) -> None:
-    command = ("plan", "--devices", "4", "--global-batch", "16", "--profile", profile, "--search", "0")
+    command = ("plan", "--devices", "4", "--global-batch-size", "16", "--profile", profile, "--search-time", "0")
     link = LinkCost(1e-6, 1.25e12)
     text = output(*command, "--link", "10tbit delay 1us", columns=400)
     every = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16, best=1000).best
     assert every[0].choice.ranks == 1
     piped = min((one for one in every if one.choice.ranks > 1), key=lambda one: one.step_seconds)
     (line,) = (line for line in text.splitlines() if line.startswith("It has no pipeline; "))
-    numbers = f", dp {piped.choice.replicas} x pp {piped.choice.ranks}"
+    numbers = f": dp={piped.choice.replicas} pp={piped.choice.ranks}"
     assert numbers in line
-    assert line.endswith((" slower.", "as good as equal."))  # within half a percent
+    assert line.endswith((" slower.", "equivalent."))  # within half a percent
     assert "It has no pipeline" not in output(*command, "--link", "1gbit delay 5us", columns=400)
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.996, "as good as equal"), (1.02, "2.0% slower")])
+@pytest.mark.parametrize(("seconds", "said"), [(0.996, "equivalent"), (1.02, "2.0% slower")])
 def test_a_plan_that_is_as_good_as_equal_is_not_called_faster_than_the_best(seconds: float, said: str) -> None:
     """The simplest of these is the best, even if another is faster by less than a prediction can tell."""
-    alone, piped = (Choice(4 // ranks, ranks, 1, "1f1b", 1, 1) for ranks in (1, 2))
+    alone, piped = (ParallelConfig(4 // ranks, ranks, 1, "1f1b", 1, 1) for ranks in (1, 2))
     best = SimpleNamespace(choice=alone, step_seconds=1.0, lacking_bytes=0.0, bubble=0.0)
     lost = SimpleNamespace(choice=piped, step_seconds=seconds, lacking_bytes=0.0, bubble=0.1)
-    found: Any = SimpleNamespace(best=[best], lost=[lost], equal=0.005)
-    assert _of_ranks(found, found.best[0]).endswith(f", {said}.")
+    found: Any = SimpleNamespace(best=[best], rejected=[lost], equal=0.005)
+    assert _pipeline_note(found, found.best[0]).endswith(f", {said}.")
 
 
 def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
     for size, said in ((4, True), (1, False)):
         file = str(tmp_path / f"{size}.json")
         replace(PROFILE, rows=size).save(file)
-        text = output("plan", "--devices", "4", "--global-batch", "4", "--profile", file, "--search", "0", columns=400)
-        assert ("the profile knows those of 4: its times are extended from there" in text) is said
+        text = output(
+            "plan", "--devices", "4", "--global-batch-size", "4", "--profile", file, "--search-time", "0", columns=400
+        )
+        assert ("but the profile only of 4: times are extrapolated" in text) is said
 
 
 def test_json_has_all_choices(profile: str) -> None:
     found = as_json(*JOB, "--profile", profile)
     planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=LinkCost(5e-6, 12.5e9)), 16)
     assert [one["step_seconds"] for one in found["plans"]] == [one.step_seconds for one in planned.best]
-    assert len(found["lost"]) == len(planned.lost)
+    assert len(found["lost"]) == len(planned.rejected)
     assert found["nearest"] is None
 
 
@@ -108,8 +119,8 @@ def test_the_runtimes_time_for_each_action_counts(tmp_path: Path) -> None:
         return [one.step_seconds for one in make_plans(Sizes({1: PROFILE}), cluster, 16).best]
 
     assert planned() == expected(5e-4)
-    assert planned("--action-seconds", "1e-3") == expected(1e-3)
-    assert planned("--action-seconds", "0") == expected(0.0)
+    assert planned("--action-overhead", "1e-3") == expected(1e-3)
+    assert planned("--action-overhead", "0") == expected(0.0)
     assert expected(0.0)[0] < expected(5e-4)[0] < expected(1e-3)[0]
 
 
@@ -126,7 +137,7 @@ def test_what_a_plan_must_have(profile: str) -> None:
 def test_what_only_a_transformer_on_paper_takes(profile: str) -> None:
     said = refusal(*JOB, "--profile", profile, "--tensor-parallel", "2")
     assert said == "--tensor-parallel 2 requires --transformer; layers of a measured model stay whole; omit it"
-    for option, value in (("--sequence", "2048"), ("--optimizer-shards", "dp")):
+    for option, value in (("--seq-length", "2048"), ("--optimizer-shards", "dp")):
         said = refusal(*JOB, "--profile", profile, option, value)
         assert said == f"{option} {value} requires --transformer; omit it"
 
@@ -144,7 +155,7 @@ def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
     job = (*JOB, "--profile", profile, "--schedule", "1f1b,gpipe")
     done = penstock(*job, "--memory", "200mib", columns=400)
     assert done.exit_code == 1
-    assert done.stdout.startswith("Nothing fits into 209.7 MB a device.")
+    assert done.stdout.startswith("Nothing fits into 209.7 MB per device.")
     assert " for parameters, gradients and the optimizer, and " in done.stdout
     enough = done.stdout.partition("--memory ")[2].partition(":")[0]
     less = f"{int(enough.removesuffix('MiB')) - 1}MiB"
@@ -153,7 +164,7 @@ def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
 
 
 def test_each_change_that_is_named_does_fit(profile: str) -> None:
-    job = ("plan", "--global-batch", "16", "--profile", profile, "--search", "0", "--schedule", "1f1b")
+    job = ("plan", "--global-batch-size", "16", "--profile", profile, "--search-time", "0", "--schedule", "1f1b")
     done = penstock(*job, "--devices", "2", "--memory", "600mib", columns=400)
     assert done.exit_code == 1
     told = done.stdout.partition("changes fits:")[2]
@@ -166,7 +177,7 @@ def test_each_change_that_is_named_does_fit(profile: str) -> None:
 
 def test_devices_of_several_kinds(profile: str) -> None:
     kinds = ("--devices", "2xold,2xnew", "--memory", "old=1gib,new=4gib", "--speed", "old=0.5,new=1")
-    job = ("plan", *kinds, "--global-batch", "16", "--profile", profile, "--search", "0")
+    job = ("plan", *kinds, "--global-batch-size", "16", "--profile", profile, "--search-time", "0")
     text = output(*job, columns=80)
     assert max(map(len, text.splitlines())) <= 80
     ranks = text.partition("Rank layout of the best plan")[2].partition("Rejected plans")[0]
@@ -177,7 +188,7 @@ def test_devices_of_several_kinds(profile: str) -> None:
 
 def test_one_device_is_told_that_a_pipeline_is_pointless(profile: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    text = output("plan", "--devices", "1", "--global-batch", "16", "--profile", profile, "--out", str(file))
+    text = output("plan", "--devices", "1", "--global-batch-size", "16", "--profile", profile, "--out", str(file))
     assert "On one device a pipeline is pointless" in text
     assert read_plan(file).choice.devices == 1
 
@@ -185,7 +196,7 @@ def test_one_device_is_told_that_a_pipeline_is_pointless(profile: str, tmp_path:
 def test_links_that_a_profile_measured_count_unless_an_option_says_otherwise(tmp_path: Path) -> None:
     file = str(tmp_path / "links.json")
     replace(PROFILE, links=(MeasuredLink(0, 1, 1e-3, 1e9), MeasuredLink(1, 0, 1e-3, 2e9))).save(file)
-    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file, "--search", "0")
+    job = ("plan", "--devices", "4", "--global-batch-size", "16", "--profile", file, "--search-time", "0")
     for options, link in (((), LinkCost(1e-3, 1e9)), (("--link", "100gbit delay 5us"), LinkCost(5e-6, 12.5e9))):
         planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16)
         found = as_json(*job, *options)["plans"]
@@ -196,10 +207,10 @@ def test_links_that_a_profile_measured_count_unless_an_option_says_otherwise(tmp
     ("options", "message"),
     [
         (("--link", "1gbit loss 1%"), "expected a rate and a delay only"),
-        (("--between-hosts", "1gbit"), "--between-hosts '1gbit' needs --per-host"),
+        (("--inter-host-link", "1gbit"), "--inter-host-link '1gbit' requires --devices-per-host"),
         (("--schedule", "1f2b"), "did you mean '1f1b'"),
         (("--memory", "many"), "'many' is not a size"),
-        (("--per-host", "0"), "devices_per_host=0"),
+        (("--devices-per-host", "0"), "--devices-per-host 0: expected an integer >= 1"),
     ],
 )
 def test_bad_options_are_refused(profile: str, options: tuple[str, ...], message: str) -> None:
@@ -218,7 +229,12 @@ def make():
 
 @pytest.mark.parametrize(
     ("options", "on", "ranks"),
-    [((), "cpu", [2]), (("--per-host", "1"), "cpu", [1]), (("--per-host", "8"), "cpu", [2]), ((), "meta", [])],
+    [
+        ((), "cpu", [2]),
+        (("--devices-per-host", "1"), "cpu", [1]),
+        (("--devices-per-host", "8"), "cpu", [2]),
+        ((), "meta", []),
+    ],
     ids=["one host", "several hosts", "a host with room", "no CPU"],
 )
 def test_a_cpu_measures_with_the_threads_of_a_rank(
@@ -229,7 +245,15 @@ def test_a_cpu_measures_with_the_threads_of_a_rank(
     monkeypatch.setattr("penstock.cli.plan.compute_as_ranks", counted.append)
     monkeypatch.setattr("penstock.cli.plan.profile_target", lambda *_, **__: PROFILE)
     penstock(
-        "plan", f"{tmp_path / 'model.py'}:make", "--devices", "2", "--global-batch", "16", "--search", "0", *options
+        "plan",
+        f"{tmp_path / 'model.py'}:make",
+        "--devices",
+        "2",
+        "--global-batch-size",
+        "16",
+        "--search-time",
+        "0",
+        *options,
     )
     assert counted == ranks
 
@@ -238,14 +262,16 @@ def test_a_cpu_measures_with_the_threads_of_a_rank(
 def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(TARGET)
     target, file = f"{tmp_path / 'model.py'}:make", tmp_path / "plan.json"
-    text = output("plan", target, "--devices", "2", "--global-batch", "16", "--out", str(file), columns=200)
+    text = output("plan", target, "--devices", "2", "--global-batch-size", "16", "--out", str(file), columns=200)
     best = text.partition("\nschedule ")[2].splitlines()[1]
     assert re.split(" {2,}", best)[1:3] in (["1", "2"], ["2", "1"])  # names of equal orders are one cell
     found = read_plan(file)
     names = dict(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).named_modules())
     assert set(found.cuts) <= names.keys()
     # Two profiles were made, of 16 rows and 2, so that microbatches of all sizes were weighed.
-    rows = {one["choice"]["rows"] for one in as_json("plan", target, "--devices", "2", "--global-batch", "16")["lost"]}
+    rows = {
+        one["choice"]["rows"] for one in as_json("plan", target, "--devices", "2", "--global-batch-size", "16")["lost"]
+    }
     assert rows >= {1, 2, 4, 8}
 
 
@@ -260,8 +286,8 @@ def test_a_target_or_profiles_of_it(profile: str, tmp_path: Path) -> None:
 
 
 def test_links_that_nobody_measured_are_told(profile: str) -> None:
-    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", profile, "--search", "0")
-    told = "Nobody measured links: a message is taken to cost 30 us and 5 GB/s"
+    job = ("plan", "--devices", "4", "--global-batch-size", "16", "--profile", profile, "--search-time", "0")
+    told = "Links were not measured: assuming 30 us latency and 5 GB/s"
     assert told in output(*job, columns=200)
     assert "Nobody measured links" not in output(*job, "--link", "100gbit", columns=200)
     planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=LinkCost(30e-6, 5e9)), 16)
@@ -269,35 +295,37 @@ def test_links_that_nobody_measured_are_told(profile: str) -> None:
 
 
 def test_plans_that_are_alike_share_a_row_and_other_ranks_are_told(profile: str) -> None:
-    text = output("plan", "--profile", profile, "--devices", "2", "--global-batch", "1", "--search", "0", columns=200)
+    text = output(
+        "plan", "--profile", profile, "--devices", "2", "--global-batch-size", "1", "--search-time", "0", columns=200
+    )
     table = text.partition("\nschedule ")[2].partition("\n\n")[0]
     assert any(line.startswith("zb-h1 = zb-h2 ") for line in table.splitlines())
     heavy = [replace(unit, forward_seconds=5e-3 if unit.name == "h.7" else 1e-3, gradient_bytes=0) for unit in UNITS]
     replace(PROFILE, units=tuple(heavy)).save(profile)
-    job = ("plan", "--profile", profile, "--devices", "2", "--global-batch", "8", "--search", "0")
+    job = ("plan", "--profile", profile, "--devices", "2", "--global-batch-size", "8", "--search-time", "0")
     text = output(*job, "--link", "1tbit delay 1us", columns=200)
-    assert "1f1b, dp 2 x pp 1" in text
+    assert "1f1b: dp=2 pp=1" in text
     assert (
-        "1f1b, dp 1 x pp 2, 8 x 1" in text.partition("Rejected plans")[2]
+        "1f1b: dp=1 pp=2, 8 microbatches of 1" in text.partition("Rejected plans")[2]
     )  # chimera and dualpipe, dp 2 in disguise, are above
 
 
 def test_kinds_are_named_and_a_last_host_with_fewer_devices(profile: str) -> None:
-    job = ("plan", "--profile", profile, "--global-batch", "16", "--search", "0", "--schedule", "1f1b")
+    job = ("plan", "--profile", profile, "--global-batch-size", "16", "--search-time", "0", "--schedule", "1f1b")
     ranks = output(*job, "--devices", "2xold,2xnew", columns=200).partition("Rank layout of the best plan")[2]
     assert "(old)" in ranks
     assert "(new)" in ranks
-    text = output(*job, "--devices", "4", "--per-host", "3", columns=200)
+    text = output(*job, "--devices", "4", "--devices-per-host", "3", columns=200)
     assert "note: the last of 2 hosts has 1 of 3 devices" in text
     for options, message in {
-        ("--memory", "old=1GiB"): "--memory 'old=1GiB' says nothing of 'new'; pass old=...,new=...",
+        ("--memory", "old=1GiB"): "--memory 'old=1GiB': 'new' is missing; pass old=...,new=...",
         ("--speed", "older=2"): "there is no 'older', --devices has 'old', 'new'",
     }.items():
         assert message in refusal(*job, "--devices", "2xold,2xnew", *options)
 
 
 def test_why_a_schedule_does_not_work(profile: str) -> None:
-    job = ("plan", "--profile", profile, "--devices", "7", "--global-batch", "31", "--search", "0")
+    job = ("plan", "--profile", profile, "--devices", "7", "--global-batch-size", "31", "--search-time", "0")
     assert "dualpipe needs an even number of ranks" in refusal(*job, "--schedule", "dualpipe")
 
 
@@ -318,11 +346,11 @@ def make():
 
 def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> None:
     (tmp_path / "cases.py").write_text(NOT_HERE)
-    job = ("plan", f"{tmp_path}/cases.py:make", "--devices", "16", "--global-batch", "16", "--schedule", "1f1b")
+    job = ("plan", f"{tmp_path}/cases.py:make", "--devices", "16", "--global-batch-size", "16", "--schedule", "1f1b")
     lines = output(*job, "--device", "h100", columns=200).splitlines()
     assert lines[0] == (
         "note: NVIDIA H100 SXM 80GB; memory 80.0 GB; link 3600gbit delay 5us; "
-        "8 devices a host, 400gbit delay 10us between hosts"
+        "8 devices per host, 400gbit delay 10us between hosts"
     )
     assert lines[1].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: ")
     ours = output(*job, "--device", "h100", "--memory", "40GiB", "--link", "100gbit", columns=200).splitlines()[0]
@@ -332,8 +360,8 @@ def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> 
 
 def test_a_device_that_leaves_something_open_is_refused(profile: str) -> None:
     job = (*JOB[:5], "--profile", profile)
-    assert "what two of a host send each other is not known; pass --link" in refusal(*job, "--device", "trainium2")
+    assert "the link between devices of a host is unknown; pass --link" in refusal(*job, "--device", "trainium2")
     assert "the profile is of cpu (cpu), not of NVIDIA H100" in refusal(*job, "--device", "h100")
     assert "'h10': not known; did you mean 'h100'" in refusal(*job, "--device", "h10")
-    assert "--calibrate is for estimates" in refusal(*job, "--calibrate", profile)
+    assert "--calibrate has no effect without --device" in refusal(*job, "--calibrate", profile)
     assert as_json(*job)["notes"] == []

@@ -5,7 +5,7 @@ from command_line import as_json, output, penstock, refusal
 
 from penstock.plan.transformer import transformer
 
-JOB = ("plan", "--transformer", "llama3-70b", "--device", "h100", "--sequence", "4096", "--global-batch", "64")
+JOB = ("plan", "--transformer", "llama3-70b", "--device", "h100", "--seq-length", "4096", "--global-batch-size", "64")
 GROUPS = (*JOB, "--devices", "64", "--tensor-parallel", "8", "--optimizer-shards", "4", "--schedule", "1f1b")
 
 
@@ -39,9 +39,9 @@ def test_the_estimate_says_what_it_rests_on() -> None:
             ("--devices", "60", "--tensor-parallel", "8"),
             "60 is not a multiple of --tensor-parallel 8: pass 56",
         ),
-        (("--devices", "64", "--link", "100gbit"), "the --device states its links"),
+        (("--devices", "64", "--link", "100gbit"), "as --device sets the links"),
         (("--devices", "64", "--device", "h1000"), "did you mean"),
-        (("--devices", "64", "--profile", "p.json"), "pass one of the three"),
+        (("--devices", "64", "--profile", "p.json"), "pass only one of the three"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str) -> None:
@@ -49,12 +49,22 @@ def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str)
 
 
 def test_a_device_is_named() -> None:
-    words = ("plan", "--transformer", "llama3-70b", "--devices", "16", "--global-batch", "128")
-    assert "--transformer needs --device" in refusal(*words)
+    words = ("plan", "--transformer", "llama3-70b", "--devices", "16", "--global-batch-size", "128")
+    assert "--transformer requires --device" in refusal(*words)
 
 
 def test_what_would_fit_counts_devices_not_groups() -> None:
-    job = ("plan", "--transformer", "llama3-70b", "--device", "h100", "--global-batch", "128", "--schedule", "1f1b")
+    job = (
+        "plan",
+        "--transformer",
+        "llama3-70b",
+        "--device",
+        "h100",
+        "--global-batch-size",
+        "128",
+        "--schedule",
+        "1f1b",
+    )
     done = penstock(*job, "--devices", "16", "--tensor-parallel", "8", columns=400)
     assert done.exit_code == 1
     devices = int(done.stdout.partition("--devices ")[2].partition(":")[0])

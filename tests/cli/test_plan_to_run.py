@@ -15,8 +15,8 @@ from command_line import output
 from torch import Tensor, nn
 
 import penstock
-from penstock.plan import Choice, Plan, read_plan
-from penstock.plan.plan import MadeFor
+from penstock.plan import ParallelConfig, Plan, read_plan
+from penstock.plan.plan import ModelFingerprint
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 from scaffolding.scripts import lines_here
@@ -57,7 +57,7 @@ def _profile(folder: Path) -> str:
     exec(MODEL, scope)
     model, x, _ = scope["make"]()  # type: ignore[operator]
     found = penstock.profile(
-        model, (x,), microbatches=16, opens=[], leaves=[f"{n}" for n in range(8)], budget_seconds=0
+        model, (x,), microbatches=16, split_inside=[], leaf_modules=[f"{n}" for n in range(8)], budget_seconds=0
     )
     units = tuple(
         replace(
@@ -107,8 +107,9 @@ def test_a_plan_is_run_as_its_screen_says(
     (tmp_path / "model.py").write_text(MODEL)
     file = tmp_path / "plan.json"
     screen = output(
-        "plan", "--profile", _profile(tmp_path), "--devices", str(devices), "--global-batch", "16", "--memory", memory,
-        "--schedule", "interleaved-1f1b", "--link", "10gbit delay 50us", "--search", search, "--out", str(file),
+        "plan", "--profile", _profile(tmp_path), "--devices", str(devices), "--global-batch-size", "16",
+        "--memory", memory,
+        "--schedule", "interleaved-1f1b", "--link", "10gbit delay 50us", "--search-time", search, "--out", str(file),
     )  # fmt: skip
     plan = read_plan(file)
     assert (plan.choice.replicas, plan.choice.ranks) == (devices // 2, 2)
@@ -138,8 +139,8 @@ def test_a_plan_is_run_as_its_screen_says(
 
 @pytest.mark.long  # what does not fit: test_planned.py; a line for a rank that raises: test_verify.py
 def test_a_script_that_cannot_follow_the_plan_gets_one_line(tmp_path: Path) -> None:
-    plan = Plan(Choice(1, 2, 1, "1f1b", 2, 8), ("4",), (), (1.0, 1.0), 3.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
-    replace(plan, made_for=MadeFor({"0.weight": (3, 3)}, "cpu", "float32")).save(tmp_path / "plan.json")
+    plan = Plan(ParallelConfig(1, 2, 1, "1f1b", 2, 8), ("4",), (), (1.0, 1.0), 3.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
+    replace(plan, made_for=ModelFingerprint({"0.weight": (3, 3)}, "cpu", "float32")).save(tmp_path / "plan.json")
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(SCRIPT.format(mesh="", argument=""))
     done = finished(*PENSTOCK, "run", "--plan", tmp_path / "plan.json", "train.py", folder=tmp_path)

@@ -67,14 +67,18 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
     units = [unit("stem"), *(unit(f"blocks.{b}.{part}") for b in range(3) for part in ("conv", "norm")), unit("head.0")]
     every = [(one.name, [one]) for one in units]
     assert rows_of(units) == every
-    assert [(name, len(row)) for name, row in rows_of(units, most=5)] == [
+    assert [(name, len(row)) for name, row in rows_of(units, max_rows=5)] == [
         ("stem", 1),
         ("blocks.0.*", 2),
         ("blocks.1.*", 2),
         ("blocks.2.*", 2),
         ("head.0", 1),
     ]
-    assert [(name, len(row)) for name, row in rows_of(units, most=3)] == [("stem", 1), ("blocks.*", 6), ("head.0", 1)]
+    assert [(name, len(row)) for name, row in rows_of(units, max_rows=3)] == [
+        ("stem", 1),
+        ("blocks.*", 6),
+        ("head.0", 1),
+    ]
     alike = [unit("blocks.0"), unit("blocks.1", "blocks.0"), unit("blocks.2", "blocks.0"), unit("head")]
     assert [(name, len(row)) for name, row in rows_of(alike)] == [("blocks.0-2", 3), ("head", 1)]
 
@@ -85,22 +89,19 @@ def test_a_table_and_a_file_to_cut_by() -> None:
     assert lines[0].startswith("6 units on ")
     assert lines[1] == "for one microbatch: args[0] float32[4, 7]"
     *rows, above, split, below, written = lines[4:]
-    assert [line.split()[0] for line in rows] == ["0", "1-4", "5", "all"]
+    assert [line.split()[0] for line in rows] == ["0", "1-4", "5", "total"]
     assert (above, below) == ("", "")
     assert re.fullmatch(r"split backwards, all units: F [0-9.]+, I [0-9.]+, W [0-9.]+ ms", split)
     assert written.startswith("written to profile.json: ")
     profile = Profile.from_dict(json.loads(Path("profile.json").read_text()))
     assert [unit.name for unit in profile.units] == list("012345")
     found = json.loads(output("inspect", "cases.py:make", "--balance", "profile.json", "--json"))
-    assert found["stages"][1]["begins"] in tuple("12345")
+    assert found["stages"][1]["first_module"] in tuple("12345")
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     assert "the model cannot be profiled: its weights are on the meta device" in refusal("profile", "cases.py:meta")
-    assert (
-        refusal("profile", "cases.py:make", "--budget-seconds", "-1")
-        == "--budget-seconds -1: expected seconds, 0 or more"
-    )
+    assert refusal("profile", "cases.py:make", "--time-limit", "-1") == "--time-limit -1: expected seconds, 0 or more"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to measure on")
@@ -113,7 +114,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() 
     """Nor is TARGET loaded: there is none."""
     for verb in (
         ("profile", "no.py:make", "--out"),
-        ("plan", "no.py:make", "-n", "2", "--global-batch", "8", "--out"),
+        ("plan", "no.py:make", "-n", "2", "--global-batch-size", "8", "--out"),
     ):
         says = refusal(*verb, "no/such/folder.json")
         assert says == f"{verb[-1]} no/such/folder.json cannot be written: No such file or directory"
@@ -122,7 +123,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() 
 def test_it_measures_with_the_threads_that_a_rank_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    output("profile", "cases.py:make", "--budget-seconds", "0", "--threads", "3")
+    output("profile", "cases.py:make", "--time-limit", "0", "--threads", "3")
     assert asked[0] == 3  # on a busy machine it measures on one, too
 
 
@@ -138,9 +139,9 @@ def test_from_python() -> None:
 
 
 def test_microbatches_of_several_sizes_in_one_file() -> None:
-    text = output("profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--out", "p.json", "--budget-seconds", "0")
+    text = output("profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--out", "p.json", "--time-limit", "0")
     assert text.splitlines()[1] == "for one microbatch: args[0] float32[5, 7]"
-    sizes = text.partition("by the rows of a microbatch\n")[2].splitlines()
+    sizes = text.partition("by microbatch size\n")[2].splitlines()
     assert [line.split()[0] for line in sizes[1:4]] == ["1", "2", "5"]
     found = read_profile("p.json")
     assert [(one.rows, one.inputs["args[0]"]) for one in found.each_size] == [
@@ -157,7 +158,7 @@ def test_microbatches_of_several_sizes_in_one_file() -> None:
 def plans(*files: str) -> list[Any]:
     """All that `penstock plan` weighs for two devices."""
     options = [option for file in files for option in ("--profile", file)]
-    found = as_json("plan", "--devices", "2", "--global-batch", "16", *options)
+    found = as_json("plan", "--devices", "2", "--global-batch-size", "16", *options)
     return [*found["plans"], *found["lost"]]
 
 
@@ -192,10 +193,10 @@ def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
         return [Microbatch((piece,)) for piece in args[0].chunk(min(microbatches, 2))]
 
     model, x = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(8, 7)
-    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split=halves, budget_seconds=0.0)
+    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split_fn=halves, budget_seconds=0.0)
     assert [one.rows for one in found.each_size] == [4, 8]
     with pytest.raises(ArgumentError, match=r"microbatch_sizes=\[2\]: no microbatch has 2 rows: .* of 4 rows"):
-        penstock.profile(model, (x,), microbatch_sizes=[2], split=halves, budget_seconds=0.0)
+        penstock.profile(model, (x,), microbatch_sizes=[2], split_fn=halves, budget_seconds=0.0)
 
 
 def test_memory_and_the_link_between_ranks_move_cuts() -> None:
@@ -210,7 +211,7 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
         done = output(command, "cases.py:make", "--balance", "profile.json", "--microbatches", "2", "--json", *options)
         report = json.loads(done)
         if command == "inspect":
-            return str(report["stages"][1]["begins"])
+            return str(report["stages"][1]["first_module"])
         return min(row["name"][0] for row in report["rows"] if row["kind"] == "gradient" and row["stages"] == [1])
 
     for command in ("inspect", "verify"):
@@ -228,9 +229,9 @@ def test_an_estimate_for_a_device_that_is_not_here() -> None:
     found = read_profile("estimate.json")
     assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
     assert all(unit.seconds > 0 for unit in found.units)
-    for unused in (("--threads", "3"), ("--budget-seconds", "9")):
+    for unused in (("--threads", "3"), ("--time-limit", "9")):
         says = refusal("profile", "cases.py:make", "--device", "h100", *unused)
-        assert f"{' '.join(unused)}: an estimate (--device h100) measures nothing; leave it out" in says
+        assert f"{' '.join(unused)}: an estimate (--device h100) measures nothing; omit it" in says
     assert "device 'h10': not known; did you mean 'h100'" in refusal("profile", "cases.py:make", "--device", "h10")
 
 
@@ -245,7 +246,7 @@ bandwidth_gbps = 20
 
 def test_an_estimate_is_calibrated_by_what_was_measured() -> None:
     Path("mine.toml").write_text(MINE)
-    output("profile", "cases.py:make", "--budget-seconds", "0", "--json", "here.json")  # its older name
+    output("profile", "cases.py:make", "--time-limit", "0", "--out", "here.json")
     lines = output("profile", "cases.py:meta", "--device", "mine.toml", "--calibrate", "here.json").splitlines()
     assert lines[0] == "2 units on mine, an estimate"
     assert "fitted to 8 measurements (median error " in lines[-1]

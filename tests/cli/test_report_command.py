@@ -52,7 +52,7 @@ def test_its_numbers_and_its_timeline_are_those_of_explain(trace: Path, open_pag
         zip(page.locator(".figures dt").all_inner_texts(), page.locator(".value").all_inner_texts(), strict=True)
     )
     assert seconds(cards["a step takes"]) == pytest.approx(found["step_seconds"], rel=1e-3)
-    assert seconds(cards["if all were even"]) == pytest.approx(found["even_seconds"], rel=1e-3)
+    assert seconds(cards["if perfectly balanced"]) == pytest.approx(found["even_seconds"], rel=1e-3)
     heads = page.locator(".shares").first.locator("th").all_inner_texts()
     for rank, line in enumerate(found["by_rank"]):
         cells = page.locator(".shares").first.locator("tr").nth(rank + 1).locator("td").all_inner_texts()
@@ -67,7 +67,7 @@ def test_its_numbers_and_its_timeline_are_those_of_explain(trace: Path, open_pag
     assert page.locator(".changes tr").count() == min(6, len(found["changes"]))
     for change in found["changes"][:1]:
         assert change["text"] in page.inner_text(".changes")
-    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if all were even"]
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if perfectly balanced"]
     spans = list(measured())
     ends = page.evaluate("timeline.bands[0].lanes.flatMap((lane) => [...lane.end])")
     assert ends == pytest.approx([span.end_seconds for span in spans])
@@ -117,10 +117,11 @@ def test_a_profile_gives_a_trace_memory(trace: Path, tmp_path: Path, open_page: 
 
 
 def _plan() -> dict[str, Any]:
-    from penstock.plan import Choice, Plan
+    from penstock.plan import ParallelConfig, Plan
 
     made = Plan(
-        Choice(2, 2, 1, "1f1b", 4, 8), ("layer2",), (), (0.03, 0.03), 0.15, 0.01, {"warm-up": 0.1, "cool-down": 0.1},
+        ParallelConfig(2, 2, 1, "1f1b", 4, 8), ("layer2",), (), (0.03, 0.03), 0.15, 0.01,
+        {"warm-up": 0.1, "cool-down": 0.1},
         (5e9, 4e9), (8e9, 8e9),
     )  # fmt: skip
     return made.to_dict()

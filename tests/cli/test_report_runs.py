@@ -14,8 +14,8 @@ from test_explain import measured, profile
 from test_report_command import numbers, report, seconds
 from test_top import ABOUT, STATE
 
-from penstock.costs import MadeFor
-from penstock.plan import Choice, Plan
+from penstock.costs import ModelFingerprint
+from penstock.plan import ParallelConfig, Plan
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
@@ -112,7 +112,7 @@ def test_runs_are_explained_one_at_a_time(tmp_path: Path) -> None:
 def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> None:
     """The figure is the plan's own; with a plan of other cuts or microbatches the run has nothing to do."""
     folder, file = a_run(tmp_path / "run", measured()), tmp_path / "plan.json"
-    choice = Choice(1, 4, 1, "1f1b", 8, 8)
+    choice = ParallelConfig(1, 4, 1, "1f1b", 8, 8)
     plan = Plan(choice, ("a", "b", "c"), (), (0.03,) * 4, 0.5, 0.0, {}, (1.0,) * 4, (2.0,) * 4)
     file.write_text(json.dumps(plan.to_dict()))
     assert as_json("explain", str(folder), "--plan", str(file))["predicted_seconds"] == 0.5
@@ -122,7 +122,9 @@ def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> Non
         assert "did not follow it" in refusal("explain", str(folder), "--plan", str(file))
     about = json.loads((folder / "run.json").read_text()) | {"parameters": 72}
     (folder / "run.json").write_text(json.dumps(about))
-    file.write_text(json.dumps(replace(plan, made_for=MadeFor({"a.weight": (8, 8)}, "cpu", "float32")).to_dict()))
+    file.write_text(
+        json.dumps(replace(plan, made_for=ModelFingerprint({"a.weight": (8, 8)}, "cpu", "float32")).to_dict())
+    )
     assert "of 64 parameters, and the run's, GPT, has 72" in refusal("explain", str(folder), "--plan", str(file))
     assert "is a plan" in refusal("explain", str(file))
     given = profile(tmp_path, [0.01] * 4)

@@ -17,7 +17,7 @@ from command_line import stay
 from processes import has_ended
 
 from penstock.distributed.launch import processes as launch
-from penstock.plan import Choice, Plan
+from penstock.plan import ParallelConfig, Plan
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -52,7 +52,7 @@ x = torch.ones(4, 4)
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 with penstock.pipeline(model, (x,), loss=nn.functional.mse_loss, microbatches=2, transport="distributed") as pipe:
     pipe.step(x, target=x)
-    if pipe.is_first:
+    if pipe.is_main_process:
         job, owners = f"PENSTOCK_JOB={os.environ['PENSTOCK_JOB']}".encode(), {}
         for pid in filter(str.isdecimal, os.listdir("/proc")):
             try:
@@ -193,7 +193,7 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["show.py"], "how many processes? Pass --ranks 4, for example, or the --plan that says it"),
+        (["show.py"], "the number of ranks is missing; pass --ranks 4, for example, or --plan"),
         (["--plan", "nowhere.json", "show.py"], "plan 'nowhere.json' cannot be read"),
         (["--ranks", "0", "show.py"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0: expected an integer >= 1"),
@@ -235,11 +235,11 @@ def test_no_verb_loads_torch_or_scipy_before_it_runs(folder: Path) -> None:
 
 
 def test_a_plan_says_how_many_processes_and_reaches_them(folder: Path) -> None:
-    plan = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
+    plan = Plan(ParallelConfig(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
     plan.save(folder / "plan.json")
     (folder / "told.py").write_text("import os\nprint(os.environ['WORLD_SIZE'], os.environ['PENSTOCK_PLAN'])\n")
     done = penstock(folder, "run", "--plan", "plan.json", "told.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(folder / "plan.json")) == 2
     refused = penstock(folder, "run", "--plan", "plan.json", "--ranks", "3", "told.py")
-    assert "--ranks 3, but plan.json is for 2 processes; leave --ranks out" in refused.stderr
+    assert "--ranks 3, but plan.json is for 2 processes; omit --ranks" in refused.stderr

@@ -42,9 +42,9 @@ def loss(output, target):
     return (output - target).square().mean()
 
 
-with penstock.pipeline(layers, (x,), microbatches=2, loss_fn=loss, run="run") as pipe:
+with penstock.pipeline(layers, (x,), microbatches=2, loss_fn=loss, run_dir="run") as pipe:
     while True:
-        if pipe.step_count == last and how in ("between steps", "left") and not pipe.is_first:
+        if pipe.step_count == last and how in ("between steps", "left") and not pipe.is_main_process:
             time.sleep(1.5)
             if how == "left":
                 break

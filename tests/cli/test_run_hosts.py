@@ -16,8 +16,8 @@ from command_line import penstock, stay
 from processes import has_ended
 
 from penstock.distributed.launch.processes import Outcome
-from penstock.network import checks, keeper, nodes
-from penstock.network.checks import why_not
+from penstock.network import keeper, namespaces, nodes
+from penstock.network.namespaces import why_not
 from scaffolding.patient import TEST_SECONDS, end_of, finished, started
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -191,23 +191,29 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
     [
         (
             ["--link", "100mbit"],
-            "--link needs --hosts: without it ranks are processes of this machine, and have no links",
+            "--link needs --hosts: without it ranks are processes of this machine, without links",
         ),
-        (["--link-of", "1=100mbit"], "--link-of needs --hosts: "),
+        (["--link-for", "1=100mbit"], "--link-for needs --hosts: "),
         (["--link-seed", "0"], "--link-seed needs --hosts: "),
         (["--user", "nobody"], "--user needs --hosts: "),
         (["--shaper", "tbf"], "--shaper needs --hosts: "),
         (["--background", "50mbit"], "--background needs --hosts: "),
-        (["--hosts", "2", "--link-of", "1=100mbit"], "--link-of needs --link: without it hosts are joined as fast as"),
+        (
+            ["--hosts", "2", "--link-for", "1=100mbit"],
+            "--link-for needs --link: without it links are not limited",
+        ),
         (["--hosts", "2", "--link-seed", "1"], "--link-seed needs --link: "),
         (["--hosts", "2", "--shaper", "switch"], "--shaper needs --link: "),
         (["--hosts", "2", "--background", "50mbit"], "--background needs --link: "),
         (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: pass as many ranks as hosts, or twice, "),
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
         (["--hosts", "0"], "0 hosts requested: pass 1 to 200"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 has two links"),
-        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
+        (["--hosts", "2", "--link", "100mbit", "--link-for", "2=1mbit"], "'2=1mbit': host 2 does not exist: the"),
+        (
+            ["--hosts", "2", "--link", "100mbit", "--link-for", "1=1mbit", "--link-for", "1=2mbit"],
+            "'1=2mbit': host 1 is given twice",
+        ),
+        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': host 2"),
         (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
     ],
 )
@@ -227,7 +233,7 @@ def test_shaper_that_cannot_is_refused_before_anything_is_made(folder: Path) -> 
 
 
 def test_without_root_it_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit", "show.py")
     assert done.exit_code == 2
     assert "this is user 1000: run it with sudo. Without --hosts" in done.stderr

@@ -37,8 +37,8 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
     assert [(run["name"], run["state"]) for run in found["runs"]] == [("first", "ended"), ("second", "ended")]
     assert [run["progress"]["seconds"] for run in found["runs"]] == pytest.approx([0.5, 0.4])
     rows = [line.split() for line in output("runs", str(two), columns=200).splitlines()]
-    assert rows[1][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2.000", "25%"]
-    assert rows[2][0] == "sweep/second"
+    assert rows[2][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2.000", "25%"]
+    assert rows[3][0] == "sweep/second"
     for by, first in (("seconds", "second"), ("loss", "second"), ("schedule", "first"), ("name", "first")):
         assert as_json("runs", str(two), "--sort", by)["runs"][0]["name"] == first, by
 
@@ -52,7 +52,7 @@ def test_a_run_whose_loss_is_no_number_is_listed_last(two: Path) -> None:
 def test_runs_are_filtered_by_the_words_of_their_line(two: Path) -> None:
     assert [run["name"] for run in as_json("runs", str(two), "--filter", "ZB-h1 ended")["runs"]] == ["second"]
     assert as_json("runs", str(two), "--filter", "zb-h1 failed")["runs"] == []
-    assert output("runs", str(two), "--filter", "none", columns=400).endswith("has all of 'none' in its line\n")
+    assert output("runs", str(two), "--filter", "none", columns=400).endswith("matches --filter 'none'\n")
 
 
 def test_a_damaged_run_is_named_beside_the_others(two: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_damaged_run_is_named_beside_the_others(two: Path) -> None:
 
 
 def test_a_folder_without_runs_says_how_one_is_made(tmp_path: Path) -> None:
-    assert "penstock.pipeline(..., run=" in output("runs", str(tmp_path), columns=400)
+    assert "penstock.pipeline(..., run_dir=" in output("runs", str(tmp_path), columns=400)
     assert "there is no folder" in refusal("runs", str(tmp_path / "none"))
 
 

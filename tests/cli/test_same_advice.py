@@ -25,4 +25,4 @@ def test_every_list_of_advice_is_the_same(tmp_path: Path) -> None:
     said = " ".join(output("explain", str(path), columns=400).split())
     places = [said.index(" ".join(f"{claim} {text}".split())) for claim, text, _ in listed]
     assert places == sorted(places)
-    assert "nothing for certain" not in said
+    assert "no significant improvement" not in said

@@ -8,12 +8,12 @@ import pytest
 from command_line import as_json, output
 
 from penstock.cli.schedules import formula
-from penstock.schedule import generators
+from penstock.schedule import schedule_specs
 
 
 def test_json_has_every_schedule_with_rules_and_formulas() -> None:
     listed = as_json("schedules")
-    assert [entry["name"] for entry in listed] == [entry.name for entry in generators()]
+    assert [entry["name"] for entry in listed] == [entry.name for entry in schedule_specs()]
     by_name = {entry["name"]: entry for entry in listed}
     assert by_name["zb-v"] | {"rule": ""} == {
         "name": "zb-v",
@@ -21,9 +21,9 @@ def test_json_has_every_schedule_with_rules_and_formulas() -> None:
         "rule": "",
         "placement": "V",
         "chunks": 2,
-        "splits": True,
+        "splits_backward": True,
         "rules": [
-            {"argument": "chunks", "text": "exactly 2 chunks a rank, placed as a V"},
+            {"argument": "stages_per_rank", "text": "exactly 2 chunks a rank, placed as a V"},
         ],
         "memory": "min(p, m)",
         "idle": "0 if F == I == W else None",
@@ -41,7 +41,7 @@ def test_table_has_every_word_and_fits(columns: int) -> None:
     assert max(map(len, text.splitlines())) <= columns
     assert "…" not in text
     words = " ".join(text.split())
-    for entry in generators():
+    for entry in schedule_specs():
         rows = re.findall(rf"^{re.escape(entry.name)} .*", text, re.MULTILINE)
         assert len(rows) == 2  # what it does, and what to expect of it
         assert all(formula(one) in rows[1] for one in (entry.memory, entry.idle, entry.bubble))

@@ -23,15 +23,15 @@ from scaffolding.run_folders import a_run
 COMMANDS = {
     "read": [
         *("top shut/run --once", "runs shut/run", "compare run shut/run", "explain shut/run", "report shut/run"),
-        *("show --csv shut/s.csv", "simulate --costs shut/c.json --ranks 2", "devices shut/d.toml"),
-        *("plan --profile shut/p.json --devices 2 --global-batch 8", "export shut/ck o.st"),
+        *("draw --csv shut/s.csv", "simulate --costs shut/c.json --ranks 2", "devices shut/d.toml"),
+        *("plan --profile shut/p.json --devices 2 --global-batch-size 8", "export shut/ck o.st"),
         "fabric show shut/fabric",
         *("verify shut/target.py", "inspect shut/target.py:make", "run --ranks 2 shut/train.py"),
     ],
     "write": [
         *(
-            "show --csv s.csv --svg shut/o.svg",
-            "show --csv s.csv --png shut/o.png",
+            "draw --csv s.csv --svg shut/o.svg",
+            "draw --csv s.csv --png shut/o.png",
             "report run --out shut/o.html",
         ),
         "init shut/train.py",
@@ -81,7 +81,7 @@ def test_training_goes_on_without_a_record(here: Path, folder: str) -> None:
         (here / folder).chmod(0)
         x, y = small.batch()
         with pytest.warns(UserWarning, match="Permission denied") as told:
-            with penstock.pipeline(small.mlp(), (x,), loss_fn=mse_loss, microbatches=2, run="shut/run") as pipe:
+            with penstock.pipeline(small.mlp(), (x,), loss_fn=mse_loss, microbatches=2, run_dir="shut/run") as pipe:
                 pipe.step(x, target=y)
         return f"step {pipe.step_count}, {len(told)} warnings"
 

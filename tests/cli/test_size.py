@@ -8,13 +8,13 @@ import pytest
 from command_line import penstock, refusal
 
 from penstock.cli import _order
-from penstock.schedule import Generator, generate, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import ScheduleSpec, generate, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 
 
-@pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
-def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
-    numbers = Numbers(4, 6, entry.chunks)
+@pytest.mark.parametrize("entry", schedule_specs(), ids=lambda entry: entry.name)
+def test_actions_are_counted_before_they_are_made(entry: ScheduleSpec) -> None:
+    numbers = ScheduleParams(4, 6, entry.chunks)
     made = generate(entry.name, 4, 6)
     counted = sum(len(row) for row in made.rows)
     if entry.name.startswith("dualpipe"):  # some of its backwards are not split
@@ -28,7 +28,7 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
     [
         ("simulate", "--schedule", "gpipe", "--ranks", "10000", "--microbatches", "10000"),
         ("simulate", "--schedule", "all", "--ranks", "10000", "--microbatches", "10000"),
-        ("show", "--schedule", "zb-v", "--ranks", "10000", "--microbatches", "10000"),
+        ("draw", "--schedule", "zb-v", "--ranks", "10000", "--microbatches", "10000"),
     ],
 )
 def test_too_much_is_refused(options: tuple[str, ...]) -> None:
@@ -39,9 +39,9 @@ def test_too_much_is_refused(options: tuple[str, ...]) -> None:
 
 def test_too_many_stages_are_refused_however_few_their_actions() -> None:
     one = ("--ranks", "20000", "--microbatches", "1")
-    for options in (("simulate", "--schedule", "gpipe", *one), ("show", "--schedule", "1f1b", *one), ("search", *one)):
+    for options in (("simulate", "--schedule", "gpipe", *one), ("draw", "--schedule", "1f1b", *one), ("search", *one)):
         assert "10,000; " in refusal(*options)
-    options = ("simulate", "--schedule", "gpipe", "--ranks", "6000", "--microbatches", "1", "--chunks", "2")
+    options = ("simulate", "--schedule", "gpipe", "--ranks", "6000", "--microbatches", "1", "--stages-per-rank", "2")
     assert "12,000 stages; the limit is 10,000; use fewer" in refusal(*options)
 
 
@@ -49,7 +49,7 @@ def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_order, "MAX_ACTIONS", 500)
     numbers = ("--ranks", "4", "--microbatches", "8")
     assert penstock("simulate", "--schedule", "zb-v", *numbers).exit_code == 0
-    assert "actions, but at most 500 can be timed" in refusal("simulate", "--schedule", "all", *numbers)
+    assert "actions; at most 500 can be timed" in refusal("simulate", "--schedule", "all", *numbers)
 
 
 def test_long_work_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

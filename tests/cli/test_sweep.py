@@ -91,7 +91,7 @@ def test_names_alone_are_compared() -> None:
         ("simulate", ("--microbatches", "1,2"), "--schedule 1f1b needs --ranks"),
         ("simulate", ("--ranks", "1,2", "--perfetto", "x"), "--perfetto: a trace shows one schedule; pass one number"),
         ("simulate", ("--ranks", "1,20000"), "--ranks 20000 with 1 stage per rank makes 20,000 stages"),
-        ("show", ("--ranks", "1,2"), "--ranks 1,2: this command takes one number; `penstock simulate` takes several"),
+        ("draw", ("--ranks", "1,2"), "--ranks 1,2: this command takes one number; `penstock simulate` takes several"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(verb: str, options: tuple[str, ...], says: str) -> None:

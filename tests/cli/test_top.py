@@ -14,12 +14,12 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock._base.files import write_whole
-from penstock.cli.top import Seen
+from penstock.cli.top import RunSnapshot
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord
 from penstock.trace.runs.progress import Progress, in_time
-from penstock.trace.runs.summary import health, troubles
+from penstock.trace.runs.summary import failure_messages, health
 from scaffolding.run_folders import about, says, steps
 
 ABOUT = about(2, 4)
@@ -59,7 +59,7 @@ def test_a_rank_is_judged_by_what_it_said_and_whether_its_process_lives(stopped_
         assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "interrupted"
     for how in ("rank 1 failed at 1B2: ValueError: signal SIGINT has no handler", "a KeyboardInterrupt in a worker"):
         assert judged(replace(STATE, failure=how), NOW + 60, lives=False) == "failed"
-        assert how in troubles([(replace(STATE, failure=how), "failed")])[0]
+        assert how in failure_messages([(replace(STATE, failure=how), "failed")])[0]
     assert health(replace(STATE, host=socket.gethostname(), pid=os.getpid())) == "computes"
     assert health(replace(STATE, host=socket.gethostname(), pid=2**22 + 1)) == "gone"
 
@@ -83,10 +83,10 @@ def test_progress_is_that_of_the_last_steps() -> None:
 
 def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) -> None:
     run = Path(a_run(tmp_path / "run"))
-    assert Seen.of(run).progress is not None
+    assert RunSnapshot.of(run).progress is not None
     (tmp_path / "run/steps.jsonl").unlink()
     write_whole(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
-    assert Seen.of(run).progress is None
+    assert RunSnapshot.of(run).progress is None
 
 
 def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:

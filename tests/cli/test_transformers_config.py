@@ -72,7 +72,7 @@ def test_weights_larger_than_memory_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_here_measures(tmp_path: Path) -> None:
-    found = output("profile", written(tmp_path, LLAMA), "--device", "cpu", "--budget-seconds", "0.01")
+    found = output("profile", written(tmp_path, LLAMA), "--device", "cpu", "--time-limit", "0.01")
     assert "1 run each" in found
 
 

@@ -11,7 +11,7 @@ from command_line import output
 from torch import nn
 
 import penstock
-from penstock.runtime.batch.microbatches import Microbatches
+from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.schedule import MICROBATCHES
 
 TARGET = """
@@ -36,8 +36,8 @@ OF_A_BATCH = {
 }
 WITHOUT = {
     "simulate": ("simulate", "--schedule", "1f1b", "--ranks", "2", "--json"),
-    "search": ("search", "--ranks", "2", "--seconds", "0.1", "--json"),
-    "show": ("show", "--schedule", "1f1b", "--ranks", "2", "--json"),
+    "search": ("search", "--ranks", "2", "--time-limit", "0.1", "--json"),
+    "draw": ("draw", "--schedule", "1f1b", "--ranks", "2", "--json"),
 }
 
 

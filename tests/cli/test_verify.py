@@ -16,7 +16,7 @@ from penstock.cli import app
 from penstock.cli import verify as command
 from penstock.cli.verify import rank_main
 from penstock.distributed.launch.target import load
-from penstock.schedule import generator
+from penstock.schedule import schedule_spec
 from scaffolding.patient import finished
 from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
@@ -184,7 +184,7 @@ def test_json_is_the_only_thing_on_stdout() -> None:
 
 def test_what_cannot_be_followed_runs_as_a_whole_with_leaves() -> None:
     assert verify("cases.py:branching").exit_code != 0
-    assert verify("cases.py:branching", "--leaves", "inner").exit_code == 0
+    assert verify("cases.py:branching", "--leaf-modules", "inner").exit_code == 0
 
 
 def test_recompute() -> None:
@@ -231,7 +231,18 @@ def test_every_bit_is_demanded_unless_told_otherwise(option: list[str], exact: b
 
 def test_chunks_and_cuts_reach_the_pipeline() -> None:
     done = verify(
-        *("cases.py:good", "--json", "--ranks", "2", "--chunks", "2", "--schedule", "gpipe", "--microbatches", "2"),
+        *(
+            "cases.py:good",
+            "--json",
+            "--ranks",
+            "2",
+            "--stages-per-rank",
+            "2",
+            "--schedule",
+            "gpipe",
+            "--microbatches",
+            "2",
+        ),
         *("--cuts", "1, 2,4"),
     )
     report = json.loads(done.stdout)
@@ -259,7 +270,7 @@ def test_a_target_may_bring_its_reduction(recwarn: pytest.WarningsRecorder) -> N
     assert "targets of -100" in str(recwarn.pop(UserWarning).message)
     assert "not a mean over rows" not in verify("cases.py:weighted").output
     assert not recwarn.list
-    assert "brings a reduction" in verify("cases.py:weighted", "--reduction", "sum").output
+    assert "sets a reduction" in verify("cases.py:weighted", "--reduction", "sum").output
 
 
 def test_chunks_are_what_the_schedule_is_known_for() -> None:
@@ -267,7 +278,7 @@ def test_chunks_are_what_the_schedule_is_known_for() -> None:
     done = verify(*options, "--cuts", "1,2,4")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["stages"] == 4
-    assert verify("cases.py:good", "--schedule", "zb-v", "--chunks", "1").exit_code == 2
+    assert verify("cases.py:good", "--schedule", "zb-v", "--stages-per-rank", "1").exit_code == 2
 
 
 def test_long_table_is_folded_unless_all_is_asked_for() -> None:
@@ -312,7 +323,7 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("verb", ["inspect", "profile", "simulate", "plan --devices 2 --global-batch 12"])
+@pytest.mark.parametrize("verb", ["inspect", "profile", "simulate", "plan --devices 2 --global-batch-size 12"])
 def test_no_command_ends_well_when_its_target_ends_the_process(verb: str) -> None:
     done = CliRunner().invoke(app, [*verb.split(), "cases.py:exits_in_forward"])
     assert (done.exit_code, done.stdout) == (2, "")
@@ -342,8 +353,11 @@ def test_every_process_has_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--schedule", "1f1"], "did you mean '1f1b'"),
         (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--cuts", "7"], "7"),
-        (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
-        (["--transport", "shm"], "--transport shm: expected local, distributed, staged, or a factory of your own"),
+        (["--replicas", "2", "--transport", "local"], "replicas need one process per rank; omit --transport local"),
+        (
+            ["--transport", "shm"],
+            "--transport shm: expected local, distributed, staged, or a factory as module:function",
+        ),
         (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),
     ],
 )
@@ -420,7 +434,7 @@ def test_replicas_take_equal_parts_of_the_batch() -> None:
 def test_a_batch_that_does_not_make_equal_parts() -> None:
     done = verify("cases.py:odd", "--ranks", "1", "--replicas", "2")
     assert done.exit_code == 2
-    assert "the batch's 11 rows cannot be divided into 2 equal parts" in done.stderr
+    assert "the batch of 11 samples has no 2 equal parts" in done.stderr
 
 
 def test_balance_is_what_the_stages_share() -> None:
@@ -434,8 +448,8 @@ def test_balance_is_what_the_stages_share() -> None:
 
 def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
-    monkeypatch.setattr(command, "generators", lambda: [generator(name) for name in names])
-    given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-whole-batch")
+    monkeypatch.setattr(command, "generators", lambda: [schedule_spec(name) for name in names])
+    given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-full-batch")
     result = verify("cases.py:good", *given)
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines() if "gradients are bitwise identical" in line] == [

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ArgumentError
-from penstock.costs import Problem, best_starts, stage_bytes, stage_loads
+from penstock.costs import CutProblem, best_cuts, stage_bytes, stage_loads
 
 SMALL = st.integers(0, 9)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Problem, int]:
+def problems(draw: st.DrawFn) -> tuple[CutProblem, int]:
     units = draw(st.integers(1, 8))
     stages = draw(st.integers(1, units))
 
@@ -35,10 +35,10 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
     if balanced == "seconds" and draw(st.booleans()):
         waiting = draw(st.lists(st.integers(0, 5), min_size=stages, max_size=stages))
         more |= {"again_seconds": column(), "received_bytes": column(), "waiting_bytes": column(), "waiting": waiting}
-    return Problem(column(), column(), held, column(), in_flight, limit, balanced, **more), stages
+    return CutProblem(column(), column(), held, column(), in_flight, limit, balanced, **more), stages
 
 
-def by_hand(problem: Problem, starts: tuple[int, ...]) -> tuple[list[float], list[float]]:
+def by_hand(problem: CutProblem, starts: tuple[int, ...]) -> tuple[list[float], list[float]]:
     """Each stage's cost and memory, from their definitions."""
     costs, sizes = [], []
     units = len(problem.seconds)
@@ -63,7 +63,7 @@ def by_hand(problem: Problem, starts: tuple[int, ...]) -> tuple[list[float], lis
 
 
 @given(problems())
-def test_no_cut_is_better(case: tuple[Problem, int]) -> None:
+def test_no_cut_is_better(case: tuple[CutProblem, int]) -> None:
     problem, stages = case
     every = [by_hand(problem, (0, *cuts)) for cuts in combinations(range(1, len(problem.seconds)), stages - 1)]
     fitting = [costs for costs, sizes in every if max(sizes) <= problem.limit_bytes]
@@ -75,9 +75,9 @@ def test_no_cut_is_better(case: tuple[Problem, int]) -> None:
             if not problem.again_seconds
             else "fits",
         ):
-            best_starts(problem, stages)
+            best_cuts(problem, stages)
         return
-    starts = best_starts(problem, stages)
+    starts = best_cuts(problem, stages)
     costs, sizes = by_hand(problem, tuple(starts))
     if not problem.again_seconds:
         assert (stage_loads(problem, starts), stage_bytes(problem, starts)) == (costs, sizes)
@@ -88,17 +88,17 @@ def test_no_cut_is_better(case: tuple[Problem, int]) -> None:
 
 
 def test_the_first_stage_of_1f1b_gets_less_where_memory_is_short() -> None:
-    freely = Problem([1.0] * 8, activation_bytes=[1] * 8, in_flight=[4, 3, 2, 1])
-    assert best_starts(freely, 4) == [0, 2, 4, 6]
-    tight = Problem([1.0] * 8, activation_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limit_bytes=6)
-    assert best_starts(tight, 4) == [0, 1, 3, 6]
+    freely = CutProblem([1.0] * 8, activation_bytes=[1] * 8, in_flight=[4, 3, 2, 1])
+    assert best_cuts(freely, 4) == [0, 2, 4, 6]
+    tight = CutProblem([1.0] * 8, activation_bytes=[1] * 8, in_flight=[4, 3, 2, 1], limit_bytes=6)
+    assert best_cuts(tight, 4) == [0, 1, 3, 6]
 
 
 def test_a_cut_moves_to_where_less_crosses() -> None:
-    assert best_starts(Problem([2.0] * 4, [0, 1, 5, 3]), 2) == [0, 1]
-    assert best_starts(Problem([2.0] * 4), 2) == [0, 2]
+    assert best_cuts(CutProblem([2.0] * 4, [0, 1, 5, 3]), 2) == [0, 1]
+    assert best_cuts(CutProblem([2.0] * 4), 2) == [0, 2]
 
 
 def test_more_stages_than_units_are_refused() -> None:
     with pytest.raises(ArgumentError, match="stages=3: expected from 1 to 2"):
-        best_starts(Problem([1.0, 1.0]), 3)
+        best_cuts(CutProblem([1.0, 1.0]), 3)

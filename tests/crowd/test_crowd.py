@@ -133,4 +133,4 @@ def test_trains_as_on_one_device(library: str, name: str, make: Callable[[], Cas
     torch.manual_seed(0)
     case = make()
     given = {"kwargs": case.kwargs, "target": case.target, "loss_fn": case.loss}
-    verify(case.model, case.args, **given, ranks=4, schedule="gpipe", microbatches=4).check()
+    verify(case.model, case.args, **given, ranks=4, schedule="gpipe", microbatches=4).raise_if_failed()

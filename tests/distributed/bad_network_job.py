@@ -20,7 +20,7 @@ STEPS = 2
 ROWS, LENGTH, VOCABULARY = 12, 24, 19
 
 LOST_AFTER = "TEST_LOST_AFTER"
-"""Of the environment: `lost_after` of the pipeline."""
+"""Of the environment: `heartbeat_timeout` of the pipeline."""
 
 Trained = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ def train(rank: int, schedule: str) -> Trained:
         loss=token_error,
         schedule=schedule,
         microbatches=4,
-        lost_after=float(os.environ.get(LOST_AFTER, "5")),
+        heartbeat_timeout=float(os.environ.get(LOST_AFTER, "5")),
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         for step in range(STEPS):

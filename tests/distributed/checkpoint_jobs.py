@@ -33,7 +33,7 @@ def train(
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
         others = {"scheduler": scheduler}
         if folder is not None and save_at is None:
-            restored = checkpoint.load(folder, pipe, optimizer, others=others)
+            restored = checkpoint.load(folder, pipe, optimizer, stateful=others)
             assert restored is not None
             assert restored.extra == {"batches": restored.step}
             assert scheduler.last_epoch == restored.step
@@ -46,7 +46,7 @@ def train(
             scheduler.step()
             if pipe.step_count == save_at:
                 assert folder is not None
-                checkpoint.save(folder, pipe, optimizer, others=others, extra={"batches": pipe.step_count})
+                checkpoint.save(folder, pipe, optimizer, stateful=others, extra={"batches": pipe.step_count})
         return losses, {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
 
 
@@ -55,8 +55,8 @@ def save_twice(rank: int, folder: Path, keep: int | None) -> list[str]:
     with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=4) as pipe:
         for _ in range(3):
             pipe.step(*task.args, target=task.target)
-            checkpoint.save(folder, pipe, keep=keep)
-        checkpoint.save(folder, pipe, keep=keep)  # the same step once more
+            checkpoint.save(folder, pipe, keep_last=keep)
+        checkpoint.save(folder, pipe, keep_last=keep)  # the same step once more
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -143,7 +143,7 @@ def train_with_averages(
         averages = Averages(pipe)
         others = {"schedulers": schedulers, **averages.others()}
         if save_at is None:
-            assert checkpoint.load(folder, pipe, optimizers, others=others) is not None
+            assert checkpoint.load(folder, pipe, optimizers, stateful=others) is not None
             assert [one.last_epoch for one in schedulers] == [pipe.step_count] * 2
             assert averages.listed.state["optimization_step"] == pipe.step_count
         losses = []
@@ -155,7 +155,7 @@ def train_with_averages(
                 scheduler.step()
             averages.update(pipe)
             if pipe.step_count == save_at:
-                checkpoint.save(folder, pipe, optimizers, others=others)
+                checkpoint.save(folder, pipe, optimizers, stateful=others)
         return losses, pipe.state_dict() | averages.held(pipe)
 
 
@@ -185,12 +185,12 @@ def refusals_of_parts(rank: int, folder: Path) -> list[str]:
             (None, {"decay": 0.9}),
         ):
             with pytest.raises(penstock.ArgumentError) as refusal:
-                checkpoint.save(folder, pipe, optimizer, others=others)
+                checkpoint.save(folder, pipe, optimizer, stateful=others)
             said.append(str(refusal.value))
-        checkpoint.save(folder, pipe, {"adam": moments}, others={"ema": averages})
+        checkpoint.save(folder, pipe, {"adam": moments}, stateful={"ema": averages})
         adam = {"adam": moments}
         for optimizer, others in ((moments, {}), (adam, {"ema": {}}), (adam, {"ema": Shadow({"lr": 0.1})})):
             with pytest.raises(penstock.ArgumentError) as refusal:
-                checkpoint.load(folder, pipe, optimizer, others=others)
+                checkpoint.load(folder, pipe, optimizer, stateful=others)
             said.append(str(refusal.value))
         return said

@@ -142,7 +142,7 @@ def refused(rank: int, what: str) -> str:
     x, y = part(batch(12), replica, replicas)
     if what == "loss":
         try:
-            penstock.pipeline(model(), (x,), microbatches=3, share_loss=False, **made)
+            penstock.pipeline(model(), (x,), microbatches=3, broadcast_loss=False, **made)
         except penstock.ArgumentError as error:
             return str(error)
     with penstock.pipeline(model(), (x,), microbatches=3, **made) as pipe:

@@ -36,7 +36,7 @@ def threads_of_a_closed_pipeline(rank: int, folder: Path, options: dict[str, Any
         before = threads()
         with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3, mesh=mesh, **options) as pipe:
             result = pipe.step(*task.args, target=task.target)
-            checkpoint.save(folder, pipe, wait=False)
+            checkpoint.save(folder, pipe, blocking=False)
             within = threads()
         end = time.monotonic() + SECONDS
         while threads() > before and time.monotonic() < end:
@@ -44,9 +44,9 @@ def threads_of_a_closed_pipeline(rank: int, folder: Path, options: dict[str, Any
         left = threads() - before
         assert result.loss.isfinite()  # not read before: what brings it is over as well
         try:
-            pipe.gather(rank)
+            pipe.all_gather_object(rank)
             said = ""
-        except penstock.ClosedError as error:
+        except penstock.PipelineClosedError as error:
             said = str(error)
         return within - before, left, said
     finally:

@@ -27,7 +27,7 @@ def traced(
     leaves = [str(place) for place in range(len(seconds))]
     found: list[StepResult] = []
     with penstock.pipeline(
-        model, (x,), loss=nn.functional.mse_loss, microbatches=MICROBATCHES, cuts=list(cuts), leaves=leaves
+        model, (x,), loss=nn.functional.mse_loss, microbatches=MICROBATCHES, cuts=list(cuts), leaf_modules=leaves
     ) as pipe:
         for _ in range(6):
             found.append(pipe.step(x, target=x, timeline=True))

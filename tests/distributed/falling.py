@@ -95,7 +95,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
 
 def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     """Makes the second action of the kind `op` the victim's last."""
-    (cached,) = pipe.session.steps.bound_schedules._cached.values()
+    (cached,) = pipe.session.bound_schedules._cached.values()
     bound = cached.bound
     found = [index for index, each in enumerate(bound.actions) if each.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
@@ -106,7 +106,7 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     actions: list[BoundAction] = list(bound.actions)
     actions[index] = replace(actions[index], work=end)
     again = replace(cached, bound=replace(bound, actions=tuple(actions)))
-    pipe.session.steps.bound_schedules._cached[bound.number] = again
+    pipe.session.bound_schedules._cached[bound.number] = again
 
 
 def skip_teardown(ended: list[bool]) -> None:

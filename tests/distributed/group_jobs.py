@@ -47,14 +47,14 @@ def train(rank: int, ranks: int | None, folder: str | None = None, steps: int = 
         optimizer = torch.optim.AdamW(pipe.parameter_groups(options_of))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         if folder is not None:
-            checkpoint.load(folder, pipe, optimizer, others={"scheduler": scheduler})
+            checkpoint.load(folder, pipe, optimizer, stateful={"scheduler": scheduler})
         while pipe.step_count < steps:
             optimizer.zero_grad()
             pipe.step(x, target=y)
             optimizer.step()
             scheduler.step()
         if folder is not None:
-            checkpoint.save(folder, pipe, optimizer, others={"scheduler": scheduler})
+            checkpoint.save(folder, pipe, optimizer, stateful={"scheduler": scheduler})
         return Seen(
             {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()},
             [len(group["params"]) for group in optimizer.param_groups],

@@ -54,7 +54,7 @@ def trained(device: str, given: dict[str, Any], also: str) -> Steps:
                 results.append(pipe.step(x, mask, target=y))
             if also == "clip":
                 pipe.clip_grad_norm_(1.0)
-            if also == "read" and pipe.is_first:
+            if also == "read" and pipe.is_main_process:
                 float(results[-1].loss)
             optimizer.step()
             if step == STEADY:

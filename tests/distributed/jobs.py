@@ -307,8 +307,8 @@ def end_early(rank: int, transport: TransportChoice, share_loss: bool) -> int:
     torch.manual_seed(0)
     x, y = torch.randn(8, 5), torch.randn(8, 5)
     model = nn.Sequential(Slow(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
-    options = {"loss": squared_error, "microbatches": 4, "transport": transport, "share_loss": share_loss}
-    with penstock.pipeline(model, (x,), leaves=["0"], **options) as pipe:
+    options = {"loss": squared_error, "microbatches": 4, "transport": transport, "broadcast_loss": share_loss}
+    with penstock.pipeline(model, (x,), leaf_modules=["0"], **options) as pipe:
         for _ in range(3):
             pipe.step(x, target=y)
         return pipe.step_count

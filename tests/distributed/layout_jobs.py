@@ -17,8 +17,8 @@ def verify_graphs(rank: int) -> tuple[bool, str, str]:
     args, target = graphs()
     options: dict[str, Any] = {"split": by_graphs, "merge": torch.cat, "microbatches": 4}
     report = penstock.verify(graph_net, args, target=target, loss_fn=F.cross_entropy, **options)
-    assert report.whole_batch is not None
-    return report.ok, report.summary(), report.whole_batch.verdict
+    assert report.full_batch is not None
+    return report.ok, report.summary(), report.full_batch.verdict
 
 
 def replicas(rank: int) -> tuple[bool, str]:

@@ -241,7 +241,7 @@ def fewer_rows(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     reference = copy.deepcopy(model)
     x, y = torch.randn(3, 5), torch.randn(3, 5)
     squared_error(reference(x), y).backward()  # type: ignore[no-untyped-call]
-    order = split_backward(generate("gpipe", 2, 2, chunks=2))
+    order = split_backward(generate("gpipe", 2, 2, stages_per_rank=2))
     weights = "0W0 2W0 2W1 0W1", "1W0 3W0 3W1 1W1"
     rows = [
         [*(a for a in row if a.op is not Op.W), *map(Action.parse, last.split())]

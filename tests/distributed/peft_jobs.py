@@ -56,6 +56,6 @@ def train(rank: int, ranks: int | None, schedule: str) -> dict[str, Tensor]:
             pipe.step(**case.kwargs)
             optimizer.step()
         trained = {name: p.detach() for name, p in pipe.named_parameters() if p.requires_grad}
-        everything = {name: tensor for part in pipe.gather(trained) for name, tensor in part.items()}
+        everything = {name: tensor for part in pipe.all_gather_object(trained) for name, tensor in part.items()}
         saved: dict[str, Tensor] = get_peft_model_state_dict(pipe.model, state_dict=everything)
         return saved

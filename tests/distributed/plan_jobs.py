@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 import penstock
-from penstock.costs import MadeFor
+from penstock.costs import ModelFingerprint
 from penstock.plan import Plan
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 
 
-def made_for() -> MadeFor:
-    return MadeFor({name: tuple(p.shape) for name, p in mlp().named_parameters()}, "cpu", "float32")
+def made_for() -> ModelFingerprint:
+    return ModelFingerprint({name: tuple(p.shape) for name, p in mlp().named_parameters()}, "cpu", "float32")
 
 
 @everything_goes

@@ -74,7 +74,7 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
         again = None
         try:
             pipe.step(x, target=y)
-        except penstock.PipelineFailure as failure:
+        except penstock.RankFailedError as failure:
             again = failure
         print(f"again {type(again).__name__}: {again}", flush=True)
         raise

@@ -11,7 +11,7 @@ from mesh_jobs import mesh_of
 from torch import Tensor, nn
 
 import penstock
-from penstock.trace.runs import RunFolder, read_run
+from penstock.trace.runs import RunConfig, read_run
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
@@ -19,13 +19,13 @@ X = torch.linspace(-1, 1, 64).view(8, 8)
 def pipe_of(run: Any, **options: Any) -> penstock.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    return penstock.pipeline(model, (X,), microbatches=2, run=run, **{"loss_fn": nn.functional.mse_loss, **options})
+    return penstock.pipeline(model, (X,), microbatches=2, run_dir=run, **{"loss_fn": nn.functional.mse_loss, **options})
 
 
 def trained(rank: int, folders: Sequence[str], steps: int, replicas: int = 1) -> list[float]:
     """Trains with a folder for each rank; returns the losses."""
     mesh = mesh_of((replicas, len(folders) // replicas), ("dp", "pp")) if replicas > 1 else None
-    with pipe_of(RunFolder(folders[rank], steps=100), mesh=mesh) as pipe:
+    with pipe_of(RunConfig(folders[rank], total_steps=100), mesh=mesh) as pipe:
         return [float(pipe.step(X, target=X).loss) for _ in range(steps)]
 
 

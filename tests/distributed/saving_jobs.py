@@ -71,7 +71,7 @@ def wrong_on_one_rank(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
     """What each call says here that has a wrong argument on one rank alone, and whether anything was changed."""
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
-        path = checkpoint.save(folder, pipe, optimizer, others={"one": Holds(1)})
+        path = checkpoint.save(folder, pipe, optimizer, stateful={"one": Holds(1)})
         step(task, pipe, optimizer)
         parameters = list(pipe.parameters())
         groups = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
@@ -124,11 +124,11 @@ def save_while_training(rank: int, folder: Path) -> tuple[list[str], list[float]
         step(task, pipe, optimizer)
         goes_on = threading.Event()
         with writing(lambda: _wait(goes_on)):
-            path = checkpoint.save(folder, pipe, optimizer, extra="first", wait=False)
+            path = checkpoint.save(folder, pipe, optimizer, extra="first", blocking=False)
             losses = [step(task, pipe, optimizer) for _ in range(2)]
             meanwhile = checkpoint.latest(folder)
             goes_on.set()
-            checkpoint.save(folder, pipe, optimizer, extra="second", wait=False)
+            checkpoint.save(folder, pipe, optimizer, extra="second", blocking=False)
         assert path.exists(), "the second save waited for the first"
     assert checkpoint.latest(folder) == folder / "step-00000003", (
         "the pipeline waited for the second when it was closed"
@@ -163,20 +163,20 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
         with writing(fail), training() as (task, pipe, optimizer):
             step(task, pipe, optimizer)
             step(task, pipe, optimizer)
-            checkpoint.save(folder, pipe, optimizer, wait=False)
+            checkpoint.save(folder, pipe, optimizer, blocking=False)
 
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         checkpoint.save(folder, pipe, optimizer)
         step(task, pipe, optimizer)
-        for call in (checkpoint.finish, lambda pipe: checkpoint.save(folder, pipe, wait=False)):
+        for call in (checkpoint.wait_for_save, lambda pipe: checkpoint.save(folder, pipe, blocking=False)):
             with writing(fail):
-                checkpoint.save(folder, pipe, optimizer, wait=False)
+                checkpoint.save(folder, pipe, optimizer, blocking=False)
                 step(task, pipe, optimizer)
                 attempt(lambda call=call: call(pipe))
         with writing(fail):
             attempt(lambda: checkpoint.save(folder, pipe, optimizer))
-        assert checkpoint.finish(pipe) is None
+        assert checkpoint.wait_for_save(pipe) is None
         assert not list(folder.glob(".step*")), "a save that failed leaves nothing"
     attempt(close)
     assert checkpoint.latest(folder) == folder / "step-00000001"
@@ -187,9 +187,9 @@ def die_while_saving(rank: int, folder: Path) -> None:
     """Rank 1 is killed once it has written a part of its second checkpoint."""
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
-        checkpoint.save(folder, pipe, optimizer, wait=False)
+        checkpoint.save(folder, pipe, optimizer, blocking=False)
         losses = [step(task, pipe, optimizer)]
-        checkpoint.finish(pipe)
+        checkpoint.wait_for_save(pipe)
         if rank == 0:
             (folder / "loss").write_text(losses[0].hex())
 
@@ -199,8 +199,8 @@ def die_while_saving(rank: int, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with writing(fall):
-            checkpoint.save(folder, pipe, optimizer, wait=False)
-            checkpoint.finish(pipe)
+            checkpoint.save(folder, pipe, optimizer, blocking=False)
+            checkpoint.wait_for_save(pipe)
 
 
 def refused(rank: int, folder: Path) -> str:
@@ -209,7 +209,7 @@ def refused(rank: int, folder: Path) -> str:
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         try:
-            checkpoint.save(folder, pipe, optimizer, wait=False)
+            checkpoint.save(folder, pipe, optimizer, blocking=False)
         except penstock.ArgumentError as error:
             said = str(error)
         step(task, pipe, optimizer)
@@ -254,11 +254,11 @@ def train_in_groups(
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 1e-2, 1e-2], total_steps=20)
         scaler = torch.amp.GradScaler("cpu", growth_interval=2)
         scaler.scale(torch.zeros(()))  # its tensors are made at its first use
-        others = {"scheduler": scheduler, "scaler": scaler, "generators": checkpoint.Generators()}
+        others = {"scheduler": scheduler, "scaler": scaler, "generators": checkpoint.RngState()}
         if save_at is None:
             for generator in (random.random, np.random.random, lambda: torch.rand(5)):
                 generator()  # a program that starts in another way
-            assert checkpoint.load(folder, pipe, optimizer, others=others) is not None
+            assert checkpoint.load(folder, pipe, optimizer, stateful=others) is not None
             assert scaler.get_scale() == 2.0**15
             assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.3, 0.0]
         losses = []
@@ -271,7 +271,7 @@ def train_in_groups(
             losses.append(float(result.loss).hex())
             if pipe.step_count == save_at:
                 scaler.update(2.0**15)
-                checkpoint.save(folder, pipe, optimizer, others=others)
+                checkpoint.save(folder, pipe, optimizer, stateful=others)
         return losses, [len(group["params"]) for group in optimizer.param_groups], held(pipe)
 
 
@@ -283,7 +283,7 @@ def save_on_a_mesh(rank: int, folder: Path) -> dict[str, Tensor]:
     with training("tied_gpt", mesh=mesh) as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         before = held(pipe)
-        checkpoint.save(folder, pipe, optimizer, wait=False)
+        checkpoint.save(folder, pipe, optimizer, blocking=False)
         checkpoint.export_safetensors(folder / "model.safetensors", pipe)
         step(task, pipe, optimizer)
         checkpoint.load(folder, pipe, optimizer)
@@ -309,7 +309,7 @@ def save_shards(rank: int, folder: Path) -> dict[str, Tensor]:
     with training("mlp", mesh=mesh, parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"])) as (task, pipe, opt):
         step(task, pipe, opt)
         before = {name: tensor.full_tensor() for name, tensor in pipe.state_dict().items()}
-        checkpoint.save(folder, pipe, opt, wait=False)
+        checkpoint.save(folder, pipe, opt, blocking=False)
         checkpoint.export_safetensors(folder / "model.safetensors", pipe)
         step(task, pipe, opt)
         checkpoint.load(folder, pipe, opt)

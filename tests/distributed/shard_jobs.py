@@ -165,7 +165,7 @@ def train(
             pipe.evaluate(x, target=y).loss,
             [str(a) for a in pipe.schedule.rows[mesh.get_local_rank("pp")]],
             any(isinstance(p, DTensor) for p in named.values()),
-            pipe.split_share,
+            pipe.deferred_weight_grad_fraction,
         )
 
 

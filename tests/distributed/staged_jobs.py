@@ -97,7 +97,7 @@ def waits_in_a_steady_step(rank: int, options: dict[str, Any]) -> dict[str, int]
     """What the host, and the thread that sends, waited for."""
     stand_in.install()
     x, y = batch(8)
-    given: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "share_loss": False, **STAGED, **options}
+    given: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "broadcast_loss": False, **STAGED, **options}
     with penstock.pipeline(mlp(), (x,), **given) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
         for step in range(STEADY + 1):

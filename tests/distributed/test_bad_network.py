@@ -93,7 +93,7 @@ def losses(folder: Path) -> list[float | None]:
 @pytest.mark.long
 @pytest.mark.usefixtures("bad_network")  # skips where there can be none
 def test_demo_over_one_percent_loss_learns_the_same_bits(tmp_path: Path, ranks2: Ranks) -> None:
-    network = ["--hosts", "2", "--link", "100mbit delay 5ms loss 1%", "--link-of", "1=50mbit loss 1%"]
+    network = ["--hosts", "2", "--link", "100mbit delay 5ms loss 1%", "--link-for", "1=50mbit loss 1%"]
     settings = ["--steps", "2", "--microbatches", "4"]
     bad, good = tmp_path / "bad", tmp_path / "good"
     command = ["run", "--ranks", "2", "--threads", "1", *network, "-m", "penstock.demo", *settings, "--out", str(bad)]

@@ -80,7 +80,7 @@ def test_replicas_that_take_other_steps_are_told(ranks4: Ranks, what: str, text:
     [
         ("clip", "clip_grad_norm_: the last step was within no_sync()"),
         ("scaler", "GradScaler: the last step was within no_sync()"),
-        ("loss", "share_loss=False, but the mesh has replicas"),
+        ("loss", "broadcast_loss=False, but the mesh has replicas"),
     ],
 )
 def test_what_would_part_replicas_is_refused(ranks4: Ranks, what: str, text: str) -> None:

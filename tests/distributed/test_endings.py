@@ -20,7 +20,7 @@ def test_memory_of_other_ranks_stages_is_free(ranks3: Ranks) -> None:
     assert all(sum(rank[parameter] for rank in held) == 1 for parameter in range(len(held[0])))
 
 
-@pytest.mark.parametrize(("transport", "share_loss"), [("auto", True), ("distributed", False)])
+@pytest.mark.parametrize(("transport", "broadcast_loss"), [("auto", True), ("distributed", False)])
 def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: TransportChoice, share_loss: bool) -> None:
     assert ranks3.run(jobs.end_early, transport, share_loss) == [3, 3, 3]
 

@@ -9,7 +9,7 @@ import explain_jobs
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain import Explanation, explain, read_run, run_of
+from penstock.plan.explain import Explanation, explain, load_trace, steps_of_trace
 from penstock.report.web.sources import contents_of
 from scaffolding.ranks import Ranks
 
@@ -22,7 +22,7 @@ SECONDS = 0.004
 def explained(ranks: Ranks, folder: Path, *planted: object) -> Explanation:
     timelines = ranks.run(explain_jobs.traced, *planted)[0]
     (folder / "timeline.json").write_text(json.dumps(timelines))
-    return explain(read_run([folder]))
+    return explain(load_trace([folder]))
 
 
 def test_a_stage_with_slow_forwards_is_named_and_its_rank_is_not_blamed(ranks3: Ranks, tmp_path: Path) -> None:
@@ -42,12 +42,12 @@ TORCH = {"ScheduleGPipe": (2, "gpipe"), "ScheduleInterleaved1F1B": (4, "interlea
 def test_traces_of_torchs_own_pipelines_are_read(ranks2: Ranks, tmp_path: Path, schedule: str) -> None:
     stages, name = TORCH[schedule]
     ranks2.run(explain_jobs.traced_by_torch, schedule, str(tmp_path))
-    run = run_of(read_run([tmp_path]))
+    run = steps_of_trace(load_trace([tmp_path]))
     assert len(run.steps) == 2
     for step in run.steps:
         order = step.slowest.schedule
         assert (order.name, order.ranks, order.placement.depth, order.microbatches) == (name, 2, stages, 4)
-    assert explain(read_run([tmp_path])).step.seconds > 0
+    assert explain(load_trace([tmp_path])).step.seconds > 0
     assert contents_of([tmp_path]).title.startswith(f"{name}: 2 ranks, 4 microbatches"), "a report can be made of it"
 
 
@@ -55,4 +55,4 @@ def test_traces_of_torchs_own_pipelines_are_read(ranks2: Ranks, tmp_path: Path, 
 def test_torchs_1f1b_marks_nothing_and_says_so(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(explain_jobs.traced_by_torch, "Schedule1F1B", str(tmp_path))
     with pytest.raises(ArgumentError, match=r"Schedule1F1B of torch\.distributed\.pipelining marks none"):
-        read_run([tmp_path])
+        load_trace([tmp_path])

@@ -11,7 +11,7 @@ import torch
 from jobs import TASKS
 from torch import Tensor
 
-from penstock.schedule import Op, generators
+from penstock.schedule import Op, schedule_specs
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
@@ -49,7 +49,7 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "schedule"),
-    [(2, "chimera"), *(pytest.param(4, g.name, marks=pytest.mark.long) for g in generators())],
+    [(2, "chimera"), *(pytest.param(4, g.name, marks=pytest.mark.long) for g in schedule_specs())],
     indirect=["ranks"],
 )
 def test_every_schedule_gives_the_bits_of_one_device(ranks: Ranks, schedule: str) -> None:
@@ -188,7 +188,7 @@ def test_the_timeline_is_gathered(looks: list[dict[str, Any]]) -> None:
     assert any(action.op is Op.REDUCE_GRAD for action in schedule.rows[0])
     for seen in looks:
         timeline = seen["timeline"]
-        assert not timeline.in_turns
+        assert not timeline.serialized
         assert 0 <= timeline.bubble_rate < 1
         assert [list(track.actions) for track in timeline.tracks] == [list(row) for row in schedule.rows]
         for rank in range(3):
@@ -208,9 +208,9 @@ def test_transports(looks: list[dict[str, Any]], ranks2: Ranks) -> None:
 
 
 def test_share_loss(ranks2: Ranks) -> None:
-    first, last = ranks2.run(jobs.look, "mlp", {"share_loss": False, "microbatches": 2})
+    first, last = ranks2.run(jobs.look, "mlp", {"broadcast_loss": False, "microbatches": 2})
     assert float(last["loss"]) > 0
-    assert first["loss"] == "result.loss: there is no loss on this rank; pass loss_fn=..., and keep share_loss=True"
+    assert first["loss"] == "result.loss: there is no loss on this rank; pass loss_fn=..., and keep broadcast_loss=True"
 
 
 def test_trap_23_reading_the_loss_on_one_rank_waits_for_nobody(ranks2: Ranks) -> None:

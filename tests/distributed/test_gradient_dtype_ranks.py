@@ -1,4 +1,4 @@
-"""`gradient_dtype=torch.float32` on real ranks: ties and replicas are summed in float32, to the bit."""
+"""`grad_dtype=torch.float32` on real ranks: ties and replicas are summed in float32, to the bit."""
 
 from __future__ import annotations
 

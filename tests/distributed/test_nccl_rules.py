@@ -14,8 +14,8 @@ import torch.distributed as dist
 from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import generator, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import schedule_spec, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 from penstock.testing.nccl import nccl_rules
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks, RanksError
@@ -30,7 +30,7 @@ SECONDS = 60.0
 def cells(schedule: str, ranks: int, model: str, eager: bool = False) -> Iterator[Cell]:
     """With one and two chunks where the schedule takes them; one kind of batch or the other is timed."""
     for chunks in (1, 2):
-        if generator(schedule).broken(Numbers(ranks, MICROBATCHES, chunks)) is None:
+        if schedule_spec(schedule).violated_constraint(ScheduleParams(ranks, MICROBATCHES, chunks)) is None:
             timed = (list(MODELS).index(model) + chunks) % 2 == 0
             yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed), eager=eager)
 
@@ -46,7 +46,7 @@ SHORT = [
 """A schedule of each family: one, several and two stages a rank, a V, a split backward, two copies."""
 LONG = [
     (g.name, ranks, model, eager)
-    for eager, g, ranks, model in product((False, True), generators(), RANKS, MODELS)
+    for eager, g, ranks, model in product((False, True), schedule_specs(), RANKS, MODELS)
     if any(cells(g.name, ranks, model)) and (g.name, ranks, model, eager) not in SHORT
 ]
 

@@ -10,7 +10,7 @@ import plan_jobs
 import pytest
 import torch
 
-from penstock.plan import Choice, Plan
+from penstock.plan import ParallelConfig, Plan
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost
 from penstock.simulate.search import search
@@ -25,7 +25,8 @@ def _found() -> Plan:
     costs = [StageCost(3, 2, 1), StageCost(1, 1, 1), StageCost(1, 2, 2), StageCost(2, 1, 1)]
     order = search(placement, 4, costs, LinkCost(2.0), seconds=0.2).schedule
     return Plan(
-        Choice(1, 2, 2, "search", 4, 3), ("1", "3", "4"), (0,), (1.0,) * 4, 9.0, 0.0, {}, (1.0,) * 2, (2.0,) * 2,
+        ParallelConfig(1, 2, 2, "search", 4, 3), ("1", "3", "4"), (0,), (1.0,) * 4, 9.0, 0.0, {}, (1.0,) * 2,
+        (2.0,) * 2,
         offload=(1, 3), devices=(1, 0), order=str(order), made_for=plan_jobs.made_for(),
     )  # fmt: skip
 
@@ -37,7 +38,7 @@ def _found() -> Plan:
         pytest.param({"devices": ()}, marks=pytest.mark.long),
         pytest.param({"recompute": (0, 1, 2, 3), "offload": ()}, marks=pytest.mark.long),
         pytest.param({"offload": (0, 1, 2, 3)}, marks=pytest.mark.long),
-        pytest.param({"order": "", "choice": Choice(1, 2, 2, "zb-v", 4, 3)}, marks=pytest.mark.long),
+        pytest.param({"order": "", "choice": ParallelConfig(1, 2, 2, "zb-v", 4, 3)}, marks=pytest.mark.long),
     ],
     ids=["all at once", "in order", "recomputed", "offloaded", "zb-v"],
 )

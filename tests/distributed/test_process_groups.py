@@ -60,8 +60,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def groups(backend: str, *options: Any) -> None:
     """Makes all kinds of them."""
-    made = Groups(World(3, 1, (0, 1, 2)), backend, GroupOptions(*options))
-    made.check()
+    given = GroupOptions(*options)
+    made = Groups(World(3, 1, (0, 1, 2)), backend, given)
+    given.check(backend)
     made.open(late=True)
     made.make((0, 1))
     made.make((0, 2))

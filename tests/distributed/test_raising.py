@@ -57,7 +57,7 @@ def test_the_rank_that_raised_raises_its_own_error(logs: dict[str, list[tuple[in
     assert f"raised {CASES[case].own}" in log
     if case != "user":
         assert f"penstock: on rank {CASES[case].rank}" in log
-        assert "again PipelineFailure" in log  # and the pipeline cannot be used any more
+        assert "again RankFailedError" in log  # and the pipeline cannot be used any more
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,7 +22,7 @@ def test_each_rank_writes_its_part(ranks2: Ranks, tmp_path: Path) -> None:
     assert [step.loss for step in run.steps()] == losses[0] == losses[1]
     assert [step.bubble is None for step in run.steps()] == [True] * 4 + [False, True]
     timeline = run.timeline(5)
-    assert not timeline.in_turns
+    assert not timeline.serialized
     assert all(len(track) for track in timeline.tracks)
     states = run.ranks()
     assert [(one.number, one.ranks, one.step, one.ended, one.heard) for one in states] == [
@@ -62,7 +62,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ran
         said = ranks2.run(recorder_jobs.refused, str(tmp_path))
         assert said[0] == said[1]
         owner = f"process {os.getpid()} on {socket.gethostname()}, started at 20"
-        assert said[0].startswith(f"run='{tmp_path}': {owner}")
+        assert said[0].startswith(f"run_dir='{tmp_path}': {owner}")
         pipe.step(recorder_jobs.X, target=recorder_jobs.X)
     ranks2.run(recorder_jobs.trained, [str(tmp_path)] * 2, 2)
     assert len(read_run(tmp_path).steps()) == 2
@@ -72,5 +72,5 @@ def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ran
 @pytest.mark.long
 def test_all_processes_record_or_none(ranks2: Ranks, tmp_path: Path) -> None:
     said = ranks2.run(recorder_jobs.refused_on_one, str(tmp_path))
-    assert ["run= is given on some processes only" in text for text in said] == [True, True]
+    assert ["run_dir= is given on some processes only" in text for text in said] == [True, True]
     assert not [*tmp_path.iterdir()]

@@ -22,5 +22,5 @@ def test_every_rank_raises_its_own_refusal(ranks2: Ranks, case: str) -> None:
 def test_what_one_rank_refuses_ends_the_others_with_its_words(ranks2: Ranks) -> None:
     (own, _), (other, seconds) = ranks2.run(refusal_jobs.refused, "one rank")
     assert own == "ArgumentError: no values for 0"
-    assert other == f"PipelineFailure: rank 1 stops: rank 0 failed outside of a step: {own}"
+    assert other == f"RankFailedError: rank 1 stops: rank 0 failed outside of a step: {own}"
     assert seconds < 10

@@ -18,7 +18,7 @@ from scaffolding.ranks import Ranks, RanksError
 pytestmark = pytest.mark.distributed
 
 WRONG = {
-    "keep": "ArgumentError: keep=0: expected an integer >= 1",
+    "keep": "ArgumentError: keep_last=0: expected an integer >= 1",
     "a foreign parameter": "optimizer: group 0 has a parameter of shape (3,) that is not one of the pipeline's",
     "more groups": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but 2 groups of parameters on rank 1",
     "no optimizer": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but no optimizer on rank 1",
@@ -80,14 +80,14 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (7000, limits[1]))
         try:
             with pytest.raises(CheckpointError) as told:  # noqa: PT012  (either may raise)
-                checkpoint.save(tmp_path, pipe, optimizer, wait=False)
-                checkpoint.finish(pipe)
+                checkpoint.save(tmp_path, pipe, optimizer, blocking=False)
+                checkpoint.wait_for_save(pipe)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert str(told.value) == f"cannot write {tmp_path}/step-00000002: OSError: File too large (rank 0)"
         assert sorted(os.listdir(tmp_path)) == [".owner.json", "step-00000001"]
         jobs.step(task, pipe, optimizer)
-        checkpoint.save(tmp_path, pipe, optimizer, wait=False)
+        checkpoint.save(tmp_path, pipe, optimizer, blocking=False)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
 
 

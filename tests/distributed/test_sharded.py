@@ -10,7 +10,7 @@ import torch
 from shard_jobs import Seen
 from torch import Tensor
 
-from penstock.schedule import Op, check, generate, generators, whole_last_backward
+from penstock.schedule import Op, check, generate, merge_last_backward, schedule_specs
 from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
@@ -167,10 +167,10 @@ def test_a_distributed_tensor_cannot_leave_a_stage(ranks4: Ranks) -> None:
         ranks4.run(shard_jobs.refused, "distributed output")
 
 
-@pytest.mark.parametrize("schedule", [g.name for g in generators()])
+@pytest.mark.parametrize("schedule", [g.name for g in schedule_specs()])
 def test_the_last_backward_is_whole_in_every_schedule(schedule: str) -> None:
     order = generate(schedule, 4, 8)
-    changed = whole_last_backward(order, set(range(order.stages)))
+    changed = merge_last_backward(order, set(range(order.stages)))
     assert [v for v in check(changed) if v.fatal] == []
     for row in changed.rows:
         for stage in {action.stage for action in row}:

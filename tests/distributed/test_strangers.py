@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock._base.errors import PipelineFailure
+from penstock._base.errors import RankFailedError
 from penstock.distributed import heartbeat_server
 from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
 from penstock.distributed.failure_detector import Patience
@@ -53,7 +53,7 @@ class Served:
     def serves(self, rank: Connection | None = None, *, well: bool = True) -> bool:
         """Whether a rank is still answered; `well`: and nobody is said to be lost."""
         connection = rank or self.rank
-        connection.send({"beat": Sighting(Position("1RECV_F0", (0,))).to_list()})
+        connection.send({"beat": Sighting(Position("1RECV_F0", (0,)))})
         while True:
             for message in connection.receive():
                 assert not (well and "failure" in message)
@@ -66,8 +66,13 @@ def served() -> Iterator[Served]:
     one = Served()
     yield one
     one.server.stop()
-    assert one.server.join(10), "its thread has ended"
+    assert has_ended(one.server)
     one.rank.close()
+
+
+def has_ended(server: HeartbeatServer) -> bool:
+    server._thread.join(10)
+    return not server._thread.is_alive()
 
 
 BEFORE_THE_TOKEN = {
@@ -107,10 +112,10 @@ FROM_A_RANK = {
     "long": b'"' + b"x" * (1 << 20) + b"y" * (1 << 17),
     "half": b'{"beat": [',
     "infinite asked": {"asked": float("inf")},
-    "strange peers": beat("", [7], 0, False, None),
+    "strange peers": beat(["", [7]], 0, False, None),
     "short": beat(""),
     "no pid": {"join": ["m", "../../../proc/self", "1"]},
-    "whose failure": {"failure": Failure(7, None, "x").to_list()},
+    "whose failure": {"failure": Failure(7, None, "x")},
     "kind": {"failure": [0, None, "x", ["raised"]]},
 }
 
@@ -133,6 +138,17 @@ def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
     finally:
         for guest in guests:
             guest.close()
+
+
+def test_a_rank_that_returns_again_and_again_holds_few_connections(served: Served) -> None:
+    returned = [served.join(0) for _ in range(12)]
+    try:
+        assert served.serves(returned[-1])
+        assert len(served.server._from(0)) == 4
+        assert served.serves()
+    finally:
+        for connection in returned:
+            connection.close()
 
 
 @pytest.mark.parametrize("how", ["before the token", "after it"])
@@ -161,12 +177,12 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
 
 def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
     patience = Patience(beat_seconds=2.0)
-    server, raised = HeartbeatServer(3, patience), list[PipelineFailure]()
+    server, raised = HeartbeatServer(3, patience), list[RankFailedError]()
 
     def arrive() -> None:
         try:
             Watchdog.join(server.address, 0, 3, patience, Missing(0, 3, patience))
-        except PipelineFailure as error:
+        except RankFailedError as error:
             raised.append(error)
 
     waiting = threading.Thread(target=arrive)
@@ -174,7 +190,7 @@ def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() 
     while 0 in server._detector.absent:
         time.sleep(0.01)
     fallen = connect(server.address, 1, 10)
-    fallen.send({"failure": Failure(1, None, "so").to_list()})
+    fallen.send({"failure": Failure(1, None, "so")})
     while server._detector.failure is None:
         time.sleep(0.01)
     last = connect(server.address, 2, 10)
@@ -183,7 +199,7 @@ def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() 
     fallen.close()
     last.close()
     server.stop()
-    assert server.join(10)
+    assert has_ended(server)
 
 
 ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
@@ -191,8 +207,8 @@ ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
 
 def test_what_a_rank_says_is_one_line_without_orders_for_the_terminal() -> None:
     said = str(Failure.from_list([1, ORDERS, f"a\nb{ORDERS}", "raised"]))
-    said += wait_chain(0, [Sighting.from_list([ORDERS, [1], 1.0, False, None]), Sighting()])[1]
-    said += str(Sighting.from_list(["", [], 1.0, False, [ORDERS, [], ORDERS]]).device)
+    said += wait_chain(0, [Sighting.from_list([[ORDERS, [1]], 1.0, False, None]), Sighting()])[1]
+    said += str(Sighting.from_list([["", []], 1.0, False, [[ORDERS, []], ORDERS]]).device)
     said += Failure.of(0, "0F0", ValueError(ORDERS)).error
     assert said.isprintable()
     assert "done" in said
@@ -208,21 +224,35 @@ def pair() -> tuple[Connection, socket.socket]:
         return Connection(ours), listener.accept()[0]
 
 
+@pytest.mark.parametrize("joining", [False, True])
 @pytest.mark.parametrize("sent", FROM_RANK_0, ids=range(len(FROM_RANK_0)))
-def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(sent: bytes) -> None:
-    connection, theirs = pair()
+def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(
+    sent: bytes, joining: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says once what it received; a rank that has yet to join cannot."""
     address = {"hosts": ["127.0.0.1"], "port": 1, "token": "t", "process": ["elsewhere", 1, ""]}
-    dog = Watchdog(1, address, connection, Patience(beat_seconds=0.05), ranks=2)
-    with theirs:
-        sending = threading.Thread(target=send, args=(theirs, sent + b"\n"))
-        sending.start()
-        while dog._connection is not None:
-            dog._talk()
-        sending.join()
+    dog = Watchdog(1, 2, Patience(beat_seconds=0.05), address)
+    if joining:
+        dog._all_here.clear()
+    for _ in range(2):
+        dog._connection, theirs = pair()
+        dog._asked = False
+        with theirs:
+            sending = threading.Thread(target=send, args=(theirs, sent + b"\n"))
+            sending.start()
+            while dog._connection is not None:
+                dog._talk()
+            sending.join()
+    dog._tick()
+    if joining:
+        with pytest.raises(RankFailedError, match=r"rank 0 was lost.*: it sent what no rank sends \(\w+Error\)"):
+            dog.check()
+    else:
         dog.position = Position("1RECV_F0", (0,))
-        dog._tick()
         dog._decide()
-    assert dog.failure is None
+        assert dog.failure is None
+    said = capsys.readouterr().err
+    assert said.count("rank 1 received an invalid message from rank 0; reconnecting: ") == (not joining)
 
 
 def send(link: socket.socket, sent: bytes) -> None:

@@ -78,7 +78,7 @@ def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
         assert "made an object of Half, which lacks reduce; expected an object with the methods" in said["half"]
     assert (first["closed"], second["closed"]) == ("[0]", "[1]")
     assert "factory_jobs.only_on made nothing (None), which lacks connect, channel," in second["nothing on rank 1"]
-    assert first["nothing on rank 1"].startswith("PipelineFailure: rank 0 stops: rank 1 failed")
+    assert first["nothing on rank 1"].startswith("RankFailedError: rank 0 stops: rank 1 failed")
     assert "made nothing (None)" in first["nothing on rank 1"]
     assert all("bitwise identical" in said["then"] for said in (first, second))
 

@@ -126,6 +126,12 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
         assert part in said
 
 
+def test_a_first_rank_that_runs_out_of_memory_leaves_no_other_waiting(ranks2: Ranks, tmp_path: Path) -> None:
+    fails = f"cannot write {tmp_path}/model.safetensors: MemoryError: none left (rank 0)"
+    assert ranks2.run(jobs.export_without_memory, tmp_path) == [fails, fails]
+    assert load_file(tmp_path / "model.safetensors").keys() >= {"embed.weight", "last.bias"}
+
+
 @pytest.mark.parametrize("what", ["file", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_a_rank_never_holds_much_more_than_its_stage(ranks4: Ranks, tmp_path: Path, what: str) -> None:
     jobs.write_deep(tmp_path)
@@ -160,7 +166,7 @@ def test_transformers_on_the_meta_device(tmp_path: Path) -> None:
     case.model.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = type(case.model)(case.model.config)
-    rule = checkpoint.weights(tmp_path, model, otherwise=lambda name, module: model._init_weights(module))
+    rule = checkpoint.init_from_weights(tmp_path, model, init_missing=lambda name, module: model._init_weights(module))
     kwargs = {"input_ids": case.kwargs["input_ids"], "labels": case.kwargs["labels"]}
     losses = []
     for each, options in ((case.model, {}), (model, {"materialize": rule})):

@@ -7,7 +7,7 @@ from itertools import cycle
 import jobs
 import pytest
 
-from penstock.schedule import generators
+from penstock.schedule import schedule_specs
 from scaffolding.ranks import Ranks
 from zoo import MICROBATCHES
 from zoo.matrix import Cell, refusal
@@ -15,7 +15,7 @@ from zoo.matrix import Cell, refusal
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
 TRANSPORTS = ["auto", "distributed"]
-RUN = [entry.name for entry in generators()]
+RUN = [entry.name for entry in schedule_specs()]
 ON_TWO = ["lstm", "plain_arguments", "channels_last", "own_function", "dicts", "no_parameters"]
 ON_FOUR = ["tied_three"]
 """In short runs, on as many ranks."""

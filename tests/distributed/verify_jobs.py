@@ -54,4 +54,4 @@ def verify(rank: int, task: str, what: str, name: str) -> Found:
         report = penstock.verify(made.model, made.args, target=made.target, loss_fn=made.loss, microbatches=3)
     finally:
         penstock.Pipeline.step = step  # type: ignore[method-assign]
-    return Found(report.ok, report.summary(), [(r.kind, r.name, r.verdict, r.step) for r in report.wrong])
+    return Found(report.ok, report.summary(), [(r.kind, r.name, r.verdict, r.step) for r in report.failures])

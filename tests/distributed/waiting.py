@@ -23,13 +23,13 @@ from torch.distributed.fsdp import fully_shard
 
 import penstock
 from penstock import checkpoint
-from penstock.distributed import groups, rendezvous
+from penstock.distributed import groups, joining
 from penstock.distributed.failure_detector import Patience
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage import BoundStage
-from penstock.runtime.features.frame import Sharded
-from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.gradients.distribution import Sharded
+from penstock.runtime.gradients.sums import TieReducer
 from penstock.runtime.transport.shared_memory import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -181,7 +181,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
     )
     here("stepping", here("collective", nothing))()
     pipe.step(ids, target=ids)
-    pipe.gather(rank)
+    pipe.all_gather_object(rank)
     checkpoint.save(folder / f"{case}.saved", pipe)
     checkpoint.load(folder / f"{case}.saved", pipe)
     pipe.predict(ids)
@@ -193,7 +193,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
 def work(folder: Path, case: str, rank: int) -> None:
     torch.set_num_threads(1)
     phase, how, victim = case.split("-")
-    build.Patience = rendezvous.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
+    build.Patience = joining.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
     if phase == "device":
         train_on_device(rank, folder, case, act)

@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
+from penstock.checkpoint import export as exports
 from scaffolding.models import squared_error, token_error
 
 WIDTH, LAYERS = 1024, 32
@@ -91,7 +94,9 @@ def read(rank: int, path: Path, how: str) -> dict[str, Tensor]:
         return dict(train_spare(model, 0, held))
     with torch.device("meta"):
         model = Spare()
-    return dict(train_spare(model, 0, held, materialize=checkpoint.weights(path, model, otherwise=set_buffers)))
+    return dict(
+        train_spare(model, 0, held, materialize=checkpoint.init_from_weights(path, model, init_missing=set_buffers))
+    )
 
 
 def refused(rank: int, folder: Path) -> list[str]:
@@ -112,6 +117,25 @@ def refused(rank: int, folder: Path) -> list[str]:
 
     train_spare(spare()[0], 0, act)
     return said
+
+
+def export_without_memory(rank: int, folder: Path) -> str:
+    """Rank 0 lacks the memory for one of its own tensors; then the pipeline exports again. Returns what is said."""
+
+    def act(pipe: penstock.Pipeline) -> str:
+        path = folder / "model.safetensors"
+        fails = [MemoryError("none left"), *[mock.DEFAULT] * 99] if rank == 0 else None
+        with (
+            mock.patch.object(exports, "bytes_of", side_effect=fails, wraps=exports.bytes_of),
+            pytest.raises(penstock.CheckpointError) as said,
+        ):
+            checkpoint.export_safetensors(path, pipe)
+        assert not list(folder.iterdir())
+        checkpoint.export_safetensors(path, pipe)
+        return str(said.value)
+
+    told: str = train_spare(spare()[0], 1, act)
+    return told
 
 
 class Deep(nn.Module):
@@ -149,7 +173,7 @@ def _load_deep(path: Path, width: int) -> tuple[list[float], int, int]:
         model = Deep(width)
     x = torch.zeros(2, width)
     before = _start_of_peak()
-    rule = checkpoint.weights(path, model)
+    rule = checkpoint.init_from_weights(path, model)
     with penstock.pipeline(model, (x,), loss=squared_error, microbatches=1, materialize=rule) as pipe:
         peak = _kilobytes("VmHWM") * 1024
         held = dict(pipe.named_parameters())

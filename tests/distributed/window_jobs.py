@@ -102,5 +102,5 @@ def train(rank: int, window: int | None, steps: int, rows: list[int], options: d
             seen,
             left,
             result.timeline,
-            pipe.split_share,
+            pipe.deferred_weight_grad_fraction,
         )

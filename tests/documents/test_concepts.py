@@ -24,7 +24,7 @@ P, M = 4, 8
 def run(name: str, m: int = M, cost: tuple[float, ...] = (1, 1, 1), latency: float = 0) -> Timeline:
     """As the figures: `interleaved-1f1b:4` has four chunks; costs are of all that a rank does for a microbatch."""
     name, _, chunks = name.partition(":")
-    schedule = generate(name, P, m, chunks=int(chunks) if chunks else None)
+    schedule = generate(name, P, m, stages_per_rank=int(chunks) if chunks else None)
     share = schedule.placement.depth // P
     return simulate(schedule, StageCost(*(seconds / share for seconds in cost)), LinkCost(latency, inf))
 
@@ -39,7 +39,7 @@ def bubble(name: str, m: int = M, cost: tuple[float, ...] = (1, 1, 1)) -> str:
 
 def memory(name: str, m: int = M) -> str:
     """Of the fullest rank, in microbatches on all of a rank's stages."""
-    schedule = generate(name.partition(":")[0], P, m, chunks=int(name.partition(":")[2] or 0) or None)
+    schedule = generate(name.partition(":")[0], P, m, stages_per_rank=int(name.partition(":")[2] or 0) or None)
     return f"{max(peak_activations(schedule)) / (schedule.placement.depth // P):g}"
 
 

@@ -44,8 +44,8 @@ RUN = {
     "verify": ["--transport", "local"],
     "schedules": [],
     "simulate": [],
-    "show": [],
-    "search": ["--seconds", "0.1"],
+    "draw": [],
+    "search": ["--time-limit", "0.1"],
 }
 """The verbs that need no network, and what keeps them short. Of the others the options are parsed."""
 NEED_A_FILE = {"runs/fabric-1/links.json", "profile.json"}

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
-from penstock.schedule import check, generate, generators, peak_activations
+from penstock.schedule import check, generate, peak_activations, schedule_specs
 from penstock.simulate import StageCost, simulate
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -44,7 +44,7 @@ def names() -> dict[str, Any]:
 def test_a_schedule_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     *story, registered = section("Add a schedule")
     follow(story, names)
-    registry = generators.__globals__  # the entry stands in that module
+    registry = schedule_specs.__globals__  # the entry stands in that module
     entry = eval(registered.text, {**registry, "in_groups": names["in_groups"]})
     for table in ("_GENERATORS", "_BY_NAME"):
         monkeypatch.setitem(registry[table], entry.name, entry)
@@ -57,7 +57,7 @@ def test_a_schedule_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPa
     assert timeline.waited_seconds(0) == eval(entry.idle, numbers)
     assert simulate(schedule, StageCost(1.0, 1.0, 1.0)).bubble_rate == pytest.approx(eval(entry.bubble, numbers))
     with pytest.raises(penstock.ArgumentError, match="in-groups works with exactly 1 chunk"):
-        generate("in-groups", p, m, chunks=2)
+        generate("in-groups", p, m, stages_per_rank=2)
     listed = CliRunner().invoke(app, ["schedules"])
     assert listed.exit_code == 0
     assert "in-groups" in listed.output
@@ -155,7 +155,7 @@ def test_its_files_and_functions_exist() -> None:
     assert len(files) > 12
     assert not [path for path in files if not any((base / path).exists() for base in (SOURCE, ROOT))]
     code = "".join((SOURCE / path).read_text() for path in files if (SOURCE / path).exists())
-    named = re.findall(r"`(Pipeline|Steps|Engine|BoundStage|BoundSchedules|Agreement)\.(\w+)`", text)
-    assert {kind for kind, _ in named} == {"Pipeline", "Steps", "Engine", "BoundStage", "BoundSchedules", "Agreement"}
+    named = re.findall(r"`(Pipeline|Session|Engine|BoundStage|BoundSchedules|Agreement)\.(\w+)`", text)
+    assert {kind for kind, _ in named} == {"Pipeline", "Session", "Engine", "BoundStage", "BoundSchedules", "Agreement"}
     for kind, method in named:
         assert re.search(rf"def {method}\(", code), (kind, method)

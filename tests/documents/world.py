@@ -176,7 +176,7 @@ _PIECES = [(5, 17), (3, 40), (8, 9)]
 
 OF_BLOCKS: dict[str, dict[str, Thing]] = {
     "output.logits[:, :-1]": {"model": lambda world: _llama(), "ids": lambda world: torch.randint(9, (ROWS, 4))},
-    "otherwise=lambda name, module: model._init_weights": {"model": _on_meta},
+    "init_missing=lambda name, module: model._init_weights": {"model": _on_meta},
     "Microbatches(": {
         "model": lambda world: Pooled(),
         "x": lambda world: padded(16, 4),
@@ -202,7 +202,7 @@ OF_BLOCKS: dict[str, dict[str, Thing]] = {
         "collate": lambda world: lambda graphs: (torch.stack(graphs),),
     },
     "load_model(": {"model": _exported},
-    "checkpoint.weights(": {"checkpoint": _weights},
+    "checkpoint.init_from_weights(": {"checkpoint": _weights},
     "PipelineTrainer(": {
         "model": _language_model,
         "data": lambda world: [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 32,

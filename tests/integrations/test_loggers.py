@@ -104,7 +104,7 @@ def test_every_figure_is_written_where_it_is_known(kinds: dict[str, tuple[Log, C
             means.append(float(result.parts["mean"]))
             if step == 1:  # as if each rank had a process of its own
                 assert result.timeline is not None
-                result = replace(result, timeline=replace(result.timeline, in_turns=False))
+                result = replace(result, timeline=replace(result.timeline, serialized=False))
                 bubble = result.timeline.bubble_rate
             logger.add(pipe.step_count, result, rows=len(x), tokens=50, gradient_norm=norms[-1])
     for kind, (_, read) in kinds.items():

@@ -66,6 +66,6 @@ def test_a_step_of_processes(ranks2: Ranks) -> None:
 
 
 def test_ranks_that_took_turns_are_refused() -> None:
-    timeline = replace(simulate(generate("1f1b", 2, 2), StageCost(1.0, 1.0, 1.0), LinkCost(0.0)), in_turns=True)
+    timeline = replace(simulate(generate("1f1b", 2, 2), StageCost(1.0, 1.0, 1.0), LinkCost(0.0)), serialized=True)
     with pytest.raises(ArgumentError, match="ranks took turns in one process"):
         exported(timeline)

@@ -42,7 +42,7 @@ def test_texts(text: str, expected: Neighbor) -> None:
         ("lots", "not a rate"),
         ("0mbit", "rate is 0"),
         ("50 to 1", "did you mean 50mbit"),
-        ("50mbit to 4", "there is no host 4"),
+        ("50mbit to 4", "host 4 does not exist: the hosts are 0 to 3"),
         ("50mbit to", "needs a value"),
         ("50mbit to 1 to 2", "given twice"),
         ("50mbit from 1", "'from' is unknown here"),

@@ -13,9 +13,9 @@ import pytest
 
 from penstock._base.errors import FabricError
 from penstock.network import cpu_limit, keeper
-from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, quota
 from penstock.network.machines import Machines, clean
+from penstock.network.namespaces import why_not
 
 pytestmark = pytest.mark.alone
 
@@ -290,43 +290,35 @@ def test_quotas(share: float, expected: tuple[int, int]) -> None:
     assert quota(share) == expected
 
 
-def test_where_cgroups_are_mounted(tmp_path: Path) -> None:
-    (tmp_path / "a b").mkdir()
-    (tmp_path / "a b" / "cgroup.controllers").write_text("cpuset cpu io\n")
-    (tmp_path / "hybrid").mkdir()
-    (tmp_path / "hybrid" / "cgroup.controllers").write_text("cpuset hugetlb\n")
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "21 1 0:20 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n"
-        f"30 21 0:26 / {tmp_path}/a\\040b rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-        f"31 21 0:27 / {tmp_path}/hybrid rw - cgroup2 cgroup rw\n"
-        "32 21 0:28 /docker/1f /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
-        "33 21 0:29 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
-    )
-    expected = [(2, tmp_path / "a b", "/"), (1, Path("/sys/fs/cgroup/cpu,cpuacct"), "/docker/1f")]
-    assert keeper.group_mounts(mounts) == expected
-    assert keeper.group_mounts(tmp_path / "none") == []
+def test_where_cgroups_are_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "GROUPS", tmp_path)
+    assert keeper.group_mounts() == []
+    for name, file, text in (("unified", "cgroup.controllers", "cpuset hugetlb\n"), ("cpu", "cgroup.procs", "1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+    assert keeper.group_mounts() == [(1, tmp_path / "cpu")]
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
+    assert keeper.group_mounts() == [(2, tmp_path), (1, tmp_path / "cpu")]
 
 
 @pytest.mark.parametrize(
-    ("own", "root", "parent"),
+    ("own", "parent"),
     [
-        ("/", "/", ""),
-        ("/a.slice/b.slice/c.scope", "/", "a.slice"),
-        ("/d.slice", "/", ""),
-        ("/docker/1f/a.slice", "/docker/1f", "a.slice"),
-        ("/../other", "/", ""),
-        ("/gone", "/", ""),
+        ("/", ""),
+        ("/a.slice/b.slice/c.scope", "a.slice"),
+        ("/d.slice", ""),
+        ("/../other", ""),
+        ("/gone", ""),
     ],
 )
 def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, root: str, parent: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, parent: str
 ) -> None:
     for folder, handed in (("", "cpu memory"), ("a.slice", "cpu"), ("a.slice/b.slice", "memory"), ("d.slice", "")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "cgroup.subtree_control").write_text(f"{handed}\n")
     (tmp_path / "a.slice/b.slice/c.scope").mkdir()
-    monkeypatch.setattr(keeper, "group_mounts", lambda: [(1, Path("/none"), "/"), (2, tmp_path, root)])
+    monkeypatch.setattr(keeper, "group_mounts", lambda: [(1, Path("/none")), (2, tmp_path)])
     monkeypatch.setattr(cpu_limit, "_own", lambda version: own)
     Groups("penstock-1-2-3", {5: 0.25}, 2)
     made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
@@ -337,7 +329,7 @@ def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
 def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path, "/")])
+    monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path)])
     monkeypatch.setattr(cpu_limit, "_own", lambda version: "/")
     with pytest.raises(OSError, match="delegates the cpu controller"):
         Groups("penstock-1-2-3", {5: 0.25}, 2)

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import checks, keeper
-from penstock.network.checks import why_not
+from penstock.network import keeper, namespaces
 from penstock.network.machines import Machines, clean
-from penstock.network.namespaces import within
+from penstock.network.namespaces import why_not, within
 from penstock.network.parse import parse_link
 
 pytestmark = pytest.mark.alone
@@ -230,12 +229,14 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "_effective", lambda: ~(1 << 12))
+        patch.setattr(namespaces, "_effective", lambda: ~(1 << 12))
         expect("CAP_NET_ADMIN", "--privileged")
-    monkeypatch.setattr(checks, "_effective", lambda: -1)
+    monkeypatch.setattr(namespaces, "_effective", lambda: -1)
     for name in ("ip", "tc"):
         with monkeypatch.context() as patch:
-            patch.setattr(checks, "tool", lambda asked, name=name: f"/none/{name}" if asked == name else "/bin/true")
+            patch.setattr(
+                namespaces, "tool", lambda asked, name=name: f"/none/{name}" if asked == name else "/bin/true"
+            )
             expect(f"`{name}`", "iproute2")
 
 
@@ -252,7 +253,7 @@ def test_what_the_kernel_lacks_is_named(
         refuse = f'case "$*" in *"{kind}"*) echo "Error: Unknown device type." >&2; exit 2;; esac\n'
         program.write_text(f'#!/bin/sh\n{refuse}exec {keeper.tool(name)} "$@"\n')
         program.chmod(0o755)
-    monkeypatch.setattr(checks, "tool", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(namespaces, "tool", lambda name: str(tmp_path / name))
     before = _devices()
     assert module in str(why_not())
     assert "Unknown device type" in str(why_not())
@@ -262,6 +263,6 @@ def test_what_the_kernel_lacks_is_named(
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user, which only root may")
 def test_another_user_is_told_so() -> None:
     # Modules are loaded as root: the sources may lie where the other user cannot read.
-    code = "import os; from penstock.network import checks; os.setuid(65534); print(checks.why_not())"
+    code = "import os; from penstock.network import namespaces; os.setuid(65534); print(namespaces.why_not())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "need root; this is user 65534" in done.stdout

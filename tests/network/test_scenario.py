@@ -1,8 +1,8 @@
 """Changes of a network over time: what a file may say, and which of its events hold when."""
 
 import time
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.network.parse import parse_link
-from penstock.network.scenario import Event, Play, State, playing, read_scenario
-from penstock.network.topology import Topology
+from penstock.network.scenario import Event, Play, playing, read_scenario
+from penstock.network.topology import State, Topology
 
 BEFORE = Topology(parse_link("1gbit delay 1ms"), {3: parse_link("50mbit")}, seed=7)
 
@@ -97,14 +97,14 @@ def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, in
 
 
 class Told:
-    """Stands for hosts that a scenario changes: what was ordered of them, in order."""
+    """Stands for hosts that a scenario changes: what their network was like, in order."""
 
     def __init__(self) -> None:
         self.topology, self.background = BEFORE, ("5mbit",)
-        self.orders: list[tuple[str, Any]] = []
+        self.states = [State(BEFORE, background=self.background)]
 
-    def change(self, **changes: Any) -> None:
-        self.orders += changes.items()
+    def change(self, state: State) -> None:
+        self.states.append(state)
 
 
 def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() -> None:
@@ -121,11 +121,13 @@ def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() 
             assert time.monotonic() < deadline, "not within 30 s"
             time.sleep(0.005)
         time.sleep(0.05)
-        assert [value for what, value in told.orders if what == "gone"] == [(1,), ()]
-        assert [value.link for what, value in told.orders if what == "topology"] == [link]
-        assert [value for what, value in told.orders if what == "background"] == [("5mbit", "1mbit")]
-        before = len(told.orders)
-    assert sorted(told.orders[before:], key=str) == sorted([("topology", BEFORE), ("background", ("5mbit",))], key=str)
+        assert [one for one, _ in groupby(state.gone for state in told.states)] == [(), (1,), ()]
+        assert [one for one, _ in groupby(state.topology.link for state in told.states)] == [BEFORE.link, link]
+        assert [one for one, _ in groupby(state.background for state in told.states)] == [
+            ("5mbit",),
+            ("5mbit", "1mbit"),
+        ]
+    assert told.states[-1] == told.states[0]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() 
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nfor = "0s"', "above 0"),
         ('[[event]]\nat = "5s"\ngone = true\nfor = "1s"', "needs a host and a time"),
         ('[[event]]\nat = "5s"\ngone = true\nhost = 1', "never reach a later step"),
-        ('[[event]]\nat = "5s"\nbackground = ["1mbit to 9"]', "no host 9"),
+        ('[[event]]\nat = "5s"\nbackground = ["1mbit to 9"]', "host 9 does not exist"),
         ('[[event]]\nat = "5s"\nbackground = "1mbit"', "list of strings"),
         ('[[event]]\nat = "5s"\nbackground = ["1mbit"]\nhost = 2', "put the target in the traffic itself"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\ndelay = "5ms"', "'delay' is unknown"),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import keeper, machines, shapers
-from penstock.network.checks import why_not
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import Shaper, choose
 from penstock.network.switch import tap
@@ -184,8 +184,8 @@ def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monke
     [
         ("100mbit", ["1=100mbit mtu 9000"], "the link of host 1 has an mtu of 9000 and the others have one of 1500"),
         ("up 100mbit mtu 9000 down 10mbit", [], "down has an mtu of 1500 and up one of 9000"),
-        ("100mbit", ["1=10mbit", "1=20mbit"], "host 1 has two links, 10mbit and 20mbit"),
-        ("100mbit", ["4=10mbit"], "host 4, but the hosts are 0 to 3"),
+        ("100mbit", ["1=10mbit", "1=20mbit"], "host 1 is given twice"),
+        ("100mbit", ["4=10mbit"], "host 4 does not exist: the hosts are 0 to 3"),
     ],
 )
 def test_links_that_contradict_each_other_are_refused(common: str, own: list[str], said: str) -> None:

@@ -15,11 +15,12 @@ import pytest
 
 from penstock._base.errors import FabricError
 from penstock.network import keeper
-from penstock.network.checks import why_not
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import why_no_switch
 from penstock.network.switch import client
+from penstock.network.topology import State
 
 _MISSING = why_not() or why_no_switch()
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
@@ -29,6 +30,7 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
+from penstock.network.topology import State
 print("loaded", flush=True)
 with Machines(3, parse_link("100mbit delay 5ms"), changes=True) as made:
     sends = "import socket\\ns = socket.socket(2, 2)\\nwhile True: s.sendto(bytes(999), ('%s', 9))" % made.addresses[1]
@@ -37,7 +39,8 @@ with Machines(3, parse_link("100mbit delay 5ms"), changes=True) as made:
         time.sleep(0.01)
     print("runs", flush=True)
     while True:
-        made.change(made.topology)
+        for host in (1, 2):
+            made.change(State(made.topology.with_own({host: made.topology.link})))
 """
 
 
@@ -112,7 +115,7 @@ def test_a_switch_that_is_killed_is_named_and_the_hosts_go() -> None:
         with pytest.raises(FabricError, match="the switch has ended"):
             made.told()
         with pytest.raises(FabricError, match="the switch has ended"):
-            made.change(gone=(1,))
+            made.change(State(made.topology, gone=(1,)))
     assert keeper.names_of(made.id) == []
 
 

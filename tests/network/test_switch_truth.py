@@ -24,10 +24,10 @@ from standstill import Standstills
 from switch_by_hand import Given, Network
 from wire import Arrival, Flow
 
-from penstock.network.checks import why_not
 from penstock.network.link import DISTRIBUTIONS
 from penstock.network.machines import Machines
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import why_no_switch
 from penstock.network.topology import Topology

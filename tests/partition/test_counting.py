@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.costs import Operations, Profile
+from penstock.costs import OpCounts, Profile
 from penstock.costs.hardware import Operation
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure.measuring import measure
@@ -25,7 +25,7 @@ def profile_of(model: nn.Module, *args: Tensor) -> Profile:
     return measure(recording, model, candidates(recording, model, "flops"), args, {}, None, memory=True)
 
 
-def second(layer: nn.Module, *before: nn.Module, given: Tensor) -> Operations:
+def second(layer: nn.Module, *before: nn.Module, given: Tensor) -> OpCounts:
     """What a layer does that is not the first, so that its inputs take a gradient."""
     found = profile_of(nn.Sequential(*before, layer), given).units[-1].operations
     assert found is not None

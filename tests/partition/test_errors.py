@@ -55,7 +55,7 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
 
     model = Layers(lambda self, index, x: self.inner(x))
     model.inner = Inside()
-    with pytest.raises(PartitionError, match=r"# within` in module 'inner'.*leaves=\["):
+    with pytest.raises(PartitionError, match=r"# within` in module 'inner'.*leaf_modules=\["):
         partition(model)
 
 
@@ -207,7 +207,7 @@ def test_numbers_of_stages() -> None:
 
 
 def test_leaves_must_exist() -> None:
-    with pytest.raises(PartitionError, match=r"leaves: the model has no module named 'encodr'"):
+    with pytest.raises(PartitionError, match=r"leaf_modules: the model has no module named 'encodr'"):
         Partitioner(gpt().model, 2, leaves=["encodr"], streams=NoStreams())(gpt().args)
 
 

@@ -1,4 +1,4 @@
-"""What a message sends into `leaves=` works there."""
+"""What a message sends into `leaf_modules=` works there."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_remedy_that_the_message_gives_works(name: str) -> None:
     model = make()
     target = torch.randn(3, 4, WIDTH) if name == "expanded" else torch.randn(x.shape)
     case = Case(model, (x, *more), {}, target, squared_error)
-    with pytest.raises(PartitionError, match=r"leaves=\['second'\]"):
+    with pytest.raises(PartitionError, match=r"leaf_modules=\['second'\]"):
         Partitioner(model, 3, streams=NoStreams())(case.args)
     partition = Partitioner(model, 3, ["second", "last"], ["second"], streams=NoStreams())(case.args)
     output = run_chained(partition, case)
@@ -118,7 +118,7 @@ class Residual(nn.Module):
 
 def test_a_leaf_is_not_opened_for_the_blocks_that_it_holds() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(Residual() for _ in range(4))))
-    found = inspect(model, (torch.randn(2, 4),), stages=2, leaves=["1"])
+    found = inspect(model, (torch.randn(2, 4),), stages=2, leaf_modules=["1"])
     assert [stage.modules for stage in found.stages] == [("0",), ("1",)]
     with pytest.raises(PartitionError, match="2 layers"):
-        inspect(model, (torch.randn(2, 4),), stages=3, leaves=["1"])
+        inspect(model, (torch.randn(2, 4),), stages=3, leaf_modules=["1"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.costs.stage_costs import priced
-from penstock.partition import Balance, Choice, Partitioner, Room, decision
+from penstock.partition import Balance, BalanceChoice, Partitioner, StageBudget, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
 from penstock.partition.measure.measuring import measure
@@ -76,7 +76,7 @@ def profile_of(model: nn.Module, *args: Tensor, budget_seconds: float = 0.0) -> 
     return measure(recording, model, candidates(recording, model, "flops"), args, {}, budget_seconds)
 
 
-def weighed(model: nn.Module, stages: int, balance: Balance | Choice = "time") -> Partitioner:
+def weighed(model: nn.Module, stages: int, balance: Balance | BalanceChoice = "time") -> Partitioner:
     partitioner = Partitioner(model, stages, streams=Silent(), balance=balance)
     partitioner.weigh((X,))
     return partitioner
@@ -315,7 +315,7 @@ def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None
     found = profile_of(waiting([0]), X)
     held = found.units[0].held_bytes  # all units hold alike
     for balance in ("time", found):
-        room = Room(limit_bytes=5 * held + 500, in_flight=(2, 1))
+        room = StageBudget(limit_bytes=5 * held + 500, in_flight=(2, 1))
         partitioner = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, room=room)
         partitioner.weigh((X,))
         assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five
@@ -324,9 +324,9 @@ def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None
 def test_a_memory_limit_is_held_to_this_batch_whatever_the_profile_was_made_with() -> None:
     many = torch.randn(64 * len(X), *X.shape[1:])
     found = profile_of(waiting([0]), X)
-    room = Room(limit_bytes=sum(unit.held_bytes + 10 * unit.activation_bytes for unit in found.units))
+    room = StageBudget(limit_bytes=sum(unit.held_bytes + 10 * unit.activation_bytes for unit in found.units))
 
-    def notes(x: Tensor, balance: Profile, **room: Room) -> tuple[str, ...]:
+    def notes(x: Tensor, balance: Profile, **room: StageBudget) -> tuple[str, ...]:
         made = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, **room)((x,))
         return tuple(note for note in made.notes if "other microbatches" in note)
 
@@ -350,7 +350,7 @@ def test_buffers_count_as_what_a_stage_holds() -> None:
     assert [u.held_bytes - v.held_bytes for u, v in zip(found.units, bare.units, strict=True)] == [4000] * len(
         bare.units
     )
-    room = Room(limit_bytes=sum(unit.held_bytes + unit.activation_bytes for unit in bare.units))
+    room = StageBudget(limit_bytes=sum(unit.held_bytes + unit.activation_bytes for unit in bare.units))
     Partitioner(waiting([0]), 2, streams=Silent(), balance=bare, room=room)((X,))
     with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
         Partitioner(buffered(), 2, streams=Silent(), balance=found, room=room)((X,))
@@ -416,7 +416,7 @@ def test_a_slow_stage_is_reported_whatever_chose_the_cuts(
     measured = of_one_unit(model)
     monkeypatch.setattr(decision, "measure", lambda *_: measured)
     balance = measured if balance is of_one_unit else balance
-    partitioner = Partitioner(model, 2, cuts, streams=Silent(), balance=balance, room=Room(in_flight=(2, 1)))
+    partitioner = Partitioner(model, 2, cuts, streams=Silent(), balance=balance, room=StageBudget(in_flight=(2, 1)))
     partitioner.weigh((X,))
     (note,) = partitioner((X,)).notes
     slow = 1 if much in ([5], []) else 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.costs import Profile, estimated, fitted
+from penstock.costs import Profile, estimate, fit_efficiency
 from penstock.costs.hardware import device
 
 A100 = device("a100")
@@ -74,5 +74,5 @@ def test_forward_and_input_gradient_are_near_without_calibration(model: str) -> 
 
 @pytest.mark.parametrize(("known", "other"), [tuple(ROWS), tuple(reversed(ROWS))])
 def test_one_model_calibrates_for_the_other(known: str, other: str) -> None:
-    guessed = estimated(counted(other), A100, fitted([measured(known)], A100)).units[0]
+    guessed = estimate(counted(other), A100, fit_efficiency([measured(known)], A100)).units[0]
     assert guessed.seconds == pytest.approx(measured(other).units[0].seconds, rel=0.1)

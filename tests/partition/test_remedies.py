@@ -58,7 +58,7 @@ def refusal(model: nn.Module, stages: int = 2, kwargs: Any = None, **options: An
 
 def leaves_of(said: str) -> list[str]:
     """The leaves that a message gives."""
-    found = re.search(r"leaves=(\[.*?\])", said)
+    found = re.search(r"leaf_modules=(\[.*?\])", said)
     assert found is not None, said
     leaves: list[str] = ast.literal_eval(found[1])
     return leaves
@@ -72,7 +72,10 @@ def follow(model: nn.Module, said: str) -> None:
 def test_one_thing_in_the_way_and_what_is_left_to_split() -> None:
     said = refusal(Model(Reads(width=20)))
     assert re.search(r"test_remedies\.py:\d+: .* in module 'part\.m0', which a recording cannot follow\. Pass", said)
-    assert "leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 81% of the work, all of it on" in said
+    assert (
+        "leaf_modules=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 81% of the work, all of it on"
+        in said
+    )
     assert "eval" not in said
     assert "labels" not in said
     assert (
@@ -92,10 +95,25 @@ def test_all_that_is_in_the_way_at_once() -> None:
     follow(model, said)
 
 
+def test_what_helps_with_a_block_is_said_where_the_model_itself_is_in_the_way() -> None:
+    class Checks(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            if y.isnan().any():
+                raise ValueError
+            return y
+
+    said = refusal(Checks(Reads()))
+    assert (
+        "With leaf_modules=['part.m0'] the last one remains. Do it outside of the model, or in a module of its own"
+        in said
+    )
+
+
 def test_many_of_one_kind_are_named_together() -> None:
     model = Model(*(Reads() for _ in range(20)))
     said = refusal(model)
-    assert "leaves=[n for n, m in model.named_modules() if type(m).__name__ == 'Reads']" in said
+    assert "leaf_modules=[n for n, m in model.named_modules() if type(m).__name__ == 'Reads']" in said
     leaves = [n for n, m in model.named_modules() if type(m).__name__ == "Reads"]
     Partitioner(model, 4, None, leaves, streams=NoStreams())((torch.randn(2, WIDTH),))
 
@@ -111,7 +129,9 @@ def test_too_few_modules_are_left() -> None:
 
 def test_a_module_that_does_nearly_all_the_work_is_not_offered() -> None:
     said = refusal(Model(Reads(100 * WIDTH)))
-    assert re.search(r"Tried: leaves=\['part.m0'\], which leaves nothing to split: 'part.m0' is 9\d% of the work", said)
+    assert re.search(
+        r"Tried: leaf_modules=\['part.m0'\], which leaves nothing to split: 'part.m0' is 9\d% of the work", said
+    )
     assert said.endswith("Do it outside of the model")
 
 
@@ -122,7 +142,7 @@ def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:
             return x
 
     said = refusal(Model(Fails()))
-    assert "Tried: leaves=['part.m0'] does not help: 'part.m0' fails" in said
+    assert "Tried: leaf_modules=['part.m0'] does not help: 'part.m0' fails" in said
     assert said.endswith("Do it outside of the model")
 
 
@@ -147,7 +167,7 @@ def test_labels_are_named_where_they_are_in_the_way() -> None:
     assert said.endswith("Leave out labels and pass loss_fn=... (tried)")
     with_value = Own()
     with_value.forward = lambda x: x if x.sum() > 0 else -x
-    assert refusal(with_value).endswith("module of its own that leaves=[...] names, so that it runs as a whole")
+    assert refusal(with_value).endswith("module of its own that leaf_modules=[...] names, so that it runs as a whole")
 
 
 class Chain(nn.Sequential):

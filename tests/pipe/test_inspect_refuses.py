@@ -142,7 +142,7 @@ def test_stages_are_those_of_one_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"stages": "4"}, {"microbatches": 2.0}, {"chunks": "2", "schedule": "interleaved-1f1b"}]
+    "given", [{"stages": "4"}, {"microbatches": 2.0}, {"stages_per_rank": "2", "schedule": "interleaved-1f1b"}]
 )
 def test_what_is_not_a_number_is_refused(given: dict[str, Any]) -> None:
     (name, value), *_ = given.items()

@@ -16,9 +16,8 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
-from penstock.plan import Choice, Plan
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature
+from penstock.plan import ParallelConfig, Plan
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.schedule import generate
 from penstock.simulate import LinkCost
 from scaffolding.models import GPT, OneLayer, SkipsTwice, squared_error, token_error
@@ -52,7 +51,7 @@ def shows_kwargs() -> None:
     assert loss == step(model=mlp(1), ranks=1).loss
 
 
-PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
+PLAN = Plan(ParallelConfig(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
 
 
 def shows_balance() -> None:
@@ -87,7 +86,7 @@ def shows_link() -> None:
     fast, slow = LinkCost(0.0, 1e9), LinkCost(0.0, 1.0)
     assert made(model=model, balance=even, link=fast).cuts == ("2",)
     assert made(model=model, balance=even, link=slow).cuts == ("1",)  # where two numbers a row cross
-    refused(ArgumentError, "link='fast': expected a penstock.simulate.LinkCost", link="fast")
+    refused(ArgumentError, "link_cost='fast': expected a penstock.simulate.LinkCost", link="fast")
     refused(ArgumentError, "it is for cuts by time, but balance='flops' asks for others", link=fast, balance="flops")
     refused(ArgumentError, "it is for cuts by time, but cuts= says where they are", link=fast, cuts=["2"])
 
@@ -96,16 +95,16 @@ def shows_leaves() -> None:
     whole = nn.Module()
     whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
     whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
-    assert "self.inner.layers" in made(model=whole).code
-    assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).code
-    refused(PartitionError, r"leaves: .*'iner'.*'inner'", model=whole, leaves=["iner"])
+    assert "self.inner.layers" in made(model=whole).stage_code
+    assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).stage_code
+    refused(PartitionError, r"leaf_modules: .*'iner'.*'inner'", model=whole, leaves=["iner"])
 
 
 def shows_opens() -> None:
     model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
-    assert "self.inner.layers" not in made(model=model).code
-    assert "self.inner.layers" in made(model=model, opens=["inner"]).code
-    refused(PartitionError, r"opens: .*'iner'.*'inner'", model=model, opens=["iner"])
+    assert "self.inner.layers" not in made(model=model).stage_code
+    assert "self.inner.layers" in made(model=model, opens=["inner"]).stage_code
+    refused(PartitionError, r"split_inside: .*'iner'.*'inner'", model=model, opens=["iner"])
 
 
 def shows_materialize() -> None:
@@ -205,7 +204,7 @@ def shows_gradient_dtype() -> None:
     with made(model=model, args=(X.bfloat16(),), gradient_dtype=torch.float32) as pipe:
         pipe.step(X.bfloat16(), target=Y)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    refused(ArgumentError, "gradient_dtype='float32': expected torch.float32", gradient_dtype="float32")
+    refused(ArgumentError, "grad_dtype='float32': expected torch.float32", gradient_dtype="float32")
 
 
 def shows_parallelize() -> None:
@@ -272,27 +271,27 @@ def assert_equal(one: Any, other: Any) -> None:
 
 SHOWN: dict[str, Callable[[], None]] = {
     "batch_dims": shows_batch_dims,
-    "split": shows_cutting,
-    "merge": shows_cutting,
+    "split_fn": shows_cutting,
+    "merge_fn": shows_cutting,
     "model": lambda: refused(ArgumentError, "model", model=[1, 2]),
     "args": lambda: refused(ShapeError, "example: no tensor with rows", args=()),
     "kwargs": shows_kwargs,
     "ranks": lambda: assert_equal(made(ranks=3).world.ranks, 3),
-    "chunks": lambda: assert_equal(len(made(chunks=3, schedule="gpipe").stages), 6),
+    "stages_per_rank": lambda: assert_equal(len(made(stages_per_rank=3, schedule="gpipe").stages), 6),
     "schedule": lambda: assert_equal(made(schedule="naive").schedule.name, "naive"),
     "microbatches": lambda: assert_equal(len(step(microbatches=7).losses), 7),
     "loss_fn": lambda: assert_equal(float(step(loss_fn=lambda output, _: output.sum() * 0 + 3).loss), 3.0),
     "reduction": lambda: refused_in(lambda: step(reduction="median"), "reduction='median'"),
     "cuts": lambda: assert_equal(made(cuts=["4"]).cuts, ("4",)),
-    "leaves": shows_leaves,
-    "opens": shows_opens,
+    "leaf_modules": shows_leaves,
+    "split_inside": shows_opens,
     "balance": shows_balance,
     "memory_limit": shows_memory_limit,
-    "link": shows_link,
+    "link_cost": shows_link,
     "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
-    "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
+    "broadcast_loss": lambda: assert_equal(step(broadcast_loss=False).loss.shape, ()),  # seen on other ranks only
     "materialize": shows_materialize,
     "seed": shows_seed,
     "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
@@ -301,16 +300,18 @@ SHOWN: dict[str, Callable[[], None]] = {
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "features": shows_features,
-    "gradient_dtype": shows_gradient_dtype,
+    "grad_dtype": shows_gradient_dtype,
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds >= 1", lost_after=0),
+    "heartbeat_timeout": lambda: refused(
+        ArgumentError, "heartbeat_timeout=0: expected seconds >= 1", heartbeat_timeout=0
+    ),
     # What torch is told: tests/distributed/test_process_groups.py.
-    "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
+    "pg_timeout": lambda: refused(ArgumentError, "pg_timeout=True: expected seconds", pg_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
     "verify": lambda: refused(ArgumentError, "verify='yes': expected True, False or None", verify="yes"),
-    "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
+    "run_dir": lambda: refused(ArgumentError, "run_dir=3: expected a folder to record the run in", run_dir=3),
 }
 """For each option of `pipeline`, what shows that it is used."""
 
@@ -345,7 +346,7 @@ def test_trap_17_no_option_is_left_out() -> None:
         ({"pipeline_model_parallel_size": 2}, "pass ranks="),
         ({"loss_function": None}, "pass loss_fn="),
         ({"precision": 16}, "omit it: call step\\(\\) under torch.autocast"),
-        ({"interleave": 2}, "pass chunks="),
+        ({"interleave": 2}, "pass stages_per_rank="),
     ],
 )
 def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], instead: str) -> None:
@@ -470,7 +471,7 @@ def test_automatic_cuts_that_a_later_batch_lacks_are_not_called_the_users() -> N
 
 SECOND_NAMES = {
     "loss": ("loss_fn", squared_error),
-    "stages_per_rank": ("chunks", 2),
+    "chunks": ("stages_per_rank", 2),
     "n_microbatches": ("microbatches", 2),
     "example_args": ("args", (X,)),
     "example_kwargs": ("kwargs", {}),
@@ -500,11 +501,27 @@ def test_arguments_of_another_kind_are_refused() -> None:
     for wrong, text in ((3, "an int"), ({"x": X}, "a dict"), ("x", "a str")):
         with pytest.raises(ArgumentError, match=rf"args is {text}; expected a tuple .* kwargs={{'x': x}}"):
             pipeline(mlp(), wrong, loss_fn=squared_error)  # type: ignore[arg-type]
-    refused(ArgumentError, "share_loss='no': expected True or False", share_loss="no")
+    refused(ArgumentError, "broadcast_loss='no': expected True or False", share_loss="no")
     refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
     refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
     refused(ArgumentError, "seed='0': expected an integer", seed="0")
+
+
+def test_a_tuple_and_a_dict_may_be_what_a_model_takes_by_position() -> None:
+    class Picks(OneLayer):
+        def forward(self, xs: tuple[Tensor, ...], places: dict[str, int]) -> Tensor:
+            return self.layer(xs[places["first"]])
+
+    with pipeline(Picks(WIDTH), ((Y, X), {"first": 1}), loss_fn=squared_error, microbatches=2) as pipe:
+        assert pipe.predict((Y, X), {"first": 1}).shape == X.shape
+
+
+def test_a_pair_of_args_and_kwargs_in_args_is_explained() -> None:
+    """As a script's make() may return one."""
+    with pytest.raises(TypeError) as caught:
+        pipeline(mlp(), ((X,), {}), loss_fn=squared_error)
+    assert any("a pair of positional and keyword inputs, pass them" in note for note in caught.value.__notes__)
 
 
 # -- random losses, and errors in the middle of a step ----------------------------------------------------------------
@@ -557,13 +574,13 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
         ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "pass what this returns"]),
         ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
-        ({"chunks": 0}, ArgumentError, ["chunks=0", "an integer >= 1"]),
-        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),
+        ({"chunks": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
+        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["stages_per_rank=2", "1f1b", "1 chunk"]),
         (
             {"ranks": 2, "chunks": 8},
             ArgumentError,
             [
-                "chunks=8: 1f1b works with exactly 1 chunk",
+                "stages_per_rank=8: 1f1b works with exactly 1 chunk",
                 "into how many pieces a batch is cut is said by microbatches=",
             ],
         ),
@@ -574,22 +591,22 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
-    x, _ = batch()
     with pytest.raises(error) as caught:
-        pipeline(mlp(), (x,), **{"loss": squared_error, **options})
+        pipeline(mlp(), (X,), **{"loss": squared_error, **options})
     for word in words:
         assert word in str(caught.value)
 
 
 def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
-    x, y = batch()
     schedule = generate("gpipe", 2, 5, 2)
-    with pytest.raises(ArgumentError, match=r"microbatches=4, .*'gpipe' is for 5; leave microbatches out"):
-        pipeline(mlp(), (x,), ranks=2, microbatches=4, schedule=schedule, loss_fn=squared_error)
-    with pytest.raises(ArgumentError, match=r"chunks=3, .*'gpipe' has 4 stages on 2 ranks; leave chunks out"):
-        pipeline(mlp(), (x,), ranks=2, chunks=3, schedule=schedule, loss_fn=squared_error)
-    with pipeline(mlp(), (x,), ranks=2, schedule=schedule, loss_fn=squared_error) as pipe:
-        assert len(pipe.step(x, target=y).losses) == 5
+    refused(
+        ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
+    )
+    own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
+    refused(
+        ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank=", chunks=3, **own
+    )
+    assert len(step(**own).losses) == 5
 
 
 @pytest.mark.parametrize(
@@ -602,50 +619,45 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
     ],
 )
 def test_bad_loss(loss: Any, given: str) -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=loss) as pipe:
+    with made(microbatches=3, loss_fn=loss) as pipe:
         with pytest.raises(ArgumentError, match=rf"loss.* returned {given}; expected a scalar"):
-            pipe.step(x, target=y)
+            pipe.step(X, target=Y)
 
 
 def test_bad_no_loss_at_all() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3) as pipe:
+    with made(microbatches=3, loss_fn=None) as pipe:
         with pytest.raises(ArgumentError, match=r"loss_fn=None, .*\(Tensor\) contains no scalar loss; pass loss_fn="):
-            pipe.step(x, target=y)
-        result = pipe.evaluate(x, outputs=True)
+            pipe.step(X, target=Y)
+        result = pipe.evaluate(X, outputs=True)
         assert len(result.outputs) == 3
         with pytest.raises(ArgumentError, match=r"result.loss: there is no loss"):
             _ = result.loss
 
 
 def test_bad_target_missing() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
+    with made(microbatches=3) as pipe:
         with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
-            pipe.step(x)
-        assert pipe.step(x, target=y).loss > 0
+            pipe.step(X)
+        assert pipe.step(X, target=Y).loss > 0
         with pytest.raises(ArgumentError, match=r"result.outputs: not kept here; pass outputs=True"):
-            _ = pipe.step(x, target=y).outputs
+            _ = pipe.step(X, target=Y).outputs
 
 
 def test_printed_it_shows_its_stages() -> None:
-    x, _ = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, cuts=["2"]) as pipe:
+    with made(cuts=["2"]) as pipe:
         first, *stages = str(pipe).splitlines()
     assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches, unverified"
     assert stages == ["  stage 0 on rank 0: from the start", "  stage 1 on rank 1: from 2"]
-    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, schedule="chimera", cuts=["2"]) as pipe:
+    with made(schedule="chimera", cuts=["2"]) as pipe:
         assert "stage 1 on rank 1 and rank 0: from 2" in str(pipe)
 
 
 def test_bad_closed_pipeline() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
-        pipe.step(x, target=y)
+    with made(microbatches=3) as pipe:
+        pipe.step(X, target=Y)
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(RuntimeError, match="this pipeline was closed; make a new one"):
-            call(x, target=y)
+            call(X, target=Y)
     pipe.close()
 
 
@@ -654,28 +666,26 @@ def test_bad_names_of_model_arguments() -> None:
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return self.layer(x) + target
 
-    x, y = batch()
     with pytest.raises(ArgumentError, match=r"kwargs: .*'target'.*Pipeline.step.*by position"):
-        pipeline(Named(WIDTH), (x,), {"target": y}, loss_fn=squared_error)
+        pipeline(Named(WIDTH), (X,), {"target": Y}, loss_fn=squared_error)
 
 
 def test_bad_inputs_of_a_step() -> None:
-    x, y = batch()
-    with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
+    with made(microbatches=3) as pipe:
         with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
-            pipe.step(x, x, target=y)  # as the model itself says
+            pipe.step(X, X, target=Y)  # as the model itself says
         assert (
             "recorded for a batch of 11 rows in 3 microbatches; the first got args[0] [4, 9], args[1] [4, 9]"
             in caught.value.__notes__[0]
         )
         assert not any("target=" in note for note in caught.value.__notes__)
         with pytest.raises(TypeError) as caught:
-            pipe.step(x, y)
+            pipe.step(X, Y)
         assert "target=None: pass what the loss takes as target=..." in caught.value.__notes__[-1]
         with pytest.raises(ShapeError, match=r"target requires a gradient.*detach"):
-            pipe.step(x, target=y.clone().requires_grad_())
+            pipe.step(X, target=Y.clone().requires_grad_())
         with pytest.raises(ShapeError, match="disagree on the number of rows"):
-            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss_fn=squared_error)
+            pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (X, X[:4]), loss_fn=squared_error)
 
 
 def test_close_leaves_no_hook_behind() -> None:

@@ -7,24 +7,32 @@ import pytest
 import torch
 
 from penstock import ArgumentError, PartitionError, pipeline
-from penstock.costs import MadeFor
-from penstock.plan import Choice, Plan
+from penstock.costs import ModelFingerprint
+from penstock.plan import ParallelConfig, Plan
 from penstock.plan.plan import VARIABLE
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 
 X, Y = batch()
 PLAN = Plan(
-    Choice(1, 2, 2, "interleaved-1f1b", 4, 3), ("1", "3", "4"), (0, 2), (1.0,) * 4, 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0)
+    ParallelConfig(1, 2, 2, "interleaved-1f1b", 4, 3),
+    ("1", "3", "4"),
+    (0, 2),
+    (1.0,) * 4,
+    9.0,
+    0.0,
+    {},
+    (1.0, 1.0),
+    (2.0, 2.0),
 )
 
 
 def _made_for(
     shape: tuple[int, ...] | None = None, device: str = "cpu", dtype: str = "float32", threads: int = 0
-) -> MadeFor:
+) -> ModelFingerprint:
     """What the model is, or something else."""
     parameters = {name: tuple(p.shape) for name, p in mlp().named_parameters()}
-    return MadeFor({**parameters, "0.weight": shape} if shape else parameters, device, dtype, threads)
+    return ModelFingerprint({**parameters, "0.weight": shape} if shape else parameters, device, dtype, threads)
 
 
 def _gradients(**options: object) -> tuple[tuple[str, ...], str, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""A pipeline with `run=` leaves a folder that says what happened, and nothing that goes wrong with it ends a run."""
+"""A pipeline with `run_dir=` leaves a folder that says what happened; nothing that goes wrong with it ends a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.console import Console
 
 import penstock
 from penstock import ArgumentError
-from penstock.plan import Choice, Plan
-from penstock.trace.runs import RunFolder, RunRead, StepRecord, is_run, read_run
+from penstock.plan import ParallelConfig, Plan
+from penstock.trace.runs import RecordedRun, RunConfig, StepRecord, is_run, read_run
 from penstock.trace.runs.writer import Writer, begin
 from scaffolding.models import squared_error
 from scaffolding.run_folders import about
@@ -30,7 +30,7 @@ X, Y = batch()
 
 def train(run: Any, steps: int = 6, *, first: int = 0, **options: Any) -> list[penstock.StepResult]:
     given = {"ranks": 2, "microbatches": 2, "loss_fn": squared_error, **options}
-    with penstock.pipeline(mlp(), (X,), run=run, **given) as pipe:
+    with penstock.pipeline(mlp(), (X,), run_dir=run, **given) as pipe:
         pipe.step_count = first
         return [pipe.step(X, target=Y) for _ in range(steps)]
 
@@ -48,7 +48,7 @@ def test_a_folder_says_what_happened(tmp_path: Path) -> None:
     assert all(one.rows == len(X) and one.seconds > 0 for one in steps)
     assert sorted(one.at_seconds for one in steps) == [one.at_seconds for one in steps]
     assert all(result.timeline is None for result in results)  # nobody asked for it
-    assert run.timeline_steps() == [5]
+    assert run.traced_steps() == [5]
     assert run.timeline(5).ranks == 2
     assert [str(row) for row in run.schedule(5).rows] == [str(track.actions) for track in run.timeline(5).tracks]
     (state,) = run.ranks()
@@ -69,7 +69,7 @@ def test_a_relative_folder_is_that_of_when_the_pipeline_was_made(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with penstock.pipeline(
-        mlp(), (X,), run="runs/one", ranks=2, microbatches=2, loss_fn=squared_error, balance="layers"
+        mlp(), (X,), run_dir="runs/one", ranks=2, microbatches=2, loss_fn=squared_error, balance="layers"
     ) as pipe:
         monkeypatch.chdir("elsewhere")
         pipe.step(X, target=Y)
@@ -77,24 +77,24 @@ def test_a_relative_folder_is_that_of_when_the_pipeline_was_made(
 
 
 def test_timelines_come_as_often_as_asked(tmp_path: Path) -> None:
-    train(RunFolder(tmp_path / "a", timeline_every=3), steps=9)
-    assert read_run(tmp_path / "a").timeline_steps() == [3, 5, 6, 9]
-    train(RunFolder(tmp_path / "b", timeline_every=0), steps=5)
-    assert read_run(tmp_path / "b").timeline_steps() == []
+    train(RunConfig(tmp_path / "a", trace_every=3), steps=9)
+    assert read_run(tmp_path / "a").traced_steps() == [3, 5, 6, 9]
+    train(RunConfig(tmp_path / "b", trace_every=0), steps=5)
+    assert read_run(tmp_path / "b").traced_steps() == []
 
 
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
-    train(RunFolder(tmp_path, timeline_every=1), steps=5)
+    train(RunConfig(tmp_path, trace_every=1), steps=5)
     began = read_run(tmp_path).about.started
     with (tmp_path / "steps.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # the process died here
-    train(RunFolder(tmp_path, timeline_every=3), steps=4, first=3)
+    train(RunConfig(tmp_path, trace_every=3), steps=4, first=3)
     run = read_run(tmp_path)
     assert [one.step for one in run.steps()] == [1, 2, 3, 4, 5, 6, 7]
     times = [one.at_seconds for one in run.steps()]
     assert sorted(times) == times
     assert (run.about.started, len(run.about.resumed)) == (began, 1)
-    assert run.timeline_steps() == [1, 2, 3, 6]  # of the steps that ran again, only what is new
+    assert run.traced_steps() == [1, 2, 3, 6]  # of the steps that ran again, only what is new
     assert not (tmp_path / "earlier").exists()
 
 
@@ -102,7 +102,7 @@ def test_another_layout_sets_the_timelines_aside(tmp_path: Path) -> None:
     train(tmp_path, steps=6)
     train(tmp_path, steps=1, first=6, microbatches=4)
     run = read_run(tmp_path)
-    assert (run.timeline_steps(), len(run.steps())) == ([], 7)
+    assert (run.traced_steps(), len(run.steps())) == ([], 7)
     assert [file.name for file in (tmp_path / "earlier" / "1" / "timelines").iterdir()] == ["5.json"]
 
 
@@ -115,7 +115,7 @@ def test_a_new_run_sets_the_old_one_aside(tmp_path: Path) -> None:
 
 def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentError, match=r"run=.*file' is a file; expected a folder"):
+    with pytest.raises(ArgumentError, match=r"run_dir=.*file' is a file; expected a folder"):
         train(tmp_path / "file")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text(json.dumps({"format": "penstock run", "version": 9, "penstock": "7.0"}))
@@ -124,8 +124,8 @@ def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "mine" / "ranks").mkdir(parents=True)
     with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; pass another folder"):
         train(tmp_path / "mine")
-    with pytest.raises(ArgumentError, match=r"RunFolder\(timeline_every=-1\): expected an integer"):
-        RunFolder("runs/x", timeline_every=-1)
+    with pytest.raises(ArgumentError, match=r"RunConfig\(trace_every=-1\): expected an integer"):
+        RunConfig("runs/x", trace_every=-1)
 
 
 def no_folder_can_be_made(path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_nothing_is_lost_where_the_disk_was_full_or_grows_where_there_is_none(
 def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
     import threading
 
-    pipe = penstock.pipeline(mlp(), (X,), microbatches=2, loss_fn=squared_error, run=tmp_path)
+    pipe = penstock.pipeline(mlp(), (X,), microbatches=2, loss_fn=squared_error, run_dir=tmp_path)
     pipe.step(X, target=Y)
     del pipe
     gc.collect()
@@ -200,9 +200,9 @@ def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     train(tmp_path / "quiet")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    train(RunFolder(tmp_path / "off", line=False))
+    train(RunConfig(tmp_path / "off", progress_bar=False))
     assert shown.getvalue() == ""
-    train(RunFolder(tmp_path / "seen", steps=8))
+    train(RunConfig(tmp_path / "seen", total_steps=8))
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "\n", shown.getvalue()).split("\n")]
     last = [line for line in lines if line][-1]
     loss = read_run(tmp_path / "seen").steps()[-1].loss
@@ -263,9 +263,9 @@ def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen = read_run(tmp_path / "measured").predicted()
     assert seen is not None
     assert seen.source == "the times measured to cut the model"
-    choice = Choice(1, 2, 1, "1f1b", 2, -(-len(X) // 2))
+    choice = ParallelConfig(1, 2, 1, "1f1b", 2, -(-len(X) // 2))
     plan = Plan(choice, ("1",), (), (1.0, 3.0), 9.0, 0.5, {}, (1.0, 1.0), (2.0, 2.0), optimizer_seconds=0.25)
-    with penstock.pipeline(mlp(), (X,), ranks=2, plan=plan, loss_fn=squared_error, run=tmp_path / "plan") as pipe:
+    with penstock.pipeline(mlp(), (X,), ranks=2, plan=plan, loss_fn=squared_error, run_dir=tmp_path / "plan") as pipe:
         pipe.step(X, target=Y)
     seen = read_run(tmp_path / "plan").predicted()
     assert seen is not None
@@ -287,14 +287,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not is_run(tmp_path)
     train(tmp_path / "runs" / "gpt", steps=1)
     refused("it has runs in it: gpt", tmp_path / "runs")
-    damaged: Callable[[RunRead], dict[str, Any]] = lambda run: {**run.about.to_dict(), "placement": "0 x"}  # noqa: E731
+    damaged: Callable[[RecordedRun], dict[str, Any]] = lambda run: {**run.about.to_dict(), "placement": "0 x"}  # noqa: E731
     (tmp_path / "run.json").write_text(json.dumps(damaged(read_run(tmp_path / "runs" / "gpt"))))
     refused("is damaged: placement='0 x'", tmp_path)
 
 
 def test_a_first_step_that_is_refused_ends_no_recording(tmp_path: Path) -> None:
     train(tmp_path, steps=3)
-    with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
+    with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run_dir=tmp_path) as pipe:
         for _ in range(2):
             with pytest.raises(ArgumentError, match="target"):
                 pipe.step(X)
@@ -308,7 +308,7 @@ def test_a_first_step_that_is_refused_ends_no_recording(tmp_path: Path) -> None:
 
 def test_what_ends_a_run_in_one_process_is_kept(tmp_path: Path) -> None:
     def crashes() -> None:
-        with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
+        with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run_dir=tmp_path) as pipe:
             pipe.step(X, target=Y)
             raise ValueError("no batch")
 
@@ -320,7 +320,7 @@ def test_what_ends_a_run_in_one_process_is_kept(tmp_path: Path) -> None:
 
 def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
     def begun() -> penstock.Pipeline:
-        return penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path)
+        return penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run_dir=tmp_path)
 
     def train_both() -> None:
         with begun() as first, begun() as second:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan import Cluster, Kind
+from penstock.plan import Cluster, DevicePool
 from penstock.plan.layout import EXACT, Traffic, arrange, crossing_bytes, kinds_of_ranks
 from penstock.simulate import LinkCost
 
@@ -42,7 +42,7 @@ def _by_hand(hosts: list[list[int]], traffic: Traffic) -> float:
 @given(jobs(6))
 def test_no_arrangement_sends_less_between_hosts(job: tuple[int, int, int, Traffic]) -> None:
     replicas, ranks, per_host, traffic = job
-    cluster = Cluster(replicas * ranks, devices_per_host=per_host, between_hosts=FAR)
+    cluster = Cluster(replicas * ranks, devices_per_host=per_host, inter_host_link=FAR)
     (kinds,) = kinds_of_ranks(cluster, replicas, ranks)
     found = arrange(cluster, kinds, traffic)
     assert sorted(found.ravel().tolist()) == [*range(cluster.devices)]
@@ -56,7 +56,7 @@ def test_no_arrangement_sends_less_between_hosts(job: tuple[int, int, int, Traff
 
 def test_beyond_the_exact_a_host_is_a_rectangle() -> None:
     """Four hosts of four devices, four replicas of four ranks: two by two sends least."""
-    cluster = Cluster(16, devices_per_host=4, between_hosts=FAR)
+    cluster = Cluster(16, devices_per_host=4, inter_host_link=FAR)
     assert cluster.devices > EXACT
     (kinds,) = kinds_of_ranks(cluster, 4, 4)
     traffic = Traffic({(0, 1): 1.0, (1, 2): 0.1, (2, 3): 1.0}, [0.5] * 4)
@@ -66,7 +66,9 @@ def test_beyond_the_exact_a_host_is_a_rectangle() -> None:
 
 
 def test_ranks_of_one_kind_follow_each_other() -> None:
-    cluster = Cluster(kinds=(Kind("old", 4, speed=0.5), Kind("new", 4)), devices_per_host=4, between_hosts=FAR)
+    cluster = Cluster(
+        kinds=(DevicePool("old", 4, speed=0.5), DevicePool("new", 4)), devices_per_host=4, inter_host_link=FAR
+    )
     ways = kinds_of_ranks(cluster, 2, 4)
     assert sorted(way[0].tolist() for way in ways) == [[0, 0, 1, 1], [1, 1, 0, 0]]
     found = arrange(cluster, ways[1], Traffic({(0, 1): 1.0, (1, 2): 1.0, (2, 3): 1.0}, [5.0] * 4))

@@ -11,12 +11,22 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, Tied, UnitCost
-from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, Wanted, choices, make_plans, read_plan
+from penstock.plan import (
+    Cluster,
+    DevicePool,
+    FixedNumbers,
+    ParallelConfig,
+    Plan,
+    Sizes,
+    enumerate_configs,
+    make_plans,
+    read_plan,
+)
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.planner import EQUAL, Candidate, least_seconds, open_candidates, simplest_first
 from penstock.plan.predict import Cut, cut, cuts_within, order_of, predict
 from penstock.plan.remedies import remedies
-from penstock.schedule import Schedule, check, generate, generator, names
+from penstock.schedule import Schedule, check, generate, names, schedule_spec
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 
 MB = 10**6
@@ -33,7 +43,7 @@ def _profile(seconds: list[float], **bytes_: float) -> Profile:
 ALIKE = Sizes({1: _profile([1.0] * 8, activation=MB, parameter=MB, gradient=MB, optimizer=2 * MB, boundary=MB // 10)})
 
 
-def _cut(choice: Choice, cluster: Cluster, sizes: Sizes = ALIKE) -> Cut:
+def _cut(choice: ParallelConfig, cluster: Cluster, sizes: Sizes = ALIKE) -> Cut:
     (kinds,) = kinds_of_ranks(cluster, choice.replicas, choice.ranks)
     return cut(sizes.at(choice.rows), order_of(choice).placement, cluster, kinds)
 
@@ -44,13 +54,13 @@ def test_what_is_tied_counts_once_on_a_rank_with_both_its_uses() -> None:
     units = tuple(UnitCost(f"{n}", 1.0, 1.0, 1.0, **held, tied=ties.get(n, ())) for n in range(4))
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
 
-    def held_by(choice: Choice) -> tuple[float, ...]:
+    def held_by(choice: ParallelConfig) -> tuple[float, ...]:
         cluster = Cluster(choice.devices)
         return predict(choice, _cut(choice, cluster, sizes)).held_bytes
 
-    assert held_by(Choice(1, 1, 1, "1f1b", 4, 1)) == (12 * MB,)
-    assert held_by(Choice(1, 2, 1, "1f1b", 4, 1)) == (8 * MB, 8 * MB)
-    assert held_by(Choice(1, 2, 2, "zb-v", 4, 1)) == (4 * MB, 8 * MB)
+    assert held_by(ParallelConfig(1, 1, 1, "1f1b", 4, 1)) == (12 * MB,)
+    assert held_by(ParallelConfig(1, 2, 1, "1f1b", 4, 1)) == (8 * MB, 8 * MB)
+    assert held_by(ParallelConfig(1, 2, 2, "zb-v", 4, 1)) == (4 * MB, 8 * MB)
 
 
 def test_inputs_the_loss_and_the_largest_unit_count() -> None:
@@ -60,17 +70,17 @@ def test_inputs_the_loss_and_the_largest_unit_count() -> None:
         UnitCost("b", 1.0, 1.0, 1.0, activation_bytes=MB, working_bytes=2 * MB, loss_bytes=4 * MB),
     )
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
-    choice, cluster = Choice(1, 2, 1, "1f1b", 4, 1), Cluster(2)
+    choice, cluster = ParallelConfig(1, 2, 1, "1f1b", 4, 1), Cluster(2)
     plan = predict(choice, _cut(choice, cluster, sizes))
     assert plan.memory_bytes == (2 * 3 * MB + 4 * 2 * MB + 9 * MB, 5 * MB + 2 * MB)
-    alone = predict(one := Choice(1, 1, 1, "1f1b", 4, 1), _cut(one, Cluster(1), sizes))
+    alone = predict(one := ParallelConfig(1, 1, 1, "1f1b", 4, 1), _cut(one, Cluster(1), sizes))
     assert alone.memory_bytes == ((3 + 5) * MB + 4 * 2 * MB + (9 - 5) * MB,)  # while "a" runs, "b" has kept nothing
 
 
 def _needed(schedule: str, ranks: int, *units: UnitCost) -> tuple[float, ...]:
     """What a plan of four microbatches says of each rank."""
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
-    choice, cluster = Choice(1, ranks, 1, schedule, 4, 1), Cluster(ranks)
+    choice, cluster = ParallelConfig(1, ranks, 1, schedule, 4, 1), Cluster(ranks)
     return predict(choice, _cut(choice, cluster, sizes)).memory_bytes
 
 
@@ -89,7 +99,7 @@ def test_each_stage_of_a_rank_takes_its_own_working_memory() -> None:
     light = [UnitCost(name, 1.0, 1.0, 1.0, activation_bytes=9 * MB, working_bytes=MB) for name in "023"]
     units = (light[0], heavy, *light[1:])
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
-    choice, cluster = Choice(1, 2, 2, "gpipe", 4, 1), Cluster(2)
+    choice, cluster = ParallelConfig(1, 2, 2, "gpipe", 4, 1), Cluster(2)
     choice = replace(choice, schedule="interleaved-1f1b")
     plan = predict(choice, _cut(choice, cluster, sizes))
     now = most = 0
@@ -119,7 +129,7 @@ def test_no_schedule_is_faster_than_the_bound(name: str, ranks: int, microbatche
     except ArgumentError:
         return
     by_stage = (costs * 4)[: schedule.placement.depth] * schedule.placement.pipelines
-    choice = Choice(1, ranks, generator(name).chunks, name, microbatches, 1)
+    choice = ParallelConfig(1, ranks, schedule_spec(name).chunks, name, microbatches, 1)
     assert choice.placement == schedule.placement
     least = least_seconds(choice, by_stage, [0.0] * len(by_stage))
     assert least <= simulate(schedule, by_stage).makespan_seconds
@@ -129,17 +139,19 @@ CLUSTERS = {
     "no limit": Cluster(4, link=LinkCost(0.01, 10 * MB)),
     "roomy": Cluster(4, 16 * MB, LinkCost(0.01, 10 * MB)),
     "tight": Cluster(4, 11 * MB, LinkCost(0.01, 10 * MB)),
-    "offload": Cluster(4, 11 * MB, LinkCost(0.01, 10 * MB), host_link=LinkCost(0.01, 4 * MB)),
+    "offload": Cluster(4, 11 * MB, LinkCost(0.01, 10 * MB), offload_link=LinkCost(0.01, 4 * MB)),
     "two hosts": Cluster(4, 14 * MB, LinkCost(0, 50 * MB), 2, LinkCost(0.1, MB)),
     "updates": Cluster(4, 16 * MB, optimizer_byte_seconds=1 / MB),
-    "two kinds": Cluster(kinds=(Kind("old", 2, 9 * MB, 0.5), Kind("new", 2, 30 * MB)), link=LinkCost(0.01, 10 * MB)),
+    "two kinds": Cluster(
+        kinds=(DevicePool("old", 2, 9 * MB, 0.5), DevicePool("new", 2, 30 * MB)), link=LinkCost(0.01, 10 * MB)
+    ),
 }
 
 
 def _all_plans(cluster: Cluster, sizes: Sizes, global_batch: int) -> list[Plan]:
     """Every choice, for every order of the kinds; with other cuts, too, if the fastest leave too little memory."""
     tried = []
-    for choice in choices(sizes, cluster, global_batch):
+    for choice in enumerate_configs(sizes, cluster, global_batch):
         units, schedule = sizes.at(choice.rows), order_of(choice)
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
             where = cut(units, schedule.placement, cluster, kinds)
@@ -158,7 +170,7 @@ def test_no_choice_is_better_than_the_best(name: str) -> None:
     held = {"activation": MB, "parameter": MB, "gradient": MB, "optimizer": MB // 8}
     sizes = Sizes({2: _profile([1, 1, 1, 2, 1, 3], **held, boundary=MB // 10)})
     tried = _all_plans(cluster, sizes, 8)
-    fitting: dict[tuple[Choice, tuple[int, ...]], float] = {}
+    fitting: dict[tuple[ParallelConfig, tuple[int, ...]], float] = {}
     for plan in (plan for plan in tried if not plan.lacking_bytes):
         key = plan.choice, plan.limit_bytes if len(cluster.kinds) > 1 else ()
         fitting[key] = min(plan.step_seconds, fitting.get(key, math.inf))
@@ -167,8 +179,8 @@ def test_no_choice_is_better_than_the_best(name: str) -> None:
         assert plan.step_seconds <= (1 + EQUAL) * least
     assert len(found.best) == min(3, len(fitting))
     assert min(plan.step_seconds for plan in found.best) <= (1 + EQUAL) * min(fitting.values())
-    assert {each.choice for each in (*found.lost, *found.best)} == {p.choice for p in tried}
-    for lost in found.lost:
+    assert {each.choice for each in (*found.rejected, *found.best)} == {p.choice for p in tried}
+    for lost in found.rejected:
         assert lost.step_seconds <= max(plan.step_seconds for plan in tried if plan.choice == lost.choice)
         if lost.bubble is None:
             assert lost.step_seconds <= min(plan.step_seconds for plan in tried if plan.choice == lost.choice)
@@ -189,9 +201,9 @@ def test_no_plan_of_any_cut_is_below_the_bounds(
         UnitCost(f"layer.{i}", s, s, s, a * MB) for i, (s, a) in enumerate(zip(seconds, activations, strict=False))
     ]
     sizes = Sizes({1: Profile(tuple(units), "cpu", "float32", {})})
-    cluster = Cluster(kinds=(Kind("old", 1, memory * MB, 0.5), Kind("new", 1, memory * MB)))
+    cluster = Cluster(kinds=(DevicePool("old", 1, memory * MB, 0.5), DevicePool("new", 1, memory * MB)))
     try:
-        candidates = [*open_candidates(sizes, cluster, 4, Wanted([name]))]
+        candidates = [*open_candidates(sizes, cluster, 4, FixedNumbers([name]))]
     except ArgumentError:
         return
     for candidate in candidates:
@@ -206,9 +218,9 @@ def test_a_cut_within_memory_spares_recomputing() -> None:
     units = [UnitCost(f"layer.{i}", 1, 1, 1, 4 * MB if i == 3 else MB // 4) for i in range(8)]
     sizes = Sizes({1: Profile(tuple(units), "cpu", "float32", {})})
     cluster = Cluster(2, 9 * MB)
-    choice = Choice(1, 2, 1, "1f1b", 16, 1)
+    choice = ParallelConfig(1, 2, 1, "1f1b", 16, 1)
     fastest = predict(choice, _cut(choice, cluster, sizes))
-    found = make_plans(sizes, cluster, 16, Wanted(["1f1b"])).best[0]
+    found = make_plans(sizes, cluster, 16, FixedNumbers(["1f1b"])).best[0]
     assert fastest.recompute
     assert not found.recompute
     assert found.step_seconds < fastest.step_seconds
@@ -220,11 +232,11 @@ def test_a_cut_that_fits_is_found_if_every_stage_runs_forwards_again(name: str) 
     layers = (UnitCost(f"{i}", 1, 1, 1, 5 * MB // 2, 6 * MB, boundary_bytes=MB // 10) for i in range(7))
     units = (UnitCost("input", 0, 0, 0, parameter_bytes=4 * MB), *layers)
     sizes = Sizes({1: Profile(units, "cpu", "float32", {})})
-    assert make_plans(sizes, Cluster(4, 18 * MB), 8, Wanted([name], pipeline=4)).best[0].cuts == ("1", "3", "5")
+    assert make_plans(sizes, Cluster(4, 18 * MB), 8, FixedNumbers([name], pipeline=4)).best[0].cuts == ("1", "3", "5")
 
 
 def test_of_equal_plans_the_simplest_comes_first() -> None:
-    choice, cluster = Choice(1, 4, 1, "1f1b", 8, 1), Cluster(4)
+    choice, cluster = ParallelConfig(1, 4, 1, "1f1b", 8, 1), Cluster(4)
     plan = predict(choice, _cut(choice, cluster))
     other = replace(plan, choice=replace(choice, schedule="chimera"))
     twice = replace(other, pipeline_seconds=plan.pipeline_seconds * 0.997)
@@ -237,7 +249,7 @@ def test_times_that_vary_make_more_plans_equal() -> None:
     """What a busy machine measured does not tell a schedule that splits backwards from one that does not."""
     quiet = ALIKE.profiles[1]
     busy = replace(quiet, units=tuple(replace(unit, spread=0.8) for unit in quiet.units))
-    wanted = Wanted(["1f1b", "zb-h1"], replicas=1, microbatches=32)
+    wanted = FixedNumbers(["1f1b", "zb-h1"], replicas=1, microbatches=32)
     found = [make_plans(Sizes({1: one}), Cluster(4), 32, wanted) for one in (quiet, busy)]
     assert [one.best[0].choice.schedule for one in found] == ["zb-h1", "1f1b"]
     assert [one.equal for one in found] == pytest.approx([EQUAL, 0.1])
@@ -265,43 +277,43 @@ def test_a_better_order_is_searched_for_and_goes_through_a_file(tmp_path: Path) 
 )
 def test_no_schedule_of_those_named_works(named: str, numbers: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match=f"^{named}none of chimera works with 2 devices, 2 units and 3 rows"):
-        choices(Sizes({1: _profile([1.0, 1.0])}), Cluster(2), 3, Wanted(["chimera"], **numbers))
+        enumerate_configs(Sizes({1: _profile([1.0, 1.0])}), Cluster(2), 3, FixedNumbers(["chimera"], **numbers))
 
 
 @pytest.mark.parametrize("name", ["replicas", "pipeline", "microbatches"])
 def test_a_number_that_is_wanted_is_a_count(name: str) -> None:
     for value in (0, -1, True):
         with pytest.raises(ArgumentError, match=f"^{name}={value}: expected an integer >= 1"):
-            Wanted(**{name: value})
+            FixedNumbers(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
         (
-            Wanted(replicas=3),
+            FixedNumbers(replicas=3),
             r"replicas=3: 4 devices cannot be divided by 3; pass 3 or 6 devices, or one of \[1, 2, 4\]",
         ),
         (
-            Wanted(replicas=3, pipeline=2),
+            FixedNumbers(replicas=3, pipeline=2),
             "replicas=3: 4 devices cannot be divided by 3; pass 6 devices, or 2 in its place",
         ),
-        (Wanted(replicas=2, pipeline=4), "replicas=2, pipeline=4: .* the closest have 1 x 4 x .* or 2 x 2 x "),
-        (Wanted(pipeline=4, microbatches=7), r"pipeline=4, microbatches=7: .* the closest have 1 x 4 x 8 or "),
-        (Wanted(["1f1b"], pipeline=3), "pipeline=3: 4 devices cannot be divided by 3"),
+        (FixedNumbers(replicas=2, pipeline=4), "replicas=2, pipeline=4: .* the closest have 1 x 4 x .* or 2 x 2 x "),
+        (FixedNumbers(pipeline=4, microbatches=7), r"pipeline=4, microbatches=7: .* the closest have 1 x 4 x 8 or "),
+        (FixedNumbers(["1f1b"], pipeline=3), "pipeline=3: 4 devices cannot be divided by 3"),
     ],
     ids=["replicas", "both", "product", "microbatches", "number"],
 )
-def test_what_cannot_be_had_names_what_can(wanted: Wanted, said: str) -> None:
+def test_what_cannot_be_had_names_what_can(wanted: FixedNumbers, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        choices(ALIKE, Cluster(4), 16, wanted)
+        enumerate_configs(ALIKE, Cluster(4), 16, wanted)
 
 
 def test_the_optimizers_step_is_in_a_plans() -> None:
     """It takes as long as on the rank with most to update, on a device of half the speed twice as long."""
     sizes = Sizes({1: _profile([1.0] * 3 + [3.0], activation=MB, optimizer=2 * MB)})
-    choice = Choice(1, 2, 1, "1f1b", 4, 1)
-    for kinds, seconds in (((Kind("", 2),), 0.6), ((Kind("old", 1, speed=0.5), Kind("new", 1)), 0.8)):
+    choice = ParallelConfig(1, 2, 1, "1f1b", 4, 1)
+    for kinds, seconds in (((DevicePool("", 2),), 0.6), ((DevicePool("old", 1, speed=0.5), DevicePool("new", 1)), 0.8)):
         cluster = Cluster(kinds=kinds, optimizer_byte_seconds=1e-7)
         order = next(iter(kinds_of_ranks(cluster, 1, 2)))
         where = cut(sizes.at(1), order_of(choice).placement, cluster, order).at([0, 2] if len(kinds) > 1 else [0, 3])
@@ -313,7 +325,7 @@ def test_the_optimizers_step_is_in_a_plans() -> None:
 def test_the_least_time_of_a_choice_has_the_optimizers_step() -> None:
     sizes = Sizes({1: _profile([1.0] * 4, activation=MB, optimizer=2 * MB)})
     without, with_it = (
-        [*open_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, Wanted(pipeline=2))]
+        [*open_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, FixedNumbers(pipeline=2))]
         for rate in (0.0, 1 / MB)
     )
     for before, after in zip(without, with_it, strict=True):
@@ -322,7 +334,7 @@ def test_the_least_time_of_a_choice_has_the_optimizers_step() -> None:
 
 
 def test_a_plan_says_what_the_simulator_says() -> None:
-    choice, cluster = Choice(2, 4, 1, "1f1b", 8, 1), Cluster(8, link=LinkCost(0.5, MB))
+    choice, cluster = ParallelConfig(2, 4, 1, "1f1b", 8, 1), Cluster(8, link=LinkCost(0.5, MB))
     plan = predict(choice, _cut(choice, cluster))
     assert plan.cuts == ("layer.2", "layer.4", "layer.6")
     cost = StageCost(2, 2, 2, MB // 10, 2 * MB, 2 * MB, 2 * MB, 2 * MB, 4 * MB)
@@ -330,7 +342,7 @@ def test_a_plan_says_what_the_simulator_says() -> None:
     timeline = simulate(schedule, [cost, cost, cost, replace(cost, output_bytes=0)], cluster.link)
     assert plan.pipeline_seconds == timeline.makespan_seconds
     assert plan.reduce_seconds == 2 * (0.5 + 1.0)  # two messages of half of 2 MB
-    apart = Cluster(8, link=cluster.link, devices_per_host=1, between_hosts=LinkCost(1.5, MB))
+    apart = Cluster(8, link=cluster.link, devices_per_host=1, inter_host_link=LinkCost(1.5, MB))
     assert predict(choice, _cut(choice, apart)).reduce_seconds == 2 * (1.5 + 1.0)
     assert plan.memory_bytes == tuple(one.peak for one in memory(schedule, cost, timeline))
     assert plan.bubble == pytest.approx(1 - 8 * 6 / timeline.makespan_seconds)
@@ -338,7 +350,7 @@ def test_a_plan_says_what_the_simulator_says() -> None:
 
 
 def test_stages_are_recomputed_only_where_memory_lacks() -> None:
-    choice = Choice(1, 4, 1, "1f1b", 8, 1)
+    choice = ParallelConfig(1, 4, 1, "1f1b", 8, 1)
 
     def planned(megabytes: float) -> Plan:
         cluster = Cluster(4, megabytes * MB)
@@ -354,7 +366,7 @@ def test_stages_are_recomputed_only_where_memory_lacks() -> None:
 
 def test_recomputing_takes_what_was_measured() -> None:
     """The forward again is shorter than the first: what only the output needs is left out."""
-    choice, cluster = Choice(1, 4, 1, "1f1b", 8, 1), Cluster(4, 12.5 * MB)
+    choice, cluster = ParallelConfig(1, 4, 1, "1f1b", 8, 1), Cluster(4, 12.5 * MB)
     again = tuple(replace(unit, recompute_seconds=0.25) for unit in ALIKE.at(1))
     whole = predict(choice, _cut(choice, cluster))
     shorter = Sizes({1: replace(ALIKE.profiles[1], units=again)})
@@ -366,7 +378,7 @@ def test_recomputing_takes_what_was_measured() -> None:
 def test_what_waits_for_w_is_held_until_then() -> None:
     """Under zb-h1 the last of 4 ranks has 4 microbatches between I and W; each still needs its activations."""
     cluster = Cluster(4, 9 * MB)
-    both = [Choice(1, 4, 1, name, 8, 1) for name in ("zb-h1", "1f1b")]
+    both = [ParallelConfig(1, 4, 1, name, 8, 1) for name in ("zb-h1", "1f1b")]
     split, whole = (predict(choice, _cut(choice, cluster)) for choice in both)
     assert whole.memory_bytes[3] <= 8 * MB + 2 * MB + MB // 10
     assert split.memory_bytes[3] >= 8 * MB + 4 * 2 * MB
@@ -378,8 +390,8 @@ def test_what_waits_for_w_is_held_until_then() -> None:
 )
 def test_the_slow_link_carries_least(boundary: int, parameter: int, grid: list[list[int]]) -> None:
     sizes = Sizes({1: _profile([1.0] * 4, gradient=parameter, boundary=boundary, boundary_gradient=boundary)})
-    cluster = Cluster(4, math.inf, LinkCost(0, 1000 * MB), devices_per_host=2, between_hosts=LinkCost(0, 10 * MB))
-    plans = [p for p in make_plans(sizes, cluster, 8, Wanted(["1f1b"]), best=99).best if p.choice.replicas == 2]
+    cluster = Cluster(4, math.inf, LinkCost(0, 1000 * MB), devices_per_host=2, inter_host_link=LinkCost(0, 10 * MB))
+    plans = [p for p in make_plans(sizes, cluster, 8, FixedNumbers(["1f1b"]), best=99).best if p.choice.replicas == 2]
     assert plans[0].grid == grid
 
 
@@ -410,9 +422,9 @@ def _split(profile: Profile, slower: float) -> Profile:
 def test_plans_with_split_backwards_take_what_those_take() -> None:
     """In whichever size: between two that were measured, too."""
 
-    def steps(slower: float, name: str) -> dict[Choice, float]:
+    def steps(slower: float, name: str) -> dict[ParallelConfig, float]:
         sizes = Sizes({rows: _split(_profile([float(rows)] * 8), slower) for rows in (1, 4)})
-        found = make_plans(sizes, Cluster(4), 16, Wanted([name]), best=99).best
+        found = make_plans(sizes, Cluster(4), 16, FixedNumbers([name]), best=99).best
         return {plan.choice: plan.step_seconds for plan in found if plan.choice.ranks > 1}
 
     plain, slow = steps(1.0, "zb-h1"), steps(3.0, "zb-h1")
@@ -432,7 +444,7 @@ def test_a_searched_order_is_judged_by_the_costs_of_split_backwards() -> None:
     cluster = Cluster(3, link=LinkCost(1.0, MB))
     found = {
         slower: make_plans(
-            Sizes({1: _split(uneven, slower)}), cluster, 6, Wanted(["1f1b"]), best=1, search_seconds=0.3
+            Sizes({1: _split(uneven, slower)}), cluster, 6, FixedNumbers(["1f1b"]), best=1, search_seconds=0.3
         ).best[0]
         for slower in (1.0, 10.0)
     }
@@ -448,7 +460,7 @@ def test_no_size_costs_nothing() -> None:
 
 
 def test_every_device_is_used_and_the_batch_is_whole() -> None:
-    open_ = choices(ALIKE, Cluster(4), 12)
+    open_ = enumerate_configs(ALIKE, Cluster(4), 12)
     assert {(c.replicas, c.ranks) for c in open_} == {(1, 4), (2, 2), (4, 1)}
     assert all(c.replicas * c.microbatches * c.rows == 12 and c.stages <= 8 for c in open_)
     assert {c.schedule for c in open_ if c.ranks == 2} >= {"gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"}
@@ -503,7 +515,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: s
 )
 def test_a_plan_that_was_spoilt_is_refused(tmp_path: Path, name: str, value: object, message: str) -> None:
     file, cluster = tmp_path / "plan.json", Cluster(4)
-    choice = Choice(1, 4, 1, "1f1b", 8, 1)
+    choice = ParallelConfig(1, 4, 1, "1f1b", 8, 1)
     predict(choice, _cut(choice, cluster)).save(file)
     read_plan(file)
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
@@ -515,15 +527,15 @@ def test_a_plan_that_was_spoilt_is_refused(tmp_path: Path, name: str, value: obj
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 def test_a_choice_of_nothing_is_refused(name: str, value: object) -> None:
     with pytest.raises(ArgumentError, match=f"{name}={value!r}: expected an integer >= 1"):
-        replace(Choice(1, 2, 1, "1f1b", 4, 1), **{name: value})  # type: ignore[arg-type]
+        replace(ParallelConfig(1, 2, 1, "1f1b", 4, 1), **{name: value})  # type: ignore[arg-type]
 
 
 def test_slow_devices_get_less_and_small_ones_are_not_overfilled() -> None:
     """The best order of kinds is found, and each rank is judged by its own device's speed and memory."""
-    kinds = (Kind("old", 2, 9 * MB, 0.5), Kind("new", 2, 40 * MB))
+    kinds = (DevicePool("old", 2, 9 * MB, 0.5), DevicePool("new", 2, 40 * MB))
     cluster = Cluster(kinds=kinds)
     sizes = Sizes({1: _profile([1.0] * 12, activation=MB, parameter=MB // 4, gradient=MB // 4, optimizer=MB // 2)})
-    best = next(p for p in make_plans(sizes, cluster, 8, Wanted(["1f1b"]), best=99).best if p.choice.ranks == 4)
+    best = next(p for p in make_plans(sizes, cluster, 8, FixedNumbers(["1f1b"]), best=99).best if p.choice.ranks == 4)
     assert best.devices == (2, 3, 0, 1)  # new ones first: there 1F1B holds more microbatches
     assert best.limit_bytes == (40 * MB, 40 * MB, 9 * MB, 9 * MB)
     assert all(need <= limit for need, limit in zip(best.memory_bytes, best.limit_bytes, strict=True))
@@ -532,15 +544,15 @@ def test_slow_devices_get_less_and_small_ones_are_not_overfilled() -> None:
 
 def test_bad_numbers_get_one_clear_error() -> None:
     with pytest.raises(ArgumentError, match="at least 2 replicas; pass 6 or 8"):
-        choices(ALIKE, Cluster(16), 7)
+        enumerate_configs(ALIKE, Cluster(16), 7)
     with pytest.raises(ArgumentError, match="at least 2 replicas; pass 2 or 4"):
         make_plans(Sizes({1: _profile([1.0])}), Cluster(2), 3)
     with pytest.raises(ArgumentError, match="global_batch=0"):
-        choices(ALIKE, Cluster(2), 0)
+        enumerate_configs(ALIKE, Cluster(2), 0)
     with pytest.raises(ArgumentError, match="devices=0"):
         Cluster(0)
     with pytest.raises(ArgumentError, match="one host has all of 4 devices"):
-        Cluster(4, between_hosts=LinkCost(1))
+        Cluster(4, inter_host_link=LinkCost(1))
     with pytest.raises(ArgumentError, match="different units"):
         Sizes({1: _profile([1.0]), 2: _profile([1.0, 2.0])})
 
@@ -549,9 +561,9 @@ def test_what_cannot_hold_the_model_is_not_simulated(monkeypatch: pytest.MonkeyP
     """Each unit holds 4 MB all the time: offloading cannot fit it into 3, and the nearest plan is tried first."""
     cluster, tried = Cluster(4, 3 * MB), []
     found = make_plans(ALIKE, cluster, 8)
-    assert found.nearest is not None
+    assert found.closest is not None
     best = Candidate.best
     monkeypatch.setattr(Candidate, "best", lambda one: tried.append(one.choice) or best(one))
-    told = [*remedies(ALIKE, cluster, 8, Wanted(), found.nearest)]
+    told = [*remedies(ALIKE, cluster, 8, FixedNumbers(), found.closest)]
     assert [bool(one.memory_bytes) for one in told] == [True]
-    assert tried == [found.nearest.choice]
+    assert tried == [found.closest.choice]

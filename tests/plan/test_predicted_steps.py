@@ -11,7 +11,7 @@ from calibration import Host
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
-from penstock.plan import Cluster, Plan, Sizes, Wanted, make_plans
+from penstock.plan import Cluster, FixedNumbers, Plan, Sizes, make_plans
 from penstock.simulate import LinkCost
 from report import Ran, predicted
 
@@ -22,7 +22,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]
 
 def _plans(ranks: int, schedules: list[str], action_seconds: float = 0.0, link: LinkCost | None = None) -> list[Plan]:
     cluster = Cluster(ranks, link=link or LinkCost(0.0), action_seconds=action_seconds)
-    found = make_plans(SIZES, cluster, 8, Wanted(schedules), best=1000).best
+    found = make_plans(SIZES, cluster, 8, FixedNumbers(schedules), best=1000).best
     return [plan for plan in found if plan.choice.replicas == 1 and plan.choice.rows == 1]
 
 
@@ -48,7 +48,7 @@ def test_the_runtime_adds_to_each_action_of_the_slowest_way_through() -> None:
     even = tuple(UnitCost(f"layer.{n}", 1.0, 1.0, 1.0) for n in range(4))
     sizes = Sizes({1: Profile(even, "cpu", "float32", {"weight": (1,)}, rows=1)})
     plain, loaded = (
-        next(p for p in make_plans(sizes, Cluster(4, action_seconds=each), 8, Wanted(["1f1b"]), best=99).best
+        next(p for p in make_plans(sizes, Cluster(4, action_seconds=each), 8, FixedNumbers(["1f1b"]), best=99).best
              if p.choice.ranks == 4 and p.choice.rows == 1)
         for each in (0.0, 0.125)
     )  # fmt: skip

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from penstock._base.errors import MissingExtraError, ScheduleError
 from penstock.report.colors import LIGHT, shade
-from penstock.report.svg import panel_of, svg
+from penstock.report.svg import make_panel, svg
 from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
 from penstock.schedule.describe import Kind
 from penstock.schedule.timeline import Timeline
@@ -25,14 +25,14 @@ def timeline() -> Timeline:
 
 def test_a_notebook_shows_the_picture(timeline: Timeline) -> None:
     schedule = generate("zb-v", 2, 4)
-    assert schedule._repr_html_() == svg([panel_of(schedule)], "slots")
-    assert timeline._repr_html_() == svg([panel_of(timeline)])
-    assert "2 ranks, 18 ms; bubble 33.3%" in svg([panel_of(timeline)])
+    assert schedule._repr_html_() == svg([make_panel(schedule)], "slots")
+    assert timeline._repr_html_() == svg([make_panel(timeline)])
+    assert "2 ranks, 18 ms; bubble 33.3%" in svg([make_panel(timeline)])
 
 
 def test_a_notebook_does_not_wait_for_what_takes_long() -> None:
     row = Row.of(Op.F, 0, range(100_001))
-    how = "penstock.report.svg([penstock.report.panel_of(schedule)], 'slots')"
+    how = "penstock.report.svg([penstock.report.make_panel(schedule)], 'slots')"
     said = f"<pre>100,001 actions; {how} draws them, in a while</pre>"
     assert Schedule("long", Placement.loop(1), 100_001, [row])._repr_html_() == said
 

@@ -21,7 +21,7 @@ def timeline() -> Timeline:
 
 
 def test_perfetto_says_that_ranks_took_turns(timeline: Timeline) -> None:
-    events = to_perfetto(replace(timeline, in_turns=True))["traceEvents"]
+    events = to_perfetto(replace(timeline, serialized=True))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"rank {rank} (in turns with the others, in one process)" for rank in range(2)]
 
@@ -95,7 +95,7 @@ def test_arrows_lead_from_what_made_a_message_to_what_used_it(timeline: Timeline
         ("gradients", "1I0", "0I0"),
         ("gradients", "3I0", "2I0"),
     ]
-    assert not [e for e in to_perfetto(replace(timeline, in_turns=True))["traceEvents"] if e["ph"] in "sf"]
+    assert not [e for e in to_perfetto(replace(timeline, serialized=True))["traceEvents"] if e["ph"] in "sf"]
 
 
 def counter(events: list[dict[str, Any]], rank: int) -> dict[str, list[tuple[float, float]]]:

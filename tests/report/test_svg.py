@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from penstock._base.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, shade
-from penstock.report.svg import panel_of, svg
+from penstock.report.svg import make_panel, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.describe import Kind, describe
 from penstock.schedule.grid import in_slots
@@ -25,7 +25,7 @@ NS = "{http://www.w3.org/2000/svg}"
 
 
 def schedule_svg(schedule: Schedule, timeline: Timeline | None = None, **options: Any) -> str:
-    return svg([panel_of(schedule, timeline)], "slots" if timeline is None else "s", **options)
+    return svg([make_panel(schedule, timeline)], "slots" if timeline is None else "s", **options)
 
 
 def drawn(text: str) -> list[tuple[str, float, float, float, str | None]]:
@@ -123,10 +123,10 @@ def test_the_legend_has_what_occurs() -> None:
 
 def test_messages_lie_below_what_is_computed_meanwhile() -> None:
     row = [Span(0, Action.parse("0F0"), 0, 2), Span(0, Action.parse("0SEND_F0"), 1, 2)]
-    (one, *_), (two, _, _, y, label) = drawn(svg([panel_of(merged([row]))]))
+    (one, *_), (two, _, _, y, label) = drawn(svg([make_panel(merged([row]))]))
     assert one.startswith("forward")
     assert two == "send activations of microbatch 0, stage 0 to stage 1: 1 s to 2 s"
-    assert (y > drawn(svg([panel_of(merged([row]))]))[0][3], label) == (True, None)
+    assert (y > drawn(svg([make_panel(merged([row]))]))[0][3], label) == (True, None)
 
 
 def test_a_name_is_not_taken_for_markup() -> None:

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from penstock.report import walkthrough
-from penstock.schedule import Schedule, add_communication, add_sharding, generate, generators, grid
+from penstock.schedule import Schedule, add_communication, add_sharding, generate, grid, schedule_specs
 
 SIZES = ((1, 1), (2, 2), (4, 8), (4, 3))
 
@@ -137,10 +137,10 @@ def check_idle(
 
 
 @pytest.mark.parametrize("ranks_microbatches", SIZES, ids=lambda size: f"p{size[0]}m{size[1]}")
-@pytest.mark.parametrize("name", [one.name for one in generators()])
+@pytest.mark.parametrize("name", [one.name for one in schedule_specs()])
 def test_words_are_the_schedules(name: str, ranks_microbatches: tuple[int, int]) -> None:
     ranks, microbatches = ranks_microbatches
-    entry = next(one for one in generators() if one.name == name)
+    entry = next(one for one in schedule_specs() if one.name == name)
     if "bidirectional" in entry.placement:
         ranks, microbatches = ranks + ranks % 2, microbatches + microbatches % 2
     check_words(generate(name, ranks, microbatches))
@@ -148,7 +148,7 @@ def test_words_are_the_schedules(name: str, ranks_microbatches: tuple[int, int])
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "hanayo"])
 def test_more_chunks(name: str) -> None:
-    check_words(generate(name, 3, 6, chunks=4))
+    check_words(generate(name, 3, 6, stages_per_rank=4))
 
 
 def test_messages_and_gathers_make_no_difference() -> None:

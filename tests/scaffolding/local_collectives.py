@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.local import LocalHub, LocalTransport
+from penstock.runtime.transport.routes import LocalHub, LocalTransport
 
 
 class CollectiveHub(LocalHub):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import penstock
-from penstock.costs import counted_again
-from penstock.plan import Choice, Cluster, Plan, Sizes
+from penstock.costs import tied_bytes_overcount
+from penstock.plan import Cluster, ParallelConfig, Plan, Sizes
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.predict import cut, order_of, predict
 
@@ -147,7 +147,7 @@ def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: s
     alike = {"forward_seconds": 1.0, "input_gradient_seconds": 1.0, "weight_gradient_seconds": 1.0}
     sizes = Sizes.of([replace(profile, units=tuple(replace(unit, **alike) for unit in profile.units))])  # the same cuts
     rows = x.shape[0] // MICROBATCHES
-    choice, cluster = Choice(1, ranks, chunks, schedule, MICROBATCHES, rows), Cluster(ranks)
+    choice, cluster = ParallelConfig(1, ranks, chunks, schedule, MICROBATCHES, rows), Cluster(ranks)
     units, order = sizes.at(rows), order_of(choice)
     where = cut(units, order.placement, cluster, kinds_of_ranks(cluster, 1, ranks)[0])
     plan = predict(choice, where)
@@ -155,5 +155,5 @@ def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: s
     needed = []
     for rank, most in enumerate(plan.memory_bytes):
         own = [unit for s in order.placement.stages_on(rank) for unit in units[bounds[s] : bounds[s + 1]]]
-        needed.append(most - sum(unit.optimizer_bytes for unit in own) + counted_again(own)[2])
+        needed.append(most - sum(unit.optimizer_bytes for unit in own) + tied_bytes_overcount(own)[2])
     return plan, needed

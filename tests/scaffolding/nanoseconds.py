@@ -12,7 +12,7 @@ from penstock.schedule.timeline import Span, Timeline
 def from_nanoseconds(rows: Sequence[Sequence[tuple[Action, int, int, int]]], *, in_turns: bool = False) -> Timeline:
     """Each rank's (action, begin, ready, end), in order."""
     actions = [Row([action for action, *_ in row]) for row in rows]
-    return Timeline.of_rows(actions, [[times for _, *times in row] for row in rows], in_turns=in_turns)
+    return Timeline.from_rows(actions, [[times for _, *times in row] for row in rows], in_turns=in_turns)
 
 
 def merged(rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timeline:
@@ -22,5 +22,5 @@ def merged(rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timelin
         ([s.start_seconds for s in spans], [s.end_seconds for s in spans], [s.waited_seconds for s in spans])
         for spans in ranks
     ]
-    made = Timeline.of_columns([Row([s.action for s in spans]) for spans in ranks], columns)
-    return replace(made, in_turns=in_turns)
+    made = Timeline.from_columns([Row([s.action for s in spans]) for spans in ranks], columns)
+    return replace(made, serialized=in_turns)

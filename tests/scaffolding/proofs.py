@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 
-from penstock import Pipeline, Report, verify
+from penstock import Pipeline, VerificationReport, verify
 from scaffolding.models import squared_error
 
 
-def proven(model: Any, x: Any, y: Any, loss: Callable[..., Any] | None = squared_error, **options: Any) -> Report:
+def proven(
+    model: Any, x: Any, y: Any, loss: Callable[..., Any] | None = squared_error, **options: Any
+) -> VerificationReport:
     """The report on a model with the one input `x` and the target `y`. Raises VerificationError if anything differs."""
-    return verify(model, (x,), target=y, loss_fn=loss, **options).check()
+    return verify(model, (x,), target=y, loss_fn=loss, **options).raise_if_failed()
 
 
-def close(report: Report) -> None:
+def close(report: VerificationReport) -> None:
     """It trains as on one device, and what it trains is that of the whole batch, but for rounding."""
-    whole = report.check().whole_batch
+    whole = report.raise_if_failed().full_batch
     assert whole is not None
     assert whole.verdict == "close", whole.text
 

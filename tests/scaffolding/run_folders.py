@@ -10,14 +10,14 @@ from penstock._base.files import write_whole
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
-from penstock.trace.runs import About, RankState, StepRecord
+from penstock.trace.runs import RankState, RunInfo, StepRecord
 from penstock.trace.runs.folder import append_lines
 
 
-def about(ranks: int, microbatches: int) -> About:
+def about(ranks: int, microbatches: int) -> RunInfo:
     """A run of as many stages, each of one layer: a, b, c."""
     layers = "abcdefgh"[:ranks]
-    return About(
+    return RunInfo(
         name="gpt",
         id="abc",
         started="2026-01-01T00:00:00.000+00:00",

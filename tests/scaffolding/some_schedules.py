@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Op, Overlap, Placement, Schedule, generate, generators, names, split_backward
-from penstock.schedule.generators import Numbers
+from penstock.schedule import Action, Op, Overlap, Placement, Schedule, generate, names, schedule_specs, split_backward
+from penstock.schedule.generators import ScheduleParams
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ NAMES = names()
 @st.composite
 def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32, name: str | None = None) -> Schedule:
     """A schedule from any generator, or the named one, with any numbers that it allows."""
-    entry = draw(st.sampled_from([each for each in generators() if name in (None, each.name)]))
-    numbers = Numbers(
+    entry = draw(st.sampled_from([each for each in schedule_specs() if name in (None, each.name)]))
+    numbers = ScheduleParams(
         draw(st.integers(1, max_ranks)),
         draw(st.integers(1, max_microbatches)),
         draw(st.integers(1, 4)),
     )
-    while (rule := entry.broken(numbers)) is not None:
-        fixed = entry.chunks if rule.argument == "chunks" else getattr(numbers, rule.argument) + 1
+    while (rule := entry.violated_constraint(numbers)) is not None:
+        fixed = entry.chunks if rule.argument == "stages_per_rank" else getattr(numbers, rule.argument) + 1
         numbers = replace(numbers, **{rule.argument: fixed})
-    return generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks)
+    return generate(entry.name, numbers.ranks, numbers.microbatches, numbers.stages_per_rank)
 
 
 @st.composite

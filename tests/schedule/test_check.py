@@ -85,7 +85,7 @@ def test_trap_24_a_deadlock_of_unbuffered_sends_alone() -> None:
 
 
 def test_reductions_in_different_orders_are_reported() -> None:
-    schedule = reduce_ties(generate("gpipe", 2, 1, chunks=2), [[0, 1], [2, 3]])
+    schedule = reduce_ties(generate("gpipe", 2, 1, stages_per_rank=2), [[0, 1], [2, 3]])
     assert check(schedule) == []
     broken = rows(schedule)
     broken[0][-2:] = reversed(broken[0][-2:])

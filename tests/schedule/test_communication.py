@@ -175,13 +175,13 @@ def test_which_ranks_send_to_which() -> None:
 
 
 def test_stages_of_one_rank_exchange_no_message() -> None:
-    schedule = generate("gpipe", 1, 4, chunks=3)
+    schedule = generate("gpipe", 1, 4, stages_per_rank=3)
     assert add_communication(schedule) == schedule
 
 
 def test_a_send_waits_for_a_buffer_rather_than_for_ever() -> None:
     """Stage 3 needs stage 0's values only after all of stage 1's; the pair of ranks has two buffers for each link."""
-    schedule = generate("gpipe", 2, 8, chunks=2)
+    schedule = generate("gpipe", 2, 8, stages_per_rank=2)
     lowered = add_communication(schedule, [Link(0, 1), Link(0, 3)], [])
     assert_sound(schedule, lowered)
     row = [str(a) for a in lowered.rows[0]]

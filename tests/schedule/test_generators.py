@@ -19,19 +19,19 @@ from penstock.schedule import (
     Schedule,
     check,
     generate,
-    generator,
-    generators,
     grid,
     names,
     peak_activations,
+    schedule_spec,
+    schedule_specs,
 )
-from penstock.schedule.generators import Generator, Numbers, interleaved_1f1b
+from penstock.schedule.generators import ScheduleParams, ScheduleSpec, interleaved_1f1b
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from scaffolding.representatives import representatives
 from scaffolding.some_schedules import NAMES, generated
 
-GENERATORS = generators()
+GENERATORS = schedule_specs()
 registry = import_module("penstock.schedule.generators")  # a function has the same name in penstock.schedule
 REGULAR = [(2, 4), (2, 8), (4, 8), (4, 16), (6, 12), (8, 24)]
 """Ranks and microbatches for which the registry's formulas hold."""
@@ -46,8 +46,8 @@ def test_every_generator_is_legal_and_exact(schedule: Schedule) -> None:
     ("name", "ranks", "microbatches"), representatives(3, NAMES, [1, 2, 3, 5, 8, 16], [1, 2, 3, 7, 16, 33, 64])
 )
 def test_every_generator_is_legal_at_the_corners(name: str, ranks: int, microbatches: int) -> None:
-    entry = generator(name)
-    if (rule := entry.broken(Numbers(ranks, microbatches, entry.chunks))) is not None:
+    entry = schedule_spec(name)
+    if (rule := entry.violated_constraint(ScheduleParams(ranks, microbatches, entry.chunks))) is not None:
         with pytest.raises(ArgumentError, match=f"{name} works with {re.escape(rule.text)}"):
             generate(name, ranks, microbatches)
         return
@@ -82,7 +82,7 @@ def test_memory_is_what_the_registry_says(entry: Any, p: int, m: int) -> None:
     ("name", "numbers", "costs"), representatives(3, NAMES, REGULAR, [(1, 1, 1), (8, 8, 5), (10, 9, 7)])
 )
 def test_idle_time_is_what_the_registry_says(name: str, numbers: tuple[int, int], costs: tuple[int, int, int]) -> None:
-    entry, (p, m), (f, i, w) = generator(name), numbers, costs
+    entry, (p, m), (f, i, w) = schedule_spec(name), numbers, costs
     idle = None if entry.idle is None else eval(entry.idle, values(entry, p, m, F=f, I=i, W=w))
     scale, share = 12, 12 // entry.chunks  # whole numbers for each chunk
     timeline = simulate(generate(entry.name, p, m), StageCost(share * f, share * i, share * w))
@@ -194,14 +194,14 @@ def test_names_are_known_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("1f1b", (2, 2, 2), "chunks=2: 1f1b works with exactly 1 chunk a rank"),
-        ("zb-v", (2, 2, 1), "chunks=1: zb-v works with exactly 2 chunks a rank, placed as a V"),
-        ("hanayo", (2, 2, 3), "chunks=3: hanayo works with an even number of chunks a rank"),
+        ("1f1b", (2, 2, 2), "stages_per_rank=2: 1f1b works with exactly 1 chunk a rank"),
+        ("zb-v", (2, 2, 1), "stages_per_rank=1: zb-v works with exactly 2 chunks a rank, placed as a V"),
+        ("hanayo", (2, 2, 3), "stages_per_rank=3: hanayo works with an even number of chunks a rank"),
         ("chimera", (3, 2), "ranks=3: chimera works with an even number of ranks"),
         ("dualpipe", (4, 7), "microbatches=7: dualpipe works with an even number of microbatches"),
         ("naive", (0, 1), "ranks=0: expected an integer >= 1"),
         ("gpipe", (2, 0), "microbatches=0: expected an integer >= 1"),
-        ("gpipe", (2, 2, 0), "chunks=0: expected an integer >= 1"),
+        ("gpipe", (2, 2, 0), "stages_per_rank=0: expected an integer >= 1"),
     ],
 )
 def test_what_is_not_allowed(name: str, numbers: tuple[int, ...], message: str) -> None:
@@ -210,9 +210,9 @@ def test_what_is_not_allowed(name: str, numbers: tuple[int, ...], message: str) 
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
-def test_a_generator_says_before_it_makes_a_schedule_whether_it_fits(entry: Generator, chunks: int) -> None:
-    numbers = Numbers(4, 8, chunks)
+@pytest.mark.parametrize("entry", schedule_specs(), ids=lambda entry: entry.name)
+def test_a_generator_says_before_it_makes_a_schedule_whether_it_fits(entry: ScheduleSpec, chunks: int) -> None:
+    numbers = ScheduleParams(4, 8, chunks)
     try:
         made = generate(entry.name, 4, 8, chunks)
     except ArgumentError:

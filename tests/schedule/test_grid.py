@@ -21,7 +21,9 @@ def test_input_gradients_free_the_rank_below_early() -> None:
 
 
 def test_stages_are_named_where_a_rank_has_several() -> None:
-    assert grid(generate("naive", 2, 1, chunks=2)).splitlines()[0] == ("rank 0 | 0F0 .   2F0 .   .   2B0 .   0B0")
+    assert grid(generate("naive", 2, 1, stages_per_rank=2)).splitlines()[0] == (
+        "rank 0 | 0F0 .   2F0 .   .   2B0 .   0B0"
+    )
 
 
 def test_messages_and_reductions_take_no_slot() -> None:

@@ -14,7 +14,6 @@ from penstock.schedule import (
     check,
     drop_backward,
     drop_communication,
-    first_microbatches,
     forward_only,
     generate,
     merge_backward,
@@ -22,6 +21,7 @@ from penstock.schedule import (
     reduce_replicas,
     reduce_ties,
     split_backward,
+    truncate_microbatches,
 )
 from scaffolding.some_schedules import arbitrary, generated
 
@@ -44,7 +44,7 @@ def test_splitting_and_merging_gives_the_schedule_back(schedule: Schedule) -> No
 @given(st.one_of(generated(max_microbatches=12), arbitrary()), st.data())
 def test_the_first_microbatches_of_a_schedule_are_a_schedule(schedule: Schedule, data: st.DataObject) -> None:
     count = data.draw(st.integers(schedule.placement.pipelines, schedule.microbatches))
-    fewer = first_microbatches(schedule, count)
+    fewer = truncate_microbatches(schedule, count)
     assert fewer.microbatches == count
     assert not any(violation.fatal for violation in check(fewer))
     assert all(a <= b for a, b in zip(peak_activations(fewer), peak_activations(schedule), strict=True))
@@ -56,12 +56,12 @@ def test_the_first_microbatches_of_a_schedule_are_a_schedule(schedule: Schedule,
 
 
 def test_each_pipeline_keeps_the_first_of_its_share() -> None:
-    fewer = first_microbatches(generate("chimera", 2, 8), 4)
+    fewer = truncate_microbatches(generate("chimera", 2, 8), 4)
     assert {a.microbatch for row in fewer.rows for a in row if a.stage < 2} == {0, 1}
     assert {a.microbatch for row in fewer.rows for a in row if a.stage >= 2} == {2, 3}
     for count in (0, 1, 9):
         with pytest.raises(ArgumentError, match=f"microbatches={count}: .*'chimera' has 8, of which at least 2"):
-            first_microbatches(generate("chimera", 2, 8), count)
+            truncate_microbatches(generate("chimera", 2, 8), count)
 
 
 def test_an_overlap_stays_one_only_while_both_its_parts_stay() -> None:
@@ -114,7 +114,7 @@ def test_ties_are_reduced_after_the_last_backward() -> None:
 
 def test_reductions_start_in_order_of_the_groups_on_every_rank() -> None:
     """Group 0 is ready last on rank 1 (chunk 1 goes back before chunk 0), and still starts first."""
-    schedule = reduce_ties(generate("gpipe", 2, 1, chunks=2), [[0, 1], [2, 3], [1, 2]])
+    schedule = reduce_ties(generate("gpipe", 2, 1, stages_per_rank=2), [[0, 1], [2, 3], [1, 2]])
     assert [str(row) for row in schedule.rows] == [
         "0F0 2F0 2B0 0B0 0REDUCE_GRAD0 2REDUCE_GRAD1 2REDUCE_GRAD2",
         "1F0 3F0 3B0 1B0 1REDUCE_GRAD0 3REDUCE_GRAD1 1REDUCE_GRAD2",
@@ -123,14 +123,14 @@ def test_reductions_start_in_order_of_the_groups_on_every_rank() -> None:
 
 
 def test_a_rank_reduces_a_group_once_on_its_lowest_stage() -> None:
-    assert reductions(reduce_ties(generate("gpipe", 2, 2, chunks=2), [[3, 0, 2, 1]])) == [
+    assert reductions(reduce_ties(generate("gpipe", 2, 2, stages_per_rank=2), [[3, 0, 2, 1]])) == [
         ["0REDUCE_GRAD0"],
         ["1REDUCE_GRAD0"],
     ]
 
 
 def test_a_group_on_one_rank_is_not_reduced() -> None:
-    assert reductions(reduce_ties(generate("gpipe", 2, 2, chunks=2), [[0, 2], [0, 3]])) == [
+    assert reductions(reduce_ties(generate("gpipe", 2, 2, stages_per_rank=2), [[0, 2], [0, 3]])) == [
         ["0REDUCE_GRAD1"],
         ["3REDUCE_GRAD1"],
     ]
@@ -143,7 +143,7 @@ def test_split_weights_are_reduced_after_the_last_w() -> None:
 
 def test_a_rank_without_backward_keeps_the_order_of_the_groups() -> None:
     """Stage 0 is frozen, and its rank reduces group 1 no sooner than group 0, as the other rank does."""
-    schedule = reduce_ties(drop_backward(generate("gpipe", 2, 1, chunks=2), [0]), [[2, 3], [0, 1]])
+    schedule = reduce_ties(drop_backward(generate("gpipe", 2, 1, stages_per_rank=2), [0]), [[2, 3], [0, 1]])
     assert reductions(schedule) == [["2REDUCE_GRAD0", "0REDUCE_GRAD1"], ["3REDUCE_GRAD0", "1REDUCE_GRAD1"]]
     assert str(schedule.rows[0]) == "0F0 2F0 2B0 2REDUCE_GRAD0 0REDUCE_GRAD1"
 
@@ -182,7 +182,7 @@ def test_an_unknown_stage_in_a_group_is_refused() -> None:
 @st.composite
 def weights_in_any_order(draw: st.DrawFn) -> Schedule:
     """Each rank's weight gradients at the end: which stage has the last one then depends on how many there are."""
-    schedule = split_backward(generate("gpipe", draw(st.integers(1, 2)), draw(st.integers(2, 4)), chunks=2))
+    schedule = split_backward(generate("gpipe", draw(st.integers(1, 2)), draw(st.integers(2, 4)), stages_per_rank=2))
     rows = []
     for row in schedule.rows:
         weights = draw(st.permutations([action for action in row if action.op is Op.W]))
@@ -196,7 +196,7 @@ def test_replicas_reduce_in_one_order_though_one_has_fewer_microbatches(
 ) -> None:
     """Each collective meets the one that another replica starts at the same turn, whatever stage that is of."""
     stages = set(range(schedule.stages)) - data.draw(st.sets(st.integers(0, schedule.stages - 1), max_size=1))
-    fewer = first_microbatches(schedule, data.draw(st.integers(schedule.placement.pipelines, schedule.microbatches)))
+    fewer = truncate_microbatches(schedule, data.draw(st.integers(schedule.placement.pipelines, schedule.microbatches)))
     done = reduce_replicas(fewer, stages, like=schedule)
     assert reductions(done) == reductions(reduce_replicas(schedule, stages))
     for row in done.rows:

@@ -18,10 +18,10 @@ from penstock.schedule import (
     add_sharding,
     check,
     drop_communication,
-    first_microbatches,
     from_csv,
     generate,
     to_csv,
+    truncate_microbatches,
 )
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training, order_of
 from penstock.schedule.sharding import SHARDING
@@ -223,7 +223,7 @@ def test_replicas_with_fewer_microbatches_gather_and_reduce_in_the_same_order(da
     metas = [StageMeta(index, (), ()) for index in range(schedule.stages)]
     window = data.draw(st.integers(at_once(schedule), chunks_of(schedule)))
     sharded = Sharded(stages_of(schedule), window)
-    fewer = first_microbatches(schedule, data.draw(st.integers(1, schedule.microbatches)))
+    fewer = truncate_microbatches(schedule, data.draw(st.integers(1, schedule.microbatches)))
     full, less = (lower_training(order, [metas], (), sharded, schedule) for order in (schedule, fewer))
     assert collectives(less) == collectives(full)
     assert drop_communication(less).microbatches == fewer.microbatches

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock._base.errors import ScheduleError
 from penstock.schedule import Op, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost, critical_path, earliest, idle, memory, peaks, simulate
+from penstock.simulate import StageCost, critical_path, earliest, idle_time_by_cause, memory, peaks, simulate
 from penstock.simulate.costs import LinkCost
 from scaffolding.some_schedules import small_ones, with_overlaps
 
@@ -60,10 +60,10 @@ def test_more_nodes_than_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) 
     """A few ranks at a time: what one part waits for may be in another."""
     schedule, costs = generate("interleaved-1f1b", 5, 7, 2), [StageCost(1 + s, 2, 1, 3) for s in range(10)]
     whole = simulate(schedule, costs, LinkCost(0.25, 4))
-    found = idle(schedule, whole), critical_path(schedule, whole)
+    found = idle_time_by_cause(schedule, whole), critical_path(schedule, whole)
     monkeypatch.setattr("penstock.simulate.computations._TOGETHER", 30)
     assert simulate(schedule, costs, LinkCost(0.25, 4)) == whole
-    assert (idle(schedule, whole), critical_path(schedule, whole)) == found
+    assert (idle_time_by_cause(schedule, whole), critical_path(schedule, whole)) == found
 
 
 @settings(max_examples=50)

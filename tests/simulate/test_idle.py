@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import Action, Op, Schedule, add_communication, generate, reduce_ties
 from penstock.schedule.timeline import Span, Timeline
-from penstock.simulate import Cause, critical_path, idle, simulate
+from penstock.simulate import IdleCause, critical_path, idle_time_by_cause, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import small_ones, with_overlaps
@@ -37,7 +37,10 @@ def simulated(schedule: Schedule, data: st.DataObject) -> Timeline:
 
 def causes(schedule: Schedule, timeline: Timeline) -> list[dict[str, float]]:
     """What is above 0 only, by its name."""
-    return [{cause.value: seconds for cause, seconds in rank.items() if seconds} for rank in idle(schedule, timeline)]
+    return [
+        {cause.value: seconds for cause, seconds in rank.items() if seconds}
+        for rank in idle_time_by_cause(schedule, timeline)
+    ]
 
 
 def measured(schedule: Schedule, *rows: str) -> Timeline:
@@ -64,14 +67,14 @@ def test_idle_and_busy_together_are_the_makespan(schedule: Schedule, data: st.Da
         timeline = simulated(schedule, data)
     except ScheduleError:
         return  # overlaps that wait for themselves
-    report = idle(schedule, timeline)
+    report = idle_time_by_cause(schedule, timeline)
     for rank, by_cause in enumerate(report):
-        assert set(by_cause) == set(Cause)
+        assert set(by_cause) == set(IdleCause)
         assert min(by_cause.values()) >= 0
         whole = sum(map(Fraction, (*by_cause.values(), timeline.busy_seconds(rank))))
         assert abs(whole - Fraction(timeline.makespan_seconds)) <= ROUNDING * Fraction(timeline.makespan_seconds)
-        assert by_cause[Cause.OTHER] == 0
-    assert idle(reduce_ties(add_communication(schedule), [range(schedule.stages)]), timeline) == report
+        assert by_cause[IdleCause.OTHER] == 0
+    assert idle_time_by_cause(reduce_ties(add_communication(schedule), [range(schedule.stages)]), timeline) == report
 
 
 @given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 6), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9))
@@ -105,12 +108,12 @@ def test_a_rank_waits_for_the_later_of_what_two_that_overlap_need() -> None:
     )
     cost = StageCost(1, 1, 0)
     timeline = simulate(schedule, [replace(cost, forward_seconds=9), cost, cost])  # 0F1 ends at 18, 2B0 at 12
-    assert idle(schedule, timeline)[1][Cause.FORWARD] == 8
+    assert idle_time_by_cause(schedule, timeline)[1][IdleCause.FORWARD] == 8
     assert "0F1" in [str(span.action) for span in critical_path(schedule, timeline).spans]
     timeline = simulate(
         schedule, [cost, cost, replace(cost, backward_input_seconds=20)]
     )  # 0F1 ends at 2, 2B0 at 23, 2B1 at 46
-    assert idle(schedule, timeline)[1][Cause.BACKWARD] == 21 + 21
+    assert idle_time_by_cause(schedule, timeline)[1][IdleCause.BACKWARD] == 21 + 21
     assert "2B0" in [str(span.action) for span in critical_path(schedule, timeline).spans]
 
 
@@ -147,7 +150,7 @@ def test_a_clock_that_is_off_does_not_make_time_negative() -> None:
         "0F0 0 0 10, 0F1 10 10 30, 0B0 30 48 60, 0B1 60 60 80",
         "1F0 0 12 20, 1F1 20 28 38, 1B0 38 38 50, 1B1 50 50 58",
     )
-    for rank, by_cause in enumerate(idle(schedule, timeline)):
+    for rank, by_cause in enumerate(idle_time_by_cause(schedule, timeline)):
         assert min(by_cause.values()) >= 0
         total = sum(by_cause.values()) + timeline.busy_seconds(rank)
         assert total == pytest.approx(timeline.makespan_seconds, abs=1e-15)
@@ -240,8 +243,8 @@ def test_the_critical_path_of_a_real_run() -> None:
 
 def test_nobody_waits_for_ranks_that_take_turns() -> None:
     schedule = generate("gpipe", 2, 2)
-    turns = replace(simulate(schedule, StageCost(1, 2, 0)), in_turns=True)
-    for look in (idle, critical_path):
+    turns = replace(simulate(schedule, StageCost(1, 2, 0)), serialized=True)
+    for look in (idle_time_by_cause, critical_path):
         with pytest.raises(ArgumentError, match="ranks that took turns in one process"):
             look(schedule, turns)
 

@@ -33,7 +33,9 @@ def test_messages_and_reductions_change_nothing(schedule: Schedule, cost: StageC
 
 
 def test_stages_of_one_rank_pay_no_latency() -> None:
-    assert simulate(generate("gpipe", 1, 2, chunks=3), StageCost(1, 1, 1), LinkCost(100)).makespan_seconds == 18
+    assert (
+        simulate(generate("gpipe", 1, 2, stages_per_rank=3), StageCost(1, 1, 1), LinkCost(100)).makespan_seconds == 18
+    )
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

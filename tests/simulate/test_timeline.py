@@ -54,12 +54,12 @@ def test_an_idle_timeline_has_no_bubble() -> None:
 
 
 def test_ranks_that_took_turns_have_no_bubble(measured: Timeline) -> None:
-    turns = replace(measured, in_turns=True)
+    turns = replace(measured, serialized=True)
     assert math.isnan(turns.bubble_rate)
     assert "took turns" in repr(turns)
     assert Timeline.from_dict(json.loads(json.dumps(turns.to_dict()))) == turns
     assert turns.busy_seconds(0) == measured.busy_seconds(0), "the durations hold"
-    assert not from_nanoseconds([[]], in_turns=True).in_turns, "one rank has nobody to take turns with"
+    assert not from_nanoseconds([[]], in_turns=True).serialized, "one rank has nobody to take turns with"
 
 
 def test_the_span_begins_with_the_first_forward() -> None:

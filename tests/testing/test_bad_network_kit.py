@@ -54,7 +54,7 @@ def test_mine(bad_network):
 def test_jobs_run_one_after_the_other_and_their_output_is_kept(bad_network: MakesNetworks, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with bad_network(2, "10mbit delay 1ms", own={1: "5mbit"}, background=["1mbit to 0"]) as network:
+    with bad_network(2, "10mbit delay 1ms", host_links={1: "5mbit"}, background=["1mbit to 0"]) as network:
         done = network.run([str(script), "good"]).check()
         assert (done.status, done.said, done.outputs) == (0, "", ("rank 0 good\n", "rank 1 good\n"))
         assert done.seconds > 0
@@ -120,7 +120,7 @@ def test_links_of_some_hosts_need_one_of_the_others(arguments: dict[str, object]
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ("from penstock.network import checks; checks.os.geteuid = lambda: 1000", "this is user 1000"),
+        ("from penstock.network import namespaces; namespaces.os.geteuid = lambda: 1000", "this is user 1000"),
         (
             "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n: None if n == 'numba' else f(n)",
             "numba",

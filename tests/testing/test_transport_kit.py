@@ -14,7 +14,7 @@ import torch
 from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
 from penstock.runtime.transport import Agreement, Endpoint, from_bytes, to_bytes
-from penstock.runtime.transport.local import LocalChannel, LocalTransport
+from penstock.runtime.transport.routes import LocalChannel, LocalTransport
 from penstock.testing import check_factory, check_transport
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.local_collectives import CollectiveTransport, collective_transports

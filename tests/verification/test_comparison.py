@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.verification.comparison import Comparison, Report, Verdict, WholeBatch, compare, merged
+from penstock.verification.comparison import (
+    Comparison,
+    Difference,
+    FullBatchCheck,
+    Verdict,
+    VerificationReport,
+    compare,
+    merged,
+)
 
 KINDS = ["output", "loss", "gradient", "buffer"]
 TIED = "terms of several stages, added in another order"
@@ -28,7 +37,7 @@ def verdict(
 ) -> Verdict:
     row = compare(kind, "x", (0,), mine, other, exact, why, terms)
     assert row.ok == (row.verdict in ("equal", "close"))
-    assert (row.verdict == "close") == bool(row.allowed)
+    assert (row.verdict == "close") == bool(row.tolerance_reason)
     return row.verdict
 
 
@@ -248,8 +257,8 @@ def test_what_was_computed_in_lower_precision_than_it_was_added_in() -> None:
     assert found(1 + 0.9e-6, exact=True, why=TIED) == "close"
 
 
-def report(*rows: Comparison, whole: WholeBatch | None = None) -> Report:
-    return Report(rows, "gpipe", 2, 2, 4, 0.0, True, whole_batch=whole)
+def report(*rows: Comparison, whole: FullBatchCheck | None = None) -> VerificationReport:
+    return VerificationReport(rows, "gpipe", 2, 2, 4, 0.0, True, full_batch=whole)
 
 
 @pytest.mark.parametrize("wrong", ["different", "missing", "unexpected", "close"])
@@ -258,16 +267,25 @@ def test_one_wrong_row_is_enough(wrong: Verdict) -> None:
     fine, bad = Comparison("gradient", "a", (0,), "equal"), Comparison("gradient", "b", (1,), wrong, 0.5, 1.0, "", 2)
     assert report(fine).ok
     assert not report(fine, bad).ok
-    assert report(fine, bad).wrong == (bad,)
+    assert report(fine, bad).failures == (bad,)
     assert report(fine, bad).summary().startswith("1 of 2 values differ; the first is gradient b on stage 1")
     assert report(fine, bad).summary().endswith(", in step 2")
+
+
+def test_the_summary_begins_where_the_difference_does() -> None:
+    first = Difference(2, "what enters 'a'", 1, 0, 0.5, 1.0, "it is twice what it should be")
+    made = replace(report(Comparison("gradient", "a", (0,), "different", 0.5, 1.0, "", 2)), first=first)
+    assert made.summary().startswith(
+        "first difference: step 2, microbatch 1 on stage 0: what enters 'a' differs by 0.5"
+    )
+    assert ". Downstream, 1 of 1 values differ; the first is gradient a" in made.summary()
 
 
 @pytest.mark.parametrize(
     ("found", "ok"), [("close", True), ("explained", True), ("warning", True), ("different", False)]
 )
 def test_a_batch_that_is_cut_wrongly_is_not_ok(found: Any, ok: bool) -> None:
-    made = report(Comparison("loss", "loss", (0,), "equal"), whole=WholeBatch(1.0, 2.0, found, "a reason"))
+    made = report(Comparison("loss", "loss", (0,), "equal"), whole=FullBatchCheck(1.0, 2.0, found, "a reason"))
     assert made.ok == ok
     assert made.to_dict()["ok"] == ok
     assert ("a reason" in made.summary()) == (found in ("warning", "different"))

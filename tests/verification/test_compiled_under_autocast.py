@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import Report, verify
+from penstock import VerificationReport, verify
 from penstock.runtime.loss.loss import LossHead
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
@@ -32,14 +32,14 @@ class Upcast(nn.Module):
         return x + self.norm(F.gelu(product))
 
 
-def proof() -> Report:
+def proof() -> VerificationReport:
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = nn.Sequential(*(Upcast(12) for _ in range(4)))
     x, y = torch.randn(2, 16, 12)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 8, "schedule": "zb-h1", "compile": {"backend": "aot_eager"}}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return verify(model, (x,), target=y, loss=F.mse_loss, whole_batch=False, **options)
+        return verify(model, (x,), target=y, loss=F.mse_loss, full_batch=False, **options)
 
 
 def test_code_that_rounds_elsewhere_is_close() -> None:
@@ -57,5 +57,5 @@ def test_a_microbatch_that_counts_wrongly_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LossHead, "seed", wrong)
     report = proof()
-    assert {row.kind for row in report.wrong} == {"gradient"}
-    assert len(report.wrong) > 8
+    assert {row.kind for row in report.failures} == {"gradient"}
+    assert len(report.failures) > 8

@@ -100,6 +100,31 @@ class Exchanges(nn.Module):
         return y
 
 
+class Requires(nn.Module):
+    """Has a buffer require a gradient while it trains, as VectorQuantize of vector_quantize_pytorch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("zero", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + self.zero.requires_grad_(self.training)
+        return y
+
+
+class Missing:
+    """Stands in for a module that is not installed, as MONAI's `optional_import` makes one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+def beside_a_missing_module() -> nn.Module:
+    missing = Missing()
+    return Layers(lambda self, i, x: x if missing is None else torch.tanh(x))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Layers,
     "dropout": lambda: Layers(lambda self, i, x: self.dropout(x)),
@@ -112,6 +137,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "writes": lambda: nn.Sequential(Writes(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "cache": lambda: nn.Sequential(Cache(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "exchange": lambda: nn.Sequential(Exchanges(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+    "a buffer's gradient": lambda: nn.Sequential(Requires(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+    "missing module": beside_a_missing_module,
     "spectral norm": lambda: nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))
     ),
@@ -139,6 +166,7 @@ def test_a_right_model_raises_no_alarm(name: str, autocast: bool, monkeypatch: p
         for schedule in ("1f1b", "gpipe", "zb-h1"):
             report = one.report(schedule)
             assert report.ok, report.summary()
+            assert report.first is None
     assert len(references) == 1
 
 

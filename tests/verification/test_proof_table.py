@@ -29,7 +29,8 @@ ALWAYS = {
     *("Decides", "Routed", "MixturesOfExperts", "CountsRowsItself", "GivesASet", "KeepsAList"),
     *("WritesABufferAtTheEnd", "Seeds", "Forks", "InSlotsOfAClass", "ScalesByPython", "ScalesByNumpy", "Recurrent"),
     *("DropsLayersByNumpy", "DropsLayersByPython", "BlocksOfPython", "BlocksOfNumpy", "Dropouts", "MadeInForward"),
-    "Noisy",
+    *("DrawsOfAllKinds", "SamplesTwice", "DropsBlocks", "DropsNoise", "DecidesFirst", "DrawsAroundCheckpoints"),
+    *("Noisy", "ScalesEachByBoth", "AddsWhatNumpyDraws", "MasksByNumpy", "PythonOfTheModel", "SharedNumpy"),
 }
 """Which every run of the tests looks at."""
 
@@ -77,7 +78,7 @@ def test_some_of_every_kind_are_always_looked_at() -> None:
 
 def test_planted_faults_are_seen_and_named_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads((PROOF / "results.json").read_text())["faults"]
-    assert len(rows) == 28
+    assert len(rows) == 34
     found = run(monkeypatch, [("planted", (row["name"],)) for row in rows])
     for row, proof in zip(rows, found, strict=True):
         assert (proof.get("seen"), proof.get("named")) == (row["seen"], row["named"]), (row, proof)

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import Microbatch, Pipeline, Report, verify
+from penstock import Microbatch, Pipeline, VerificationReport, verify
 
 WIDTH = 7
 
 
-def proof(make: Callable[[], nn.Module], **options: Any) -> Report:
+def proof(make: Callable[[], nn.Module], **options: Any) -> VerificationReport:
     torch.manual_seed(0)
     x, target = torch.randn(2, 8, WIDTH)
     given: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "leaves": ["0", "1"], **options}
-    return verify(make, (x,), target=target, loss_fn=F.mse_loss, whole_batch=False, **given)
+    return verify(make, (x,), target=target, loss_fn=F.mse_loss, full_batch=False, **given)
 
 
 class Counts(nn.Linear):

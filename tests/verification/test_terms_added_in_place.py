@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import Report, verify
+from penstock import VerificationReport, verify
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.split_backward.weight_gradients import Product
 from penstock.verification.comparison import compare
@@ -27,14 +27,14 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "computes_apart", lambda device: False)
 
 
-def proof(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Report:
+def proof(dtype: torch.dtype = torch.bfloat16, **options: Any) -> VerificationReport:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     model = nn.Sequential(*layers).to(dtype)
     x, y = torch.randn(2, 64, WIDTH).to(dtype)
     options = {"schedule": "zb-h1", "exact": False, **options}
     return verify(
-        model, (x,), target=y, loss=F.mse_loss, ranks=2, microbatches=MICROBATCHES, whole_batch=False, **options
+        model, (x,), target=y, loss=F.mse_loss, ranks=2, microbatches=MICROBATCHES, full_batch=False, **options
     )
 
 
@@ -80,7 +80,7 @@ def test_one_term_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong:
 
     monkeypatch.setattr(Product, "add_to", planted)
     report = proof()
-    (row,) = report.wrong
+    (row,) = report.failures
     assert row.name in WEIGHTS
     assert row.step == 1
 

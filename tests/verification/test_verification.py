@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import ArgumentError, Microbatch, Pipeline, Report, pipeline, verify
+from penstock import ArgumentError, Microbatch, Pipeline, VerificationReport, pipeline, verify
 from penstock.runtime.exact import rules as exact
 from penstock.verification import reference as references
 from penstock.verification.comparison import compare
@@ -28,7 +28,7 @@ from scaffolding.small import WIDTH, batch, mlp
 TWO = {"ranks": 2, "microbatches": 4}
 
 
-def verified(model: Any, x: Any = None, loss: Any = None, target: Any = None, **options: Any) -> Report:
+def verified(model: Any, x: Any = None, loss: Any = None, target: Any = None, **options: Any) -> VerificationReport:
     args = batch()[:1] if x is None else (x,)
     return verify(model, args, target=target, loss_fn=squares if loss is None else loss, **{**TWO, **options})
 
@@ -60,8 +60,8 @@ def test_a_loss_that_is_nan_proves_nothing(monkeypatch: pytest.MonkeyPatch, fact
     assert {row.verdict for row in report.rows if row.kind in ("loss", "gradient")} == {"undefined"}
     assert {row.verdict for row in report.rows if row.kind == "output"} == {"equal"}, "which are finite"
     assert "nothing is proven, since on one device, too, the loss is not finite, 12 of 12 gradients" in report.summary()
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "explained"
+    assert report.full_batch is not None
+    assert report.full_batch.verdict == "explained"
 
 
 # -- terms that cancel ------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def triplet(output: list[Tensor]) -> Tensor:
     return nn.functional.triplet_margin_loss(*output)
 
 
-def proof_of_triplet(model: Triplet | Callable[[], Triplet], schedule: str, **options: Any) -> Report:
+def proof_of_triplet(model: Triplet | Callable[[], Triplet], schedule: str, **options: Any) -> VerificationReport:
     torch.manual_seed(1)
     given = [torch.randn(12, WIDTH) for _ in range(3)]
     return verify(model, given, loss=triplet, ranks=3, microbatches=3, schedule=schedule, **options)
@@ -108,7 +108,7 @@ def test_terms_of_several_stages_may_cancel(schedule: str) -> None:
     assert report.ok, report.summary()
     rows = {row.name: row for row in report.rows if row.kind == "gradient"}
     bias = rows[LAST]
-    assert bias.allowed == "terms of several stages, added in another order"
+    assert bias.tolerance_reason == "terms of several stages, added in another order"
     assert bias.max_difference > 1e-6 * bias.max_reference, "or this shows nothing"
     assert bias.max_difference < 1e-6 * bias.max_terms < 1e-6
     assert not rows["encoder.3.outer.weight"].max_terms, "its terms do not cancel"
@@ -157,7 +157,7 @@ def test_terms_that_cancel_are_still_to_be_there_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(exact, "backward", wrong)
     report = proof_of_triplet(model, "gpipe")
-    assert [row.name for row in report.wrong] == [LAST]
+    assert [row.name for row in report.failures] == [LAST]
 
 
 # -- two models -------------------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_trap_28_a_batch_in_dimension_1_does_not_pass_in_silence(kind: str, drop
     x, y = torch.randn(8, 8, WIDTH), torch.randint(4, (8, 8))  # rows and times cannot be told by their number
     report = verified(lambda: Sequence(kind, dropout), x, tokens, y)
     assert not report.ok
-    assert not report.wrong  # bits are those of the microbatches, which are wrong
+    assert not report.failures  # bits are those of the microbatches, which are wrong
     assert "along dimension 1 they do not: the batch is in dimension 1; pass batch_dims=1" in report.summary()
     assert "batch_first=False" in report.summary()
     told = verified(lambda: Sequence(kind, dropout), x, tokens, y, batch_dims=1)
@@ -455,19 +455,19 @@ class Random(nn.Module):
 )
 def test_why_the_whole_batch_differs(make: Any, verdict: str, words: str) -> None:
     report = verified(make)
-    assert not report.wrong
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == verdict, report.whole_batch
-    assert re.search(words, report.whole_batch.text), report.whole_batch.text
+    assert not report.failures
+    assert report.full_batch is not None
+    assert report.full_batch.verdict == verdict, report.full_batch
+    assert re.search(words, report.full_batch.text), report.full_batch.text
     assert report.ok
     assert ("; warning: the microbatches' loss is" in report.summary()) == (verdict == "warning")
-    assert report.to_dict()["whole_batch"]["text"] == report.whole_batch.text
+    assert report.to_dict()["full_batch"]["text"] == report.full_batch.text
 
 
 def test_a_loss_in_float32_is_compared_as_closely_as_it_is_rounded() -> None:
     report = verified(mlp, loss=lambda output: output.float().pow(2).mean())
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close", report.whole_batch
+    assert report.full_batch is not None
+    assert report.full_batch.verdict == "close", report.full_batch
 
 
 def test_a_loss_that_is_no_mean_is_warned_of() -> None:
@@ -479,8 +479,8 @@ def test_a_loss_that_is_no_mean_is_warned_of() -> None:
     assert "the outputs agree, so that the loss is not a mean over rows" in report.summary()
     assert "pass reduction=lambda target: (target != -100).sum()" in report.summary()
     told = verified(mlp, loss=F.cross_entropy, target=target, reduction=lambda t: (t != -100).sum())
-    assert told.whole_batch is not None
-    assert told.whole_batch.verdict == "close"
+    assert told.full_batch is not None
+    assert told.full_batch.verdict == "close"
     with pytest.warns(UserWarning, match="reduction='sum'"):
         summed = verified(mlp, loss=nn.CrossEntropyLoss(reduction="sum"), target=target)
     assert "pass reduction='sum'" in summed.summary()
@@ -508,7 +508,7 @@ def neighbors(output: Tensor, target: Tensor) -> Tensor:
 def test_a_loss_that_compares_samples_is_told_from_one_that_weights_them(loss: Any) -> None:
     told = verified(mlp, loss=loss).summary()
     assert "in the loss samples depend on each other" in told
-    assert all(remedy in told for remedy in ("next to each other", "two inputs", "split="))
+    assert all(remedy in told for remedy in ("next to each other", "two inputs", "split_fn="))
 
 
 class Clip(nn.Module):
@@ -559,11 +559,11 @@ def test_a_model_that_takes_no_more_than_a_microbatch() -> None:
 
     report = verified(lambda: Small(*mlp(2)))
     assert report.ok
-    assert report.whole_batch is not None
+    assert report.full_batch is not None
     missing = (
         "the comparison with the whole batch is missing: the model raised on the whole batch (ValueError: too many"
     )
-    assert report.whole_batch.text.startswith(missing)
+    assert report.full_batch.text.startswith(missing)
     assert missing in report.summary()
 
 
@@ -576,18 +576,18 @@ def test_a_model_that_takes_only_what_a_function_makes_of_the_batch() -> None:
         return [Microbatch(tuple(half), rows=4) for half in (args[0][:4], args[0][4:])]
 
     model, rows = Stacks(*mlp(2)), list(torch.randn(8, WIDTH))
-    report = verify(model, (rows,), target=None, loss_fn=squares, split=split, ranks=2, microbatches=2)
+    report = verify(model, (rows,), target=None, loss_fn=squares, split_fn=split, ranks=2, microbatches=2)
     assert report.ok, report.summary()
-    assert report.whole_batch is not None
-    assert "split=" in report.whole_batch.text
+    assert report.full_batch is not None
+    assert "split_fn=" in report.full_batch.text
 
 
 def test_large_sums_and_small_losses_are_no_difference() -> None:
     """Rounding is told from a difference in double precision."""
     loss = lambda output: (output * 1e4).mean() - (output * 1e4).mean() + output.mean()  # noqa: E731
     report = verified(mlp, loss=loss)
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "close"
+    assert report.full_batch is not None
+    assert report.full_batch.verdict == "close"
 
 
 class CountingLoss:
@@ -602,7 +602,7 @@ class CountingLoss:
 
 def test_a_loss_that_keeps_state_is_not_shared_with_the_reference() -> None:
     x, y = batch()
-    verify(mlp, (x,), target=y, loss_fn=CountingLoss(), ranks=2, microbatches=2, whole_batch=False).check()
+    verify(mlp, (x,), target=y, loss_fn=CountingLoss(), ranks=2, microbatches=2, full_batch=False).raise_if_failed()
 
 
 class Averaged(nn.Module):
@@ -667,4 +667,4 @@ def test_a_loss_that_cannot_be_copied_is_refused_unless_it_is_made_twice(given: 
     x, y = batch()
     with pytest.raises(ArgumentError, match=r"this loss cannot be copied \(TypeError: cannot pickle.*MyLoss"):
         verify(given, (x,), target=y, loss_fn=OPAQUE, **TWO)
-    verify(lambda: (mlp(), Opaque()), (x,), target=y, whole_batch=False, **TWO).check()
+    verify(lambda: (mlp(), Opaque()), (x,), target=y, full_batch=False, **TWO).raise_if_failed()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.schedule import Generator, generator, generators, names
-from penstock.schedule.generators import Numbers
+from penstock.schedule import ScheduleSpec, names, schedule_spec, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 from zoo import MICROBATCHES, ZOO
 
 RANKS = (1, 2, 4)
@@ -31,15 +31,15 @@ class Cell(NamedTuple):
 
 def cells() -> Iterator[Cell]:
     for model in ZOO:
-        for entry in generators():
+        for entry in schedule_specs():
             for ranks in RANKS:
                 yield Cell(model, entry.name, ranks)
 
 
 def refusal(cell: Cell) -> str | None:
     """Part of the text with which the cell is refused; None where it works."""
-    model, schedule = ZOO[cell.model], generator(cell.schedule)
-    if (broken := schedule.broken(Numbers(cell.ranks, MICROBATCHES, schedule.chunks))) is not None:
+    model, schedule = ZOO[cell.model], schedule_spec(cell.schedule)
+    if (broken := schedule.violated_constraint(ScheduleParams(cell.ranks, MICROBATCHES, schedule.chunks))) is not None:
         return f"works with {broken.text}"
     if cell.ranks * schedule.chunks > model.layers:
         return f"the model has only {model.layers} layers"
@@ -48,14 +48,14 @@ def refusal(cell: Cell) -> str | None:
     return None
 
 
-def _copies(schedule: Generator) -> int:
+def _copies(schedule: ScheduleSpec) -> int:
     return 2 if schedule.placement == "bidirectional" else 1
 
 
 def table() -> str:
     """Markdown: a row a model, a column a schedule; letters where a number of ranks is refused, explained below."""
     letters: dict[str, str] = {}
-    columns = [entry.name for entry in generators()]
+    columns = [entry.name for entry in schedule_specs()]
     lines = [
         f"| model | | {' | '.join(columns)} |",
         f"|---|---|{'---|' * len(columns)}",

@@ -31,7 +31,7 @@ class Shared:
         self.recordings: dict[Any, list[Any]] = {}
         self.verification: verification.Verification | None = None
 
-    def verify(self, schedule: Schedule) -> penstock.Report:
+    def verify(self, schedule: Schedule) -> penstock.VerificationReport:
         """One verification, from the weights that the model was made with."""
         options = {"ranks": schedule.ranks, "chunks": schedule.stages // schedule.ranks, "seed": 7}
         options["microbatches"] = schedule.microbatches

@@ -30,8 +30,8 @@ from cases.features import around_a_checkpoint, as_expected
 from cases.models import MODELS, WIDE_BYTES, Skips, gpt
 from cases.nccl import GATE, PART
 from cases.verification import MICROBATCHES, PRECISE, make_repeatable, prove
-from penstock.schedule import generator, names
-from penstock.schedule.generators import Numbers
+from penstock.schedule import names, schedule_spec
+from penstock.schedule.generators import ScheduleParams
 from scaffolding.by_hand import step_by_hand
 from scaffolding.compared import NEAR, differences, impossible_messages
 
@@ -112,8 +112,10 @@ def _schedules(ranks: int) -> list[str]:
     """All that so many ranks can follow, the most used first."""
     first = ("1f1b", "interleaved-1f1b", "zb-h1", "dualpipe", "chimera", "gpipe")
     every = [*first, *(name for name in names() if name not in first)]
-    possible = [Numbers(ranks, MICROBATCHES, chunks) for chunks in (1, 2)]
-    return [name for name in every if any(generator(name).broken(numbers) is None for numbers in possible)]
+    possible = [ScheduleParams(ranks, MICROBATCHES, chunks) for chunks in (1, 2)]
+    return [
+        name for name in every if any(schedule_spec(name).violated_constraint(numbers) is None for numbers in possible)
+    ]
 
 
 def exchanges(setting: Setting) -> Found:
@@ -302,7 +304,7 @@ def replicas(schedule: str, setting: Setting) -> Found:
     options = {"mesh": mesh, "schedule": schedule, "devices": setting.device, "transport": "distributed"}
     with nccl.messages(setting) as sent:
         report = penstock.verify(
-            made.model, (x,), target=y, loss_fn=F.mse_loss, microbatches=MICROBATCHES, whole_batch=False, **options
+            made.model, (x,), target=y, loss_fn=F.mse_loss, microbatches=MICROBATCHES, full_batch=False, **options
         )
         wrong = _accumulated(setting, options, half) if report.ok else []
     also = "; no_sync adds as one process does" if report.ok else ""

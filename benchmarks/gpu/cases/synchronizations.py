@@ -68,7 +68,7 @@ def in_several(options: dict[str, Any], setting: Setting) -> Found:
 
 def of_rank(setting: Setting, rank: int, options: dict[str, Any]) -> Counter[str]:
     given = _model(setting, "mlp")
-    options = {"share_loss": False, "devices": setting.device, **options}
+    options = {"broadcast_loss": False, "devices": setting.device, **options}
     with penstock.pipeline(given.model, given.args, microbatches=4, loss=given.loss, **options) as pipe:
         found = _waits(setting, pipe, given, "")
     # The stand-in counts waits for events, too, which torch's debug mode does not report.

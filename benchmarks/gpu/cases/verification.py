@@ -15,7 +15,7 @@ import penstock
 from cases.case import Case, Found, Setting, UnsupportedError, World
 from cases.models import MODELS, Model
 from cases.ranks import on_ranks
-from penstock.schedule import generator, names
+from penstock.schedule import names, schedule_spec
 
 ONE_PROCESS, PROCESSES = 4, 2
 """How many ranks one process drives, and how many processes there are."""
@@ -110,12 +110,12 @@ def prove(
             devices=setting.device,
             **options,
         )
-        shares = _split_shares(setting, made, schedule, options) if generator(schedule).splits else {}
+        shares = _split_shares(setting, made, schedule, options) if schedule_spec(schedule).splits_backward else {}
     furthest = max(report.rows, key=lambda row: row.max_difference / max(row.max_reference, 1e-30))
     # A stage of `skips` has only a tied weight; what is recomputed in segments does not wait, nor do the stand-in's.
     waits = name != "skips" and not isinstance(options.get("recompute"), int) and setting.device != "standin"
     is_split = not waits or min(shares.values(), default=1.0) > MIN_SHARE
-    is_compared = report.whole_batch is None or report.whole_batch.verdict != "missing"
+    is_compared = report.full_batch is None or report.full_batch.verdict != "missing"
     return {
         "ok": report.ok and is_split and is_compared,
         "says": report.summary() + ("" if is_split else f"; waiting for W, by stage: {shares}"),
@@ -134,7 +134,7 @@ def _split_shares(setting: Setting, made: Model, schedule: str, options: dict[st
     options |= {"loss": made.loss, "microbatches": MICROBATCHES, "devices": setting.device}
     with penstock.pipeline(made.model, made.args, made.kwargs, **options) as pipe:
         pipe.step(*made.args, target=made.target, **made.kwargs)
-        return pipe.split_share
+        return pipe.deferred_weight_grad_fraction
 
 
 def context(setting: Setting, precision: str) -> AbstractContextManager[Any]:

@@ -309,3 +309,119 @@ class DropPath(Block):
     def forward(self, x: Tensor) -> Tensor:
         kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.5) if self.training else 1.0
         return x + super().forward(x) * kept
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.linear(x)))
+
+
+class Droppings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.drop = nn.ModuleList(Dropping() for _ in range(4)), nn.Dropout(0.3)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+
+@model(KIND, draws=True, schedules=("zb-h1",))
+class DrawsOfAllKinds(Droppings):
+    def forward(self, x: Tensor) -> Any:
+        x = x + torch.randn_like(x) * 0.1
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.1, self.training) + random.random() * np.random.rand() * torch.rand_like(x)
+        return x
+
+
+def reparametrized(mean: Tensor, scale: Tensor) -> Tensor:
+    return torch.distributions.Normal(mean, scale.exp()).rsample()
+
+
+@model(KIND, draws=True, schedules=("dualpipe",))
+class SamplesTwice(Droppings):
+    """In a function that several lines call."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = reparametrized(self.blocks[0](x), self.blocks[1](x))
+        return self.blocks[3](reparametrized(self.blocks[2](x), x))
+
+
+@model(KIND, draws=True, schedules=("zb-h1",))
+class DropsBlocks(Droppings):
+    """A dropout that all blocks share draws inside of branches and behind them."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            if random.random() >= 0.5:
+                x = x + self.drop(block(x))
+        return self.drop(x)
+
+
+@model(KIND, draws=True, schedules=("dualpipe",))
+class DropsNoise(Droppings):
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            if torch.rand([]) < 0.5:
+                x = x + block(x) + torch.randn_like(x) * 0.1
+        return x * torch.rand_like(x)
+
+
+@model(KIND, draws=True, schedules=("zb-h1",))
+class DecidesFirst(Droppings):
+    def forward(self, x: Tensor) -> Any:
+        x, drops = self.first(x), torch.rand(len(self.blocks))
+        for index, block in enumerate(self.blocks):
+            if drops[index] < 0.5:
+                x = x + self.drop(block(x))
+        return x
+
+
+@model(KIND, draws=True, schedules=("dualpipe",))
+class DrawsAroundCheckpoints(Droppings):
+    """Each part draws twice, and once more in backward."""
+
+    def forward(self, x: Tensor) -> Any:
+        def part(block: nn.Module, x: Tensor) -> Tensor:
+            return block(x) + torch.randn_like(x) * torch.rand_like(x)
+
+        for block in self.blocks:
+            x = checkpoint(part, block, x, use_reentrant=False)
+        return x
+
+
+@model(KIND, draws=True)
+class ScalesEachByBoth(Layered):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x) * random.random() + np.random.uniform(-1, 1) * 0.1
+        return x
+
+
+@model(KIND, draws=True)
+class AddsWhatNumpyDraws(Layered):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x) + torch.tensor(np.random.randn(WIDTH), dtype=torch.float32)
+        return x
+
+
+def masked(size: int) -> np.ndarray:
+    mask = np.zeros(size, dtype=bool)
+    mask[np.random.choice(size, 3, replace=False)] = True
+    return mask
+
+
+@model(KIND, draws=True)
+class MasksByNumpy(Layered):
+    """In a function, as SpecAugment does."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            x[:, torch.tensor(masked(WIDTH))] = 0.0
+        return x

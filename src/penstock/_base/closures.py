@@ -1,11 +1,10 @@
-"""Take functions apart into code, closure variables and globals: a mask function of FlexAttention, say.
+"""Take functions apart into code and closure variables: a mask function of FlexAttention, say.
 
 `trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
 """
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,8 +36,8 @@ class _Maker:
 
 
 def apart(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """A nested value with a Closure in place of each function but those that close over themselves (`above`: where), or
-    over a variable without a value yet."""
+    """Copy a nested value with a Closure in place of each function but those that close over themselves (`above`:
+    where), or over a variable without a value yet."""
     inner = partial(apart, above=above | {id(value)})
     if type(value) is partial:
         return Closure(_partial, inner((value.func, value.args, value.keywords)))
@@ -59,17 +58,8 @@ def _partial(function: Any, args: Any, keywords: Any) -> Any:
 
 
 def contents(cell: CellType) -> Any:
-    """A cell's contents, or `EMPTY`."""
+    """Return a cell's contents, or `EMPTY`."""
     try:
         return cell.cell_contents
     except ValueError:
         return EMPTY
-
-
-def globals_named(function: FunctionType) -> dict[str, Any]:
-    """The globals that a function's code loads, that of functions in it included. (`co_names` has attributes, too.)"""
-    codes, names = [function.__code__], list[str]()
-    for code in codes:
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
-    return {name: function.__globals__[name] for name in names if name in function.__globals__}

@@ -56,7 +56,7 @@ UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, Not
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, with static shapes. Real tensors may be mixed in.
+    """Return a mode in which tensors are fake, with static shapes. Real tensors may be mixed in.
 
     `export`: the fake of a real number has no value either. Torch 2.15 would give it one, as if it were a constant.
     """
@@ -65,7 +65,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy.
+    """Keep torch from logging the traceback when a fake kernel fails: the caller has a remedy.
 
     Also keeps it from compiling: dynamo never again compiles code that it once met under a dispatch mode.
     """
@@ -91,7 +91,7 @@ class Opened(NamedTuple):
 
 
 def opened(value: Any) -> Opened | None:
-    """Opens a value that torch's pytrees know: a named tuple, a torch result, a type that a library registered.
+    """Open a value that torch's pytrees know: a named tuple, a torch result, a type that a library registered.
 
     None for any other value.
     """
@@ -120,7 +120,7 @@ def is_block_mask(value: Any) -> bool:
 
 
 def flex_attention() -> Any:
-    """The module of FlexAttention; None if it is not loaded: there are no masks then."""
+    """Return the module of FlexAttention; None if it is not loaded: there are no masks then."""
     return sys.modules.get("torch.nn.attention.flex_attention")
 
 
@@ -131,7 +131,7 @@ def _block_mask(children: Sequence[Any], names: Sequence[str]) -> Any:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identifies the memory behind a tensor, for as long as it lives. Views of each other share it."""
+    """Identify the memory behind a tensor, for as long as it lives. Views of each other share it."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
@@ -139,7 +139,8 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def size_of(tensor: Tensor) -> int:
-    """The size in bytes of the memory behind a tensor, which may use only part of it; of a sparse tensor's values."""
+    """Return the size in bytes of the memory behind a tensor, which may use only part of it; of a sparse tensor's
+    values."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -147,19 +148,20 @@ def size_of(tensor: Tensor) -> int:
 
 
 def holders(tensor: Tensor, node: Node | None) -> int:
-    """How many tensors hold the memory behind `tensor`, itself included, without the one that `node`, which made it,
-    saved of its own result. A number above 1 if torch does not say.
-    """
-    count = getattr(torch._C, "_storage_Use_Count", None)
+    """Return how many tensors hold the memory behind `tensor`, itself included, without the one that `node`, which made
+    it, saved of its own result. A number above 1 if torch does not report it."""
     try:
         storage = tensor.untyped_storage()
-        held = 2 if count is None else int(count(storage._cdata)) - 1  # without `storage`
+        held = 2 if _USE_COUNT is None else int(_USE_COUNT(storage._cdata)) - 1  # without `storage`
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return 1
     if held > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
         saved = getattr(raw, "data", None)  # what hooks on saved tensors made of it, if there were any
         held -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
     return held
+
+
+_USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class WeakStorage:
@@ -182,8 +184,9 @@ class WeakStorage:
 
 
 def cpu_allocations(run: Callable[[], None]) -> list[tuple[str, int]] | None:
-    """What torch's CPU allocator gives out (bytes above 0) and takes back (below) while this runs, in order, among the
-    names of the ranges that begin (`record_function`). None if torch does not say, or is being profiled already.
+    """Return what torch's CPU allocator allocates (bytes above 0) and frees (below) while this runs, in order, among
+    the names of the ranges that begin (`record_function`). None if torch does not report it, or is being profiled
+    already.
 
     The older of torch's profilers: the newer one takes a second to start, and writes to the terminal.
     """
@@ -214,13 +217,14 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def autocast_kinds() -> tuple[str, ...]:
-    """The types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is another."""
+    """Return the types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is
+    another."""
     here = torch.accelerator.current_accelerator()
     return tuple(dict.fromkeys(("cpu", "cuda", *(() if here is None else (here.type,)))))
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device; the CPU's where the device has none of its own."""
+    """Return the default generator of a device; the CPU's where the device has none of its own."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -247,7 +251,8 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
 
 
 def reduction_dtype(part: nn.Module) -> torch.dtype | None:
-    """The dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its parameters.
+    """Return the dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its
+    parameters.
 
     FSDP takes it as a `MixedPrecisionPolicy`, and has no public way to ask for it.
     """
@@ -270,25 +275,33 @@ def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None
     The engine itself checks shapes, dtypes and devices of the gradients against the roots. On the CPU, where it runs in
     this thread, torch's settings for other threads are left out too.
     """
-    if _RUN_BACKWARD is None:
-        torch.autograd.backward(tuple(roots), tuple(grads))
-        return
-    run = _ENGINE.run_backward if _ENGINE is not None and grads[0].is_cpu else _RUN_BACKWARD
+    run = _ENGINE.run_backward if grads[0].is_cpu else _RUN_BACKWARD
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-_RUN_BACKWARD: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+class WithoutGradients:
+    """`torch.no_grad()` with a quarter of its calls. May be entered again, but not twice at once."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+_RUN_BACKWARD: Any = torch.autograd.graph._engine_run_backward
 
 
 def plain_tensors() -> AbstractContextManager[None]:
-    """A context in which `__torch_function__` of tensor subclasses is not called."""
+    """Return a context in which `__torch_function__` of tensor subclasses is not called."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return guard
 
 
 def default_store() -> Any:
-    """The store of the default process group, where the processes of a job met."""
+    """Return the store of the default process group, where the processes of a job met."""
     from torch.distributed.distributed_c10d import _get_default_store  # torch.distributed takes long to import
 
     return _get_default_store()
@@ -304,7 +317,7 @@ def is_bound() -> bool:
 
 @contextmanager
 def bound_to(device: torch.device | None) -> Iterator[None]:
-    """Gives the default process group a device, or none, for a `with` block."""
+    """Give the default process group a device, or none, for a `with` block."""
     import torch.distributed as dist
 
     default = dist.group.WORLD
@@ -320,14 +333,14 @@ def bound_to(device: torch.device | None) -> Iterator[None]:
 
 
 def set_limit(options: Any, limit: timedelta) -> None:
-    """Sets how long an operation may take, in the options of a process group's backend. Torch warns if the group is
+    """Set how long an operation may take, in the options of a process group's backend. Torch warns if the group is
     given another limit."""
     if hasattr(options, "_timeout"):
         options._timeout = limit
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], ...] | None:
-    """The innermost hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`), if any."""
+    """Return the innermost hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`), if any."""
     hooks: tuple[Callable[..., Any], ...] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -340,5 +353,4 @@ def in_checkpoint() -> bool:
 
 def in_backward() -> bool:
     """Whether this thread computes a backward, where a checkpoint runs forwards again; torch's own asks so."""
-    task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-    return task() != -1
+    return torch._C._current_graph_task_id() != -1

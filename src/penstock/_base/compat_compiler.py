@@ -15,7 +15,7 @@ from torch import fx, nn
 
 
 def backend_named(name: str) -> Callable[..., Any]:
-    """A backend of `torch.compile`, by its name."""
+    """Return a backend of `torch.compile`, by its name."""
     from torch._dynamo import lookup_backend  # takes long to import
 
     backend: Callable[..., Any] = lookup_backend(name)
@@ -37,7 +37,8 @@ class Compiled(NamedTuple):
 
 
 def compiled(module: nn.Module) -> Compiled | None:
-    """How a module was compiled: `module.compile()`, `torch.compile(module)`, or its forward; None if it was not.
+    """Return how a module was compiled: `module.compile()`, `torch.compile(module)`, or its forward; None if it was
+    not.
 
     No public name tells; torchtitan, accelerate and diffusers compile blocks in each of these ways.
     """
@@ -58,7 +59,7 @@ def compiled(module: nn.Module) -> Compiled | None:
 
 
 def noticing_hooks() -> AbstractContextManager[Any]:
-    """Makes code that torch compiles meanwhile look for module hooks that came or went since, whenever it runs.
+    """Make code that torch compiles meanwhile look for module hooks that came or went since, whenever it runs.
 
     May be entered any number of times.
     """
@@ -69,7 +70,7 @@ def noticing_hooks() -> AbstractContextManager[Any]:
 
 
 def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    """The options of inductor that a mode of `torch.compile` stands for."""
+    """Return the options of inductor that a mode of `torch.compile` stands for."""
     from torch._inductor import list_mode_options
 
     options: dict[str, Any] = list_mode_options(mode, dynamic)
@@ -77,7 +78,7 @@ def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
 
 
 def copy_of_recorded(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of what torch's compiler recorded, to be changed: the compiler goes on to use its own.
+    """Copy what torch's compiler recorded, to change it: the compiler goes on to use its own.
 
     It says the same about its inputs, such as which are parameters. (If this torch notes that elsewhere, the copy is
     compiled as a graph that is not the compiler's: correctly, but weights are not known to live through the step.)
@@ -97,7 +98,7 @@ def copy_of_recorded(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Adds an input to a graph that torch's compiler recorded, behind the others."""
+    """Add an input to a graph that torch's compiler recorded, behind the others."""
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]):
         node = graph.placeholder(name)
@@ -107,7 +108,7 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def size_in(size: int | torch.SymInt, symbols: Mapping[Any, int]) -> int | Callable[[Sequence[Any]], int] | None:
-    """A size in a graph that torch's compiler recorded: a number, or a function of the graph's inputs.
+    """Return a size in a graph that torch's compiler recorded: a number, or a function of the graph's inputs.
 
     None if the inputs do not tell.
 

@@ -17,7 +17,7 @@ _config: Any = config
 
 
 def compiler(sources: Sequence[Path]) -> Callable[[F], F]:
-    """Returns a decorator that compiles a function of arrays and numbers when it is first called.
+    """Return a decorator that compiles a function of arrays and numbers when it is first called.
 
     Args:
         sources: all files whose code or constants end up in the compiled functions, which lie in the first one's
@@ -40,7 +40,7 @@ def compiler(sources: Sequence[Path]) -> Callable[[F], F]:
 
 
 def folder(sources: Sequence[Path]) -> Path | None:
-    """Returns where to keep code compiled from these sources; None if that is not writable: numba must find a place."""
+    """Return where to keep code compiled from these sources; None if that is not writable: numba must find a place."""
     beside = sources[0].parent
     if not os.access(beside, os.W_OK):
         return None
@@ -49,7 +49,7 @@ def folder(sources: Sequence[Path]) -> Path | None:
 
 
 def _options() -> dict[str, bool]:
-    """Returns numba's options, which turn off reference counting of arrays: it took ten times as long as the work.
+    """Return numba's options, which turn off reference counting of arrays: it took ten times as long as the work.
 
     This is safe because nothing here creates an array, and Python holds the existing ones. The option is undocumented;
     with a numba that does not have it, the loops are just slower.

@@ -8,11 +8,11 @@
     ├── ShapeError          (ValueError)    a batch, or a value between stages, is not what was agreed on
     ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a damaged file
     ├── FabricError         (RuntimeError)  an emulated network cannot be made, or one of its hosts is lost
-    ├── ClosedError         (RuntimeError)  a pipeline is used after it was closed
+    ├── PipelineClosedError         (RuntimeError)  a pipeline is used after it was closed
     ├── MissingExtraError   (ImportError)   a package from an optional extra is not installed
     ├── NonFiniteError      (FloatingPointError) NaN or Inf where `check_finite` looks for them
     ├── VerificationError   (AssertionError) the pipeline's result differs from one device's
-    └── PipelineFailure     (RuntimeError)  a rank failed, or waited for one that did; names rank, action and cause
+    └── RankFailedError     (RuntimeError)  a rank failed, or waited for one that did; names rank, action and cause
 
 Each also derives from the built-in exception that callers would expect, so `except ValueError` works as usual.
 """
@@ -24,6 +24,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TypeGuard
 
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
@@ -60,7 +61,7 @@ class FabricError(PenstockError, RuntimeError):
     """An emulated network cannot be made, or a host did not join or is lost. Names what is missing."""
 
 
-class ClosedError(PenstockError, RuntimeError):
+class PipelineClosedError(PenstockError, RuntimeError):
     """A pipeline is used after it was closed."""
 
 
@@ -69,7 +70,7 @@ class MissingExtraError(PenstockError, ImportError):
 
 
 def require(extra: str, *packages: str, for_what: str) -> None:
-    """Raises MissingExtraError unless all of these packages, which the extra installs, are there."""
+    """Raise MissingExtraError unless all of these packages, which the extra installs, are there."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise MissingExtraError(f"{for_what}: this needs {' and '.join(missing)}, pip install 'penstock[{extra}]'")
@@ -83,21 +84,38 @@ class VerificationError(PenstockError, AssertionError):
     """The pipeline's outputs, loss, gradients or buffers differ from one device's."""
 
 
-class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens to a run)
+class RankFailedError(PenstockError, RuntimeError):
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is an integer or a float."""
+    return is_integer(value) or isinstance(value, float)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise ArgumentError if one of these is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r}: expected True or False")
+
+
 def check_counts(*, required: bool = True, **counts: object) -> None:
-    """Raises ArgumentError if one of these is not an integer >= 1. If `required`, None is refused, too."""
+    """Raise ArgumentError if one of these is not an integer >= 1. If `required`, None is refused, too."""
     for name, value in counts.items():
-        if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if (required or value is not None) and not (is_integer(value) and value >= 1):
             raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
 
 
 def check_seconds(*, most: float = sys.float_info.max, **seconds: object) -> None:
-    """Raises ArgumentError if one of these is not a number of 0 or more, and at most `most`: math.inf is no limit."""
+    """Raise ArgumentError if one of these is not a number of 0 or more, and at most `most`: math.inf is no limit."""
     for name, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        if not (is_number(value) and 0 <= value <= most):
             raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 
@@ -108,7 +126,8 @@ OF_COMMAND = "penstock"
 def formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning as a line of a command, unless it is of a line of somebody's file. For `warnings.formatwarning`."""
+    """Format a warning as a line of a command, unless it is of a line of somebody's file. For
+    `warnings.formatwarning`."""
     if filename == OF_COMMAND:
         return f"penstock: warning: {message}\n"
     return _usual(message, category, filename, lineno, line)
@@ -118,7 +137,7 @@ _usual = warnings.formatwarning
 
 
 def warn(message: str) -> None:
-    """Warns the user at the line of theirs that called Penstock."""
+    """Warn the user at the line of theirs that called Penstock."""
     level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
         level, frame = level + 1, frame.f_back
@@ -126,3 +145,6 @@ def warn(message: str) -> None:
         warnings.warn_explicit(message, UserWarning, OF_COMMAND, 0)
     else:
         warnings.warn(message, stacklevel=level)
+
+
+PipelineFailure, ClosedError = RankFailedError, PipelineClosedError  # until 0.2

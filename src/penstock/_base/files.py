@@ -113,7 +113,7 @@ def read_bytes(
 
 
 def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> str:
-    """Read a file of UTF-8 text, by default of up to `MAX_TEXT_BYTES`. Raises ArgumentError as `read_bytes` does, and
+    """Read a file of UTF-8 text, by default of up to `MAX_TEXT_BYTES`. Raise ArgumentError as `read_bytes` does, and
     for other encodings."""
     try:
         return read_bytes(path, what, MAX_TEXT_BYTES if max_bytes is None else max_bytes).decode("utf-8-sig")
@@ -124,7 +124,7 @@ def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = N
 def read_json(
     path: FilePath, what: str | None = None, thinned: Callable[[bytearray], bytes | bytearray] | None = None
 ) -> Any:
-    """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
+    """Read a file of JSON as plain values. Raise ArgumentError if it cannot be read or is not JSON."""
     what = os.fspath(path) if what is None else what
     return parse_json(read_bytes(path, what, thinned=thinned), what)
 
@@ -137,7 +137,7 @@ def json_or_none(path: FilePath) -> Any:
 
 
 def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
-    """Read a file of TOML. Raises ArgumentError if it cannot be read, is not TOML, or has more than 1 MiB."""
+    """Read a file of TOML. Raise ArgumentError if it cannot be read, is not TOML, or has more than 1 MiB."""
     what = os.fspath(path) if what is None else what
     text = read_text(path, what, 1 << 20)
     if any(name.count(".") > 50 for name in _AROUND_NAMES.split(text)):  # tomllib takes the square of their number
@@ -179,7 +179,7 @@ def finite(value: Any) -> Any:
 
 
 def parse_csv(text: str, what: str, delimiter: str = ",") -> Iterator[list[str]]:
-    """Yield the rows of CSV. Raises ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
+    """Yield the rows of CSV. Raise ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
     check_number_of_values(text, what)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
@@ -254,7 +254,7 @@ def _validator(kind: Any) -> Any:
 
 
 def _for_json(schema: Any) -> Any:
-    """The schema, in which lists may become tuples, and objects dataclasses. A container ends at its first wrong value:
+    """Adapt the schema: lists may become tuples, and objects dataclasses. A container ends at its first wrong value:
     millions of errors would fill the memory."""
     from pydantic_core import core_schema
 
@@ -281,36 +281,36 @@ _WITHIN: dict[str, dict[str, float]] = {
 
 
 def _of_few_entries(given: Any) -> Any:
-    """What a dataclass will be made of; each entry that is unknown is an error of its own."""
+    """Check the entries of a future dataclass; each unknown one is an error of its own."""
     if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
         raise ValueError(f"it has {len(given):,} entries; expected at most {_MAX_ENTRIES:,}")
     return given
 
 
 def quoted(value: Any) -> str:
-    """The value in at most 80 printable characters, for errors."""
+    """Quote the value in at most 80 printable characters, for errors."""
     text = printable(reprlib.repr(value))
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
 
 
 def _kind(mode: int) -> str:
-    """What a file is, by its mode, if it is no regular one; otherwise nothing."""
+    """Return what a file is, by its mode, if it is no regular one; otherwise nothing."""
     return next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "")
 
 
 def write_text(path: FilePath, text: str, what: str | None = None) -> None:
-    """Write a file of UTF-8 text. Raises ArgumentError as `replacing` does."""
+    """Write a file of UTF-8 text. Raise ArgumentError as `replacing` does."""
     with replacing(path, what) as new:
         new.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")  # a file name may be any bytes
 
 
 def write_json(path: FilePath, value: Any, what: str | None = None) -> None:
-    """Write a value as JSON, a line per entry. Raises ArgumentError as `replacing` does."""
+    """Write a value as JSON, a line per entry. Raise ArgumentError as `replacing` does."""
     write_text(path, json.dumps(value, indent=1) + "\n", what)
 
 
 def write_whole(path: FilePath, value: Any) -> None:
-    """As `write_json`, in one line, but raise OSError."""
+    """Write as `write_json` does, in one line, but raise OSError."""
     with atomic(path) as new:
         new.write_bytes(json.dumps(value).encode() + b"\n")
 
@@ -348,7 +348,7 @@ def check_writable(path: FilePath | None, what: str | None = None) -> None:
 
 @contextlib.contextmanager
 def atomic(path: FilePath) -> Iterator[Path]:
-    """As `replacing`, but raise OSError."""
+    """Replace a file as `replacing` does, but raise OSError."""
     target = Path(os.path.realpath(path))
     mode = None
     with contextlib.suppress(FileNotFoundError):
@@ -365,7 +365,7 @@ def atomic(path: FilePath) -> Iterator[Path]:
 
 
 def _new_file(target: Path, mode: int | None) -> Path:
-    """Make an empty file beside the target, with its mode. Raises OSError."""
+    """Make an empty file beside the target, with its mode. Raise OSError."""
     while True:  # a killed process of the same id may have left some
         new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new{target.suffix[:16]}")
         with contextlib.suppress(FileExistsError), new.open("xb") as file:

@@ -24,10 +24,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def gradient_dtype(parameter: Tensor, asked: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of a parameter's `.grad`.
+    """Return the dtype of a parameter's `.grad`.
 
     Args:
-        asked: the `gradient_dtype=` of a pipeline that has not set it on the parameter (yet): it lifts those of lower
+        asked: the `grad_dtype=` of a pipeline that has not set it on the parameter (yet): it lifts those of lower
             precision, and leaves others alone.
     """
     own: torch.dtype | None = getattr(parameter, "grad_dtype", None)
@@ -37,13 +37,13 @@ def gradient_dtype(parameter: Tensor, asked: torch.dtype | None = None) -> torch
 
 
 def gradient_bytes(parameters: Iterable[Tensor], asked: torch.dtype | None = None) -> int:
-    """The size of the gradients of some parameters. `asked`: see `gradient_dtype`."""
+    """Return the size of the gradients of some parameters. `asked`: see `gradient_dtype`."""
     return sum(parameter.numel() * gradient_dtype(parameter, asked).itemsize for parameter in parameters)
 
 
 def slot_elements(elements: int, dtype: torch.dtype) -> int:
-    """The elements that a gradient takes of a buffer of sums, in which each begins at a cache line, as a tensor of its
-    own does.
+    """Return the number of elements of a gradient in a buffer of sums, in which each begins at a cache line, as a
+    tensor of its own does.
 
     Kernels for other addresses would first run in the second step's backward. CUDA loads a kernel when it first runs,
     once all that run have ended, and among these are receives: two ranks that await each other's gradients would hang.
@@ -53,15 +53,15 @@ def slot_elements(elements: int, dtype: torch.dtype) -> int:
 
 
 def summed_bytes(parameters: Iterable[Tensor], asked: torch.dtype | None = None) -> int:
-    """The size of what each process sends that sums its gradients with others': the gradients, and one number for each,
-    which says whether it is there. `asked`: see `gradient_dtype`.
-    """
+    """Return the size of what each process sends to sum its gradients with others': the gradients, and one number for
+    each, which says whether it is there. `asked`: see `gradient_dtype`."""
     dtypes = [(parameter, gradient_dtype(parameter, asked)) for parameter in parameters]
     return sum((slot_elements(parameter.numel(), dtype) + 1) * dtype.itemsize for parameter, dtype in dtypes)
 
 
 def by_gradient_dtype(parameters: Iterable[P], asked: torch.dtype | None = None) -> dict[torch.dtype, list[P]]:
-    """The parameters by the dtype of their gradients, which are summed apart. `asked`: see `gradient_dtype`."""
+    """Group the parameters by the dtype of their gradients, which are summed separately. `asked`: see
+    `gradient_dtype`."""
     found: dict[torch.dtype, list[P]] = {}
     for parameter in parameters:
         found.setdefault(gradient_dtype(parameter, asked), []).append(parameter)
@@ -71,7 +71,7 @@ def by_gradient_dtype(parameters: Iterable[P], asked: torch.dtype | None = None)
 def buckets(
     parameters: Iterable[P], most_bytes: int = BUCKET_BYTES, asked: torch.dtype | None = None
 ) -> Iterator[list[P]]:
-    """Groups parameters into buckets: their gradients have one dtype, and at most `most_bytes` unless there is one."""
+    """Group parameters into buckets: their gradients have one dtype, and at most `most_bytes` unless there is one."""
     for same in by_gradient_dtype(parameters, asked).values():
         bucket: list[P] = []
         filled = 0
@@ -87,7 +87,7 @@ def buckets(
 
 
 def checked_dtype(dtype: object) -> torch.dtype | None:
-    """`gradient_dtype=`, checked.
+    """`grad_dtype=`, checked.
 
     Raises:
         ArgumentError: no dtype to accumulate in.
@@ -95,6 +95,6 @@ def checked_dtype(dtype: object) -> torch.dtype | None:
     if dtype is None:
         return None
     if dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(f"gradient_dtype={dtype!r}: expected torch.float32, torch.float64 or None")
+        raise ArgumentError(f"grad_dtype={dtype!r}: expected torch.float32, torch.float64 or None")
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def face(
     package: str, homes: Mapping[str, str], subpackages: Collection[str] = ()
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__all__`, `__getattr__` and `__dir__`.
+    """Return a package's `__all__`, `__getattr__` and `__dir__`.
 
     Args:
         package: the package's `__name__`.
@@ -33,6 +33,8 @@ def face(
     def get(name: str) -> Any:
         if name in subpackages:
             return _imported(f"{package}.{name}")
+        if new := renamed.get(f"{package}.{name}"):
+            return get(new)
         if name not in home_of:
             from penstock._base.second_names import of_peer
 
@@ -47,6 +49,21 @@ def face(
         return sorted({*vars(sys.modules[package]), *home_of, *subpackages})
 
     return [*home_of], get, names
+
+
+renamed: dict[str, str] = {}
+"""New names in packages, by the old ones with their package, which are accepted for a release."""
+
+
+def old_names(package: str) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` that finds what is `renamed`."""
+
+    def get(name: str) -> Any:
+        if new := renamed.get(f"{package}.{name}"):
+            return getattr(sys.modules[package], new)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
 
 
 moved: dict[str, str] = {}
@@ -66,7 +83,7 @@ class _Moved:
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
-        """The usual one, which `exec_module` replaces."""
+        """Leave the creation to `exec_module`, which replaces the module."""
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
@@ -81,12 +98,13 @@ lent: dict[str, str] = {}
 
 
 def borrowed(task: str) -> ModuleType:
-    """The module that does a task of `lent`, loaded now."""
+    """Return the module that does a task of `lent`, loaded now."""
     return _imported(lent[task])
 
 
 def _imported(module: str) -> ModuleType:
-    """The module. A program that has seeded `random` finds it as it left it, whatever libraries draw on import."""
+    """Import the module. A program that has seeded `random` finds it as it left it, whatever libraries draw on
+    import."""
     import random
 
     before = random.getstate()

@@ -18,7 +18,7 @@ NOW = _Now()
 
 
 def cut() -> None:
-    """Marks a line of a model's forward: a stage may begin here, like `pipe_split()` of torch.distributed.pipelining.
+    """Mark a line of a model's forward: a stage may begin here, like `pipe_split()` of torch.distributed.pipelining.
 
     Does nothing except while `penstock.pipeline` records the forward.
     """
@@ -26,14 +26,14 @@ def cut() -> None:
 
 
 def current_microbatch() -> int | None:
-    """The index of the microbatch whose forward, loss or backward runs; None outside a step. It is 0 while a model is
-    recorded; code that is recorded call by call may not ask, since it would keep that."""
+    """Return the index of the microbatch whose forward, loss or backward runs; None outside a step. It is 0 while a
+    model is recorded; code that is recorded call by call may not ask, since it would keep that."""
     _tell(current_microbatch)
     return NOW.microbatch
 
 
 def current_stage() -> int | None:
-    """The index of the stage that computes, as in `pipe.stages`; see `current_microbatch`. An unsplit model that
+    """Return the index of the stage that computes, as in `pipe.stages`; see `current_microbatch`. An unsplit model that
     `verify` compares with is stage 0."""
     _tell(current_stage)
     return NOW.stage
@@ -46,7 +46,7 @@ def _tell(called: Callable[[], object]) -> None:
 
 @contextmanager
 def computing(stage: int | None, microbatch: int | None) -> Iterator[None]:
-    """Wraps a computation, or all those of a step. Restores what was before, if it ran within another step."""
+    """Wrap a computation, or all those of a step. Restores what was before, if it ran within another step."""
     before = NOW.stage, NOW.microbatch
     NOW.stage, NOW.microbatch = stage, microbatch
     try:
@@ -57,7 +57,7 @@ def computing(stage: int | None, microbatch: int | None) -> Iterator[None]:
 
 @contextmanager
 def calling_at_marks(listener: Callable[[Callable[[], object]], None]) -> Iterator[None]:
-    """Calls `listener` with the function of this module that a forward calls."""
+    """Call `listener` with the function of this module that a forward calls."""
     _LISTENERS.append(listener)
     try:
         yield

@@ -14,7 +14,7 @@ ProcessState = Literal["running", "stopped", "gone", "unknown"]
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -39,7 +39,7 @@ class Process:
             return cls(socket.gethostname(), os.getpid(), "")
 
     def state(self) -> ProcessState:
-        """What the kernel says about the process; `unknown` from another machine or if /proc cannot be read."""
+        """Return what the kernel says about the process; `unknown` from another machine or if /proc cannot be read."""
         if not self.started or self.machine != Process.here().machine:
             return "unknown"
         try:
@@ -54,7 +54,7 @@ class Process:
 
 
 def kernel() -> str:
-    """The running kernel, and so its clock; empty if unknown."""
+    """Return the running kernel, and so its clock; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -75,7 +75,7 @@ def lives(pid: int) -> bool:
 
 
 def environments() -> Iterator[tuple[int, list[bytes]]]:
-    """The processes of this user, with the environment that each was started with, on Linux."""
+    """Yield the processes of this user, with the environment that each was started with, on Linux."""
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
             yield int(file.parent.name), file.read_bytes().split(b"\0")

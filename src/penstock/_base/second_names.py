@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 from penstock._base.errors import ArgumentError
@@ -17,9 +18,21 @@ T = TypeVar("T")
 OF_PIPELINE = {
     "loss": "loss_fn",
     "n_microbatches": "microbatches",
-    "stages_per_rank": "chunks",
     "example_args": "args",
     "example_kwargs": "kwargs",
+    # The names before 0.1, until 0.2.
+    "chunks": "stages_per_rank",
+    "gradient_dtype": "grad_dtype",
+    "group_timeout": "pg_timeout",
+    "leaves": "leaf_modules",
+    "link": "link_cost",
+    "lost_after": "heartbeat_timeout",
+    "merge": "merge_fn",
+    "opens": "split_inside",
+    "run": "run_dir",
+    "share_loss": "broadcast_loss",
+    "split": "split_fn",
+    "whole_batch": "full_batch",
 }
 """The second names of arguments of `pipeline`, `inspect` and `verify`."""
 
@@ -28,9 +41,10 @@ _PEERS = {
     "pass balance='parameters', 'layers' or 'type:Block'": "partition_method",
     "pass batch_dims={'args': ...}": "args_chunk_spec",
     "pass batch_dims={'kwargs': ...}": "kwargs_chunk_spec",
-    "pass batch_dims={'output': ...}, or merge=": "output_merge_spec",
-    "pass chunks=": "num_model_chunks virtual_pipeline_model_parallel_size vp_size vpp num_virtual_stages interleave",
-    "pass chunks=, layers / (ranks * layers per chunk)": "num_layers_per_virtual_pipeline_stage",
+    "pass batch_dims={'output': ...}, or merge_fn=": "output_merge_spec",
+    "pass stages_per_rank=": "num_model_chunks virtual_pipeline_model_parallel_size vp_size vpp num_virtual_stages "
+    "interleave",
+    "pass stages_per_rank=, layers / (ranks * layers per stage)": "num_layers_per_virtual_pipeline_stage",
     "pass cuts=['blocks.5'], the modules at which stages begin": "split_spec split_points split_policy split_rule "
     "pipeline_parallel_split_points module_fqns_per_model_part pp_split_points",
     "pass kwargs=, a whole batch": "mb_kwargs",
@@ -42,7 +56,7 @@ _PEERS = {
     "pass outputs= to step()": "return_outputs gather_output",
     "pass ranks=": "pp pp_size pp_degree pipeline_parallel_size pipeline_model_parallel_size world_size nproc_per_node "
     "pipeline_parallel_degree num_gpus",
-    "pass ranks=, and chunks= for several stages per rank": "num_stages n_stages stages pipeline_nstages",
+    "pass ranks=, and stages_per_rank= for several stages per rank": "num_stages n_stages stages pipeline_nstages",
     "pass schedule='zb-h1' or 'zb-v'": "enable_zero_bubble use_zbv",
     "omit it: call step() under torch.autocast": "precision fp16 amp mixed_precision",
     "pass mesh=, a DeviceMesh with a dimension 'pp'": "group process_group pp_group topology dp_size tp_size",
@@ -100,7 +114,7 @@ _SCHEDULES = {
 
 
 def _plain(name: str) -> str:
-    """A name without case, hyphens and underscores."""
+    """Normalize a name: drop case, hyphens and underscores."""
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
@@ -112,17 +126,17 @@ _OF_PEERS, _OF_SCHEDULES = _by_name(_PEERS), _by_name(_SCHEDULES)
 
 
 def of_peer(name: str) -> str:
-    """What to do here in place of an option or a method of another library; empty if it is unknown."""
+    """Return what to do here in place of an option or a method of another library; empty if it is unknown."""
     return _OF_PEERS.get(_plain(name), "")
 
 
 def schedule_of_peer(name: str) -> str | None:
-    """What to pass for a schedule of another library, as code; None if it is unknown."""
+    """Return what to pass for a schedule of another library, as code; None if it is unknown."""
     return _OF_SCHEDULES.get(_plain(name).removeprefix("schedule").removesuffix("schedule"))
 
 
 def nearest(name: str, known: Iterable[str], names: Mapping[str, str] = {}) -> str:
-    """The end of a message about an unknown argument: what to do instead, or the known one that it resembles."""
+    """Return the end of a message about an unknown argument: what to do instead, or the known one that it resembles."""
     if remedy := of_peer(name):
         return f"; {remedy}"
     near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.7)
@@ -130,7 +144,7 @@ def nearest(name: str, known: Iterable[str], names: Mapping[str, str] = {}) -> s
 
 
 def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Lets a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
+    """Let a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
     The function raises ArgumentError if both are given, and TypeError for a name that it does not know, with the
     nearest one that it does.
@@ -154,5 +168,17 @@ def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             return function(*args, **kwargs)
 
         return call
+
+    return decorate
+
+
+def formerly(**names: str) -> Callable[[type[T]], type[T]]:
+    """Let a class have attributes, and arguments of its constructor, by their old names, too (until 0.2)."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for old, name in names.items():
+            setattr(cls, old, property(attrgetter(name)))
+        cls.__init__ = also(**names)(cls.__init__)  # type: ignore[method-assign]
+        return cls
 
     return decorate

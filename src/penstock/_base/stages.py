@@ -85,7 +85,7 @@ class Link:
 
 
 def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
-    """Every forward message: a value goes straight from its producer to each stage that uses it."""
+    """Return every forward message: a value goes straight from its producer to each stage that uses it."""
     links = []
     for stage in stages:
         for source in sorted({i.source for i in stage.inputs if i.source != MODEL_INPUT}):
@@ -95,7 +95,7 @@ def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
 
 
 def backward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
-    """Every backward message: from a value's last consumer to the one before it, and so on to its producer.
+    """Return every backward message: from a value's last consumer to the one before it, and so on to its producer.
 
     If every consumer sent its gradient straight to the producer, the terms would be added in a different order from
     autograd's.
@@ -115,7 +115,7 @@ def _varies(stages: Sequence[StageMeta]) -> bool:
 def links_of(
     kinds: Sequence[Sequence[StageMeta]], links: Callable[[Sequence[StageMeta]], Sequence[Link]]
 ) -> tuple[Link, ...]:
-    """The links of a batch whose microbatches are of several kinds, each with its own stages.
+    """Return the links of a batch whose microbatches are of several kinds, each with its own stages.
 
     A link carries what any kind sends that way; a microbatch of another kind sends nothing in place of such a value.
 
@@ -132,8 +132,8 @@ def links_of(
 
 
 def traffic(stages: Sequence[StageMeta]) -> Hashable:
-    """What distinguishes kinds of microbatches: where each stage's inputs come from, as positions among the source's
-    outputs, and which values take a gradient or are updated in place.
+    """Return what distinguishes kinds of microbatches: where each stage's inputs come from, as positions among the
+    source's outputs, and which values take a gradient or are updated in place.
 
     Leaves out shapes, and names, which are numbered through the recording: an extra call for some size changes them.
     """
@@ -152,7 +152,7 @@ def traffic(stages: Sequence[StageMeta]) -> Hashable:
 
 
 def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[int, ...]]:
-    """For each value that requires a gradient: its producer, then its consumers in stage order."""
+    """Return, for each value that requires a gradient, its producer, then its consumers in stage order."""
     routes: dict[tuple[int, str], list[int]] = {}
     for stage in stages:
         for i in stage.inputs:
@@ -162,7 +162,7 @@ def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[
 
 
 def shifted(stage: StageMeta, by: int) -> StageMeta:
-    """The same stage in another copy of the model, whose stages are numbered from `by`."""
+    """Return the same stage in another copy of the model, whose stages are numbered from `by`."""
     inputs = tuple(i if i.source == MODEL_INPUT else replace(i, source=i.source + by) for i in stage.inputs)
     return replace(stage, index=stage.index + by, inputs=inputs)
 

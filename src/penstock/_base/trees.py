@@ -89,27 +89,27 @@ NOTHING = TreeSpec("tuple", None)
 
 
 def flatten(value: Any, *, empty: bool = False, closed: Container[int] = (), is_leaf: IsLeaf | None = None) -> Flat:
-    """Flattens a value. `empty`: also open objects that hold no tensor, except those whose id is in `closed`.
-    `is_leaf`: whether a container, given with its path, stays closed; it then counts as a tensor."""
+    """Flatten a value. `empty`: also open objects that hold no tensor, except those whose id is in `closed`. `is_leaf`:
+    whether a container, given with its path, stays closed; it then counts as a tensor."""
     walk = _Walk(empty, closed, is_leaf)
     structure = walk.visit(value, "", 0)
     return Flat(walk.leaves, walk.paths, structure)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    """Rebuilds a value from its leaves and its structure."""
+    """Rebuild a value from its leaves and its structure."""
     if structure is LEAF:
         return leaves[0]
     return _build(structure, iter(leaves), [])
 
 
 def leaf_tensors(tree: Any) -> list[Tensor]:
-    """The tensors among a tree's leaves."""
+    """Return the tensors among a tree's leaves."""
     return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
-    """Replaces each tensor in a tree with `function(tensor)`. Objects that hold tensors are rebuilt."""
+    """Replace each tensor in a tree with `function(tensor)`. Objects that hold tensors are rebuilt."""
     if isinstance(tree, Tensor):
         return function(tree)
     flat = flatten(tree)
@@ -130,7 +130,7 @@ class _Walk:
         self._left = BUDGET
 
     def visit(self, value: Any, path: str, depth: int) -> TreeSpec:
-        """The structure of a value. `depth`: how many objects enclose it."""
+        """Return the structure of a value. `depth`: how many objects enclose it."""
         kind = type(value)
         if isinstance(value, Tensor):
             self._held += 1
@@ -189,7 +189,7 @@ class _Walk:
         return TreeSpec("object", (kind, base, names), (*inside, *children))
 
     def _inside(self, value: Any, base: type, path: str, depth: int) -> TreeSpec:
-        """The structure of the contents of a subclass of tuple, list or dict."""
+        """Return the structure of the contents of a subclass of tuple, list or dict."""
         if base in (object, types.SimpleNamespace):
             return NOTHING
         if base in (tuple, list):
@@ -220,7 +220,7 @@ class _Walk:
 
 
 def _build(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
-    """Rebuilds a value. `made`: the numbered objects so far, in the order in which they were met."""
+    """Rebuild a value. `made`: the numbered objects so far, in the order in which they were met."""
     op, context, children = plan
     if op == "leaf":
         return next(leaves)
@@ -272,7 +272,8 @@ def _build_object(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any
 
 @functools.lru_cache(maxsize=4096)
 def base_of(kind: type) -> type | None:
-    """The built-in that a class derives from, or None if its objects cannot be rebuilt from that and their fields.
+    """Return the built-in that a class derives from, or None if its objects cannot be rebuilt from that and their
+    fields.
 
     None for classes written in C, for those with a `__del__`, and for those that must not be copied, such as modules
     and enumerations.
@@ -290,7 +291,7 @@ def base_of(kind: type) -> type | None:
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """An object's own attributes by name: those in its `__dict__`, and its slots that are set."""
+    """Return an object's own attributes by name: those in its `__dict__`, and its slots that are set."""
     found = dict(_attributes(value) or {})
     kind: Any = type(value)
     for name, slot in _slots(kind).items():
@@ -302,7 +303,7 @@ def fields(value: Any) -> dict[str, Any]:
 
 
 def set_field(value: Any, name: str, new: Any) -> None:
-    """Sets an attribute of an object, bypassing its class's `__setattr__` (frozen dataclasses refuse)."""
+    """Set an attribute of an object, bypassing its class's `__setattr__` (frozen dataclasses refuse)."""
     kind: Any = type(value)
     slot = _slots(kind).get(name)
     if slot is not None:
@@ -314,7 +315,7 @@ def set_field(value: Any, name: str, new: Any) -> None:
 
 
 def overwrite(old: Any, new: Any, seen: dict[int, Any] | None = None) -> None:
-    """Gives an object, list or dict the contents of another of its type, recursively where the types agree."""
+    """Give an object, list or dict the contents of another of its type, recursively where the types agree."""
     seen = {} if seen is None else seen
     seen[id(old)] = old
 
@@ -353,7 +354,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _slots(kind: type) -> dict[str, Any]:
-    """The slots of a class, inherited ones included, by attribute name."""
+    """Return the slots of a class, inherited ones included, by attribute name."""
     return {
         name: slot
         for cls in reversed(kind.__mro__)

@@ -31,13 +31,13 @@ def a(what: str) -> str:
 
 
 def shortened(names: Collection[str], most: int = 4) -> str:
-    """Names as a message lists them: the first few, then how many more there are."""
+    """List names in a message: the first few, then how many more there are."""
     shown = ", ".join(map(repr, list(names)[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def in_ranges(names: Iterable[str]) -> list[str]:
-    """Merges numbered names, such as `blocks.0`, `blocks.1` and `blocks.2` into `blocks.0-2`; keeps the others."""
+    """Merge numbered names, such as `blocks.0`, `blocks.1` and `blocks.2` into `blocks.0-2`; keep the others."""
     found: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text after it
     for name in names:
         match = re.fullmatch(r"(.*?)(0|[1-9]\d*|)(\D*)", name)
@@ -57,19 +57,19 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def named(function: Any) -> Any:
-    """What gives a callable its name: a partial's function, or the class of an object that can be called."""
+    """Return what gives a callable its name: a partial's function, or the class of an object that can be called."""
     function = function.func if isinstance(function, partial) else function
     return function if hasattr(function, "__qualname__") else type(function)
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error's type and message, on one line."""
+    """Format an error's type and message on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def line_of(text: str, most_characters: int) -> str:
-    """A text that came from elsewhere as one printable line, cut to a length."""
+    """Format a text from elsewhere as one printable line, cut to a length."""
     return printable(" ".join(text[: 2 * most_characters].split()))[:most_characters]
 
 

@@ -6,24 +6,28 @@ export_safetensors, import_safetensors one file of weights, which the unsplit mo
 weights                                initializes a model on the meta device from such a file, or from a checkpoint
 """
 
+from penstock._base.lazy import old_names
 from penstock.checkpoint.contents import Stateful
 from penstock.checkpoint.export import export_checkpoint, export_safetensors
 from penstock.checkpoint.folders import latest
-from penstock.checkpoint.generators import Generators
+from penstock.checkpoint.generators import RngState
 from penstock.checkpoint.loading import Restored, load
-from penstock.checkpoint.saving import finish, save
-from penstock.checkpoint.weights import import_safetensors, weights
+from penstock.checkpoint.saving import save, wait_for_save
+from penstock.checkpoint.weights import import_safetensors, init_from_weights
 
 __all__ = [
-    "Generators",
     "Restored",
+    "RngState",
     "Stateful",
     "export_checkpoint",
     "export_safetensors",
-    "finish",
     "import_safetensors",
+    "init_from_weights",
     "latest",
     "load",
     "save",
-    "weights",
+    "wait_for_save",
 ]
+
+weights = init_from_weights  # until 0.2
+__getattr__ = old_names(__name__)

@@ -18,7 +18,7 @@ OWN_PART = "its part of a checkpoint"
 
 
 def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
-    """Runs `act` on every rank and returns this rank's result. A collective; `act` itself must not contain one.
+    """Run `act` on every rank and return this rank's result. A collective; `act` itself must not contain one.
 
     Args:
         pipe: the pipeline whose ranks act.
@@ -32,7 +32,7 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
     with pipe.session.control.working(OWN_PART):
         future = attempt(act)
     error = future.exception()
-    for said in pipe.gather(error and in_words(error, pipe.world.number)):
+    for said in pipe.all_gather_object(error and in_words(error, pipe.world.number)):
         if said is not None:
             kind, text = said
             raise (kind(text) if kind else CheckpointError(f"{fails}: {text}")) from error
@@ -40,14 +40,14 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
 
 
 def on_first(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
-    """Runs `act` on the first rank only and returns its result on every rank. Raises the same errors as `together`."""
-    value = together(pipe, lambda: act() if pipe.is_first else None, fails)
-    given: T = pipe.gather(value)[0]
+    """Run `act` on the first rank only and return its result on every rank. Raise the same errors as `together`."""
+    value = together(pipe, lambda: act() if pipe.is_main_process else None, fails)
+    given: T = pipe.all_gather_object(value)[0]
     return given
 
 
 def attempt(act: Callable[[], T]) -> Future[T]:
-    """Calls `act` now and keeps its result, or the error it raised, for later."""
+    """Call `act` now and keep its result, or the error it raised, for later."""
     future: Future[T] = Future()
     try:
         future.set_result(act())
@@ -57,7 +57,8 @@ def attempt(act: Callable[[], T]) -> Future[T]:
 
 
 def in_words(error: BaseException, rank: int) -> tuple[type[PenstockError] | None, str]:
-    """The kind of an ArgumentError or CheckpointError, or None; and the text. Of several ranks' errors, the first's."""
+    """Return the class of an ArgumentError or CheckpointError, or None; and the text. Of several ranks' errors, the
+    first's."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
     for kind in (ArgumentError, CheckpointError):

@@ -49,12 +49,12 @@ class Divided:
                 self.own.setdefault(name, {})[key] = tensor.detach()
 
     def digest(self) -> list[tuple[Any, ...]]:
-        """The shape and a checksum of each floating-point tensor that ranks must share."""
+        """Return the shape and a checksum of each floating-point tensor that ranks must share."""
         floats = [tensor.detach() for tensor in tensors_in(self.rest) if tensor.is_floating_point()]
         return [(tuple(tensor.shape), zlib.crc32(bytes_of(tensor).numpy().data)) for tensor in floats]
 
     def load(self, rest: Any, own: Own) -> None:
-        """Sets the object's state: the rest of a checkpoint, which is changed, and what it has for this rank."""
+        """Set the object's state: the rest of a checkpoint, which is changed, and what it has for this rank."""
         for path, (name, key, tensor) in self._places.items():
             value, container = own.get(name, {}).get(key, tensor), rest
             if isinstance(self._item, Mapping):
@@ -70,7 +70,7 @@ class Divided:
             self._item.load_state_dict(rest)
 
     def _divide(self, value: Any, path: _Path) -> Any:
-        """Notes where the tensors of parameters and buffers are, and returns the rest."""
+        """Note where the tensors of parameters and buffers are, and return the rest."""
         before, rest = len(self._places), value
         if isinstance(value, Mapping):
             rest = {k: self._divide(item, (*path, k)) for k, item in value.items() if not self._takes(path, k, item)}
@@ -98,7 +98,7 @@ def _key(path: _Path) -> str:
 
 
 def check_shared(digests: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ArgumentError if what ranks should share differs between them, by the digests of each rank's objects."""
+    """Raise ArgumentError if what ranks should share differs between them, by the digests of each rank's objects."""
     for rank, of_rank in enumerate(digests):
         for label, digest in of_rank.items():
             if digest != digests[0].get(label):

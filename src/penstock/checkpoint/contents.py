@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,14 @@ _MODEL = "model/"
 LOSS = "loss/"
 _OF_RANK = ("params", "param_names")
 
-
 Optimizers = torch.optim.Optimizer | Sequence["Optimizers"] | Mapping[str, "Optimizers"]
 """An optimizer, or lists and dicts of optimizers."""
 
 Own = dict[str, dict[str, Any]]
 """What belongs to parameters and buffers of this process: by the tensor's name, and by key."""
+
+Names = dict[str, list[tuple[str, ...]]]
+"""Of the parameters in each group of each optimizer, by label."""
 
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]
 """An optimizer's groups: the parameters' names, over all ranks, and the group's options."""
@@ -47,7 +49,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rest:
     """Everything in a checkpoint that does not belong to one tensor.
 
@@ -66,14 +68,9 @@ class Rest:
     ties: dict[str, str]
     optimizers: dict[str, tuple[str, Groups]]
 
-    def to_bytes(self) -> bytes:
-        """Pickles a dict of plain values."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return pickle.dumps(values)  # bytes: torch would split a dict into one entry per item
-
 
 def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizers, and everything else that has a state, in nested lists and dicts: each by a label.
+    """Return the optimizers, and everything else that has a state, in nested lists and dicts: each by a label.
 
     Raises ArgumentError if something is no optimizer and has no state.
     """
@@ -83,8 +80,8 @@ def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> 
     for label, item in rest.items():
         if label.startswith("optimizer") or not (hasattr(item, "load_state_dict") or isinstance(item, Mapping)):
             raise ArgumentError(
-                f"{label} is {type(item).__name__}: expected an optimizer, or in others= an object with state_dict and "
-                "load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
+                f"{label} is {type(item).__name__}: expected an optimizer, or in stateful= an object with state_dict "
+                "and load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
             )
     return optimizers, rest
 
@@ -103,13 +100,14 @@ def _with_labels(label: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
-    """The tensors of this process's stages and of the loss: the live ones, not copies."""
+    """Return the tensors of this process's stages and of the loss: the live ones, not copies."""
     own = set(pipe.session.split.names().values())
     return {model_key(name) if name in own else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
 
 
 def model_tensors(metadata: Metadata, kind: str = _MODEL) -> dict[str, Tensor]:
-    """A meta tensor for each of the model's tensors in a checkpoint, by its name in the model; or of the loss's."""
+    """Return a meta tensor for each of the model's tensors in a checkpoint, by its name in the model; or of the
+    loss's."""
     return {
         key.removeprefix(kind): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
@@ -118,7 +116,7 @@ def model_tensors(metadata: Metadata, kind: str = _MODEL) -> dict[str, Tensor]:
 
 
 def model_key(name: str) -> str:
-    """The key under which one of the model's tensors is stored."""
+    """Return the key under which one of the model's tensors is stored."""
     return _MODEL + name
 
 
@@ -126,7 +124,7 @@ def model_key(name: str) -> str:
 
 
 def entries(label: str, own: Own) -> dict[str, Any]:
-    """What to save of an optimizer or an average."""
+    """Return what to save of an optimizer or an average."""
     return {
         f"{label}/{name}/{key}": value if isinstance(value, Tensor) else pickle.dumps(value)
         for name, values in own.items()
@@ -135,7 +133,8 @@ def entries(label: str, own: Own) -> dict[str, Any]:
 
 
 def empty_entries(pipe: Pipeline, metadata: Metadata, label: str) -> dict[str, Any]:
-    """What to load from a checkpoint for what this process holds: a tensor to load into, or None for a pickle."""
+    """Return what to load from a checkpoint for what this process holds: a tensor to load into, or None for a
+    pickle."""
     held, stored = pipe.state_dict(), metadata.state_dict_metadata
     return {
         path: _empty_like(held[name], key, stored[path]) for path, name, key in _split(stored, label) if name in held
@@ -143,7 +142,7 @@ def empty_entries(pipe: Pipeline, metadata: Metadata, label: str) -> dict[str, A
 
 
 def read_entries(label: str, state: Mapping[str, Any]) -> Own:
-    """What was read for what this process holds."""
+    """Return what was read for what this process holds."""
     own: Own = {}
     for path, name, key in _split(state, label):
         own.setdefault(name, {})[key] = state[path]
@@ -151,7 +150,7 @@ def read_entries(label: str, state: Mapping[str, Any]) -> Own:
 
 
 def _split(paths: Iterable[str], label: str) -> Iterator[tuple[str, str, str]]:
-    """The entries of an optimizer or average among `paths`: each path, the name of its tensor and the key."""
+    """Yield the entries of an optimizer or average among `paths`: each path, the name of its tensor and the key."""
     for path in paths:
         if path.startswith(f"{label}/"):
             name, _, key = path.removeprefix(f"{label}/").rpartition("/")
@@ -170,13 +169,13 @@ def _empty_like(tensor: Tensor, key: str, stored: object) -> Tensor | None:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[tuple[str, ...]]]:
-    """The names of this process's parameters in each group of each optimizer.
+def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> Names:
+    """Return the names of this process's parameters in each group of each optimizer.
 
     Raises ArgumentError if a parameter is not the pipeline's, since its state would be lost.
     """
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    groups: dict[str, list[tuple[str, ...]]] = {label: [] for label in optimizers}
+    groups: Names = {label: [] for label in optimizers}
     for label, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
             real = [parameter for parameter in group["params"] if parameter.numel()]  # without any: a placeholder
@@ -191,8 +190,8 @@ def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer])
     return groups
 
 
-def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> dict[str, list[tuple[str, ...]]]:
-    """The names in each group of each optimizer, over all processes.
+def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> Names:
+    """Merge the names in each group of each optimizer, over all processes.
 
     Raises ArgumentError unless every process has the same optimizers with the same number of groups.
     """
@@ -212,12 +211,12 @@ def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> dict[s
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each group's options: everything but its parameters and their names."""
+    """Return each group's options: everything but its parameters and their names."""
     return [{key: value for key, value in group.items() if key not in _OF_RANK} for group in optimizer.param_groups]
 
 
 def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer, label: str) -> Own:
-    """The optimizer's state for this process's parameters. Tensors are the live ones, not copies.
+    """Return the optimizer's state for this process's parameters. Tensors are the live ones, not copies.
 
     Raises ArgumentError if `state_dict` has other entries than those of torch's optimizers: a container's, say.
     """
@@ -231,7 +230,7 @@ def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer, label: str
 
 
 def load_optimizer(pipe: Pipeline, optimizer: torch.optim.Optimizer, groups: Groups, own: Own) -> None:
-    """Loads into an optimizer its groups' options and the state of this process's parameters."""
+    """Load into an optimizer its groups' options and the state of this process's parameters."""
     packed = optimizer.state_dict()
     state = {number: own[name] for number, name in _numbers(pipe, optimizer).items() if name in own}
     pairs = zip(packed["param_groups"], groups, strict=True)
@@ -240,7 +239,7 @@ def load_optimizer(pipe: Pipeline, optimizer: torch.optim.Optimizer, groups: Gro
 
 
 def _numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """For each number of a parameter in an optimizer's state dict, the parameter's name."""
+    """Return the parameter's name for each number of a parameter in an optimizer's state dict."""
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     packed = optimizer.state_dict().get("param_groups", [])
     groups = optimizer.param_groups if packed else ()
@@ -249,7 +248,7 @@ def _numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[int, str]
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Gives each tensor of the optimizer's state the dtype it was saved in: torch casts it to its parameter's.
+    """Give each tensor of the optimizer's state the dtype it was saved in: torch casts it to its parameter's.
 
     What follows a gradient in float32 (a momentum, say) would lose digits if its parameter is in bfloat16.
     """

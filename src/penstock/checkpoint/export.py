@@ -51,7 +51,7 @@ class FileEntry:
 
 
 def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[str, str] | None = None) -> Path:
-    """Writes all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
+    """Write all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
 
     A tied tensor is stored once, under its first name; the file's metadata map its other names to that one, as
     `safetensors.torch.save_model` does. `safetensors.torch.load_model(model, path)` loads the file into the unsplit
@@ -70,25 +70,24 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     path = Path(path)
     model = set(pipe.session.split.names().values())  # and nothing of the loss
     own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
-    held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
+    held = pipe.all_gather_object([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
     entries = in_order(held, pipe.session.split.all_names())
     ties = {name: first for name, first in pipe.session.ties().items() if first in own}
-    notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
+    notes = {name: first for part in pipe.all_gather_object(ties) for name, first in part.items()} | dict(
+        metadata or {}
+    )
     fails = f"cannot write {path}"
     together(pipe, lambda: _check(entries, notes), fails)
 
     def stream() -> None:
-        exchange = _Exchange(pipe, own)
-        if not pipe.is_first:
-            exchange.send(entries)
-            return
         left = iter(entries)
         try:
-            alone = partial(pipe.session.control.working, OWN_PART)
-            write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
+            if pipe.is_main_process:
+                data = (_bring(pipe, entry, own) for entry in left)
+                write_file(path, entries, notes, data, partial(pipe.session.control.working, OWN_PART))
         finally:
-            for entry in left:  # a write failed, but the other ranks still send the rest
-                exchange.take(entry)
+            for entry in left:  # on the other ranks; and on the first, if it failed: they still send the rest
+                _bring(pipe, entry, own)
 
     with pipe.session.control.waiting("the weights"):
         done = attempt(stream)
@@ -97,7 +96,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
 
 
 def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: bool = True) -> Path:
-    """Writes the model in a checkpoint to one `safetensors` file, like `export_safetensors`, but without the model.
+    """Write the model in a checkpoint to one `safetensors` file, like `export_safetensors`, but without the model.
 
     One tensor is in memory at a time.
 
@@ -130,31 +129,21 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
     return Path(path)
 
 
-class _Exchange:
-    """Sends tensors from their owners to the first rank as bytes, in file order."""
-
-    def __init__(self, pipe: Pipeline, own: Mapping[str, Tensor]) -> None:
-        self._group = pipe.session.control.control_group
-        self._rank = 0 if self._group is None else dist.get_rank(self._group)
-        self._own = own
-
-    def take(self, entry: FileEntry) -> Tensor:
-        if entry.owner == self._rank:
-            return bytes_of(self._own[entry.name])
-        if entry.name in self._own:
-            whole(self._own[entry.name])
-        data = torch.empty(entry.bytes, dtype=torch.uint8)
-        if entry.bytes:
-            dist.recv(data, group=self._group, group_src=entry.owner)
+def _bring(pipe: Pipeline, entry: FileEntry, own: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor's bytes on the first rank, to which its owner sends them; on the others, what they sent. Every
+    rank calls it: a sharded tensor needs all that hold a part."""
+    group = pipe.session.control.control_group
+    rank = 0 if group is None else dist.get_rank(group)
+    tensor = whole(own[entry.name]) if entry.name in own else None
+    if entry.owner == rank and tensor is not None:
+        data = bytes_of(tensor)
+        if rank and entry.bytes:
+            dist.send(data, group=group, group_dst=0)
         return data
-
-    def send(self, entries: Iterable[FileEntry]) -> None:
-        for entry in entries:
-            if entry.name not in self._own:
-                continue
-            tensor = whole(self._own[entry.name])
-            if entry.owner == self._rank and entry.bytes:
-                dist.send(bytes_of(tensor), group=self._group, group_dst=0)
+    data = torch.empty(entry.bytes if rank == 0 else 0, dtype=torch.uint8)
+    if data.numel():
+        dist.recv(data, group=group, group_src=entry.owner)
+    return data
 
 
 def write_file(
@@ -164,7 +153,7 @@ def write_file(
     data: Iterable[Tensor],
     alone: Around = nullcontext,
 ) -> None:
-    """Writes a `safetensors` file under a temporary name, then renames it.
+    """Write a `safetensors` file under a temporary name, then renames it.
 
     Args:
         path: the file.
@@ -190,13 +179,14 @@ def write_file(
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
-    """Every tensor once, from the first process that holds it. Larger dtypes come first, so that all are aligned."""
+    """Return every tensor once, from the first process that holds it. Larger dtypes come first, so that all are
+    aligned."""
     found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
     return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
 
 
 def _header(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> bytes:
-    """The length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
+    """Return the length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for entry in entries:
@@ -219,5 +209,5 @@ def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes on the CPU. A collective if it is sharded."""
+    """Return a tensor's bytes on the CPU. A collective if it is sharded."""
     return whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -25,18 +25,18 @@ _WHOLE = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint taken after this many steps."""
+    """Return the name of the checkpoint taken after this many steps."""
     return f"step-{step:08d}"
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The checkpoint with the highest step in a folder of checkpoints; None if there is none."""
+    """Return the checkpoint with the highest step in a folder of checkpoints; None if there is none."""
     found = _found(Path(folder))
     return found[max(found)] if found else None
 
 
 def find(path: Path) -> Path | None:
-    """The checkpoint that the path names, or the latest in that folder. None if there is none.
+    """Return the checkpoint that the path names, or the latest in that folder. None if there is none.
 
     Raises ArgumentError if the path names a single checkpoint and that does not exist.
     """
@@ -57,7 +57,7 @@ def is_whole(path: Path) -> bool:
 
 
 def prepare(parent: Path, step: int) -> Path:
-    """Makes a new folder to write a checkpoint to, in one that this job owns. Deletes or repairs what a crash left.
+    """Make a new folder to write a checkpoint to, in one that this job owns. Deletes or repairs what a crash left.
 
     Raises OSError.
     """
@@ -76,7 +76,7 @@ def prepare(parent: Path, step: int) -> Path:
 
 
 def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
-    """Turns a fully written folder into a checkpoint, and deletes all but the last `keep` checkpoints.
+    """Turn a fully written folder into a checkpoint, and delete all but the last `keep` checkpoints.
 
     Args:
         aside: the folder, from `prepare`.
@@ -109,7 +109,7 @@ def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
 
 
 def _found(parent: Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder, by step."""
+    """Return the complete checkpoints in a folder, by step."""
     found: dict[int, Path] = {}
     for path in sorted(parent.iterdir() if parent.is_dir() else ()):  # .step-N.old sorts before step-N, which wins
         match = _WHOLE.fullmatch(path.name)
@@ -125,7 +125,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flushes a folder's entries to disk, so that a rename in it survives a crash."""
+    """Flush a folder's entries to disk, so that a rename in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

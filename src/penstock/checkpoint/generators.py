@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Generators:
+class RngState:
     """Python's `random`, numpy's legacy generator (if numpy is loaded), and torch's defaults for CPU and CUDA.
 
     Pass it to `save` and `load` as one of `others`. Rank 0's states are saved, and every rank loads them, so use it
@@ -18,7 +18,7 @@ class Generators:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each generator."""
+        """Return the state of each generator."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             import numpy
@@ -29,7 +29,7 @@ class Generators:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets each generator that has a saved state."""
+        """Set each generator that has a saved state."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state:

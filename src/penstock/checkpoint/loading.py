@@ -11,12 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
+from penstock._base.second_names import also
 from penstock._base.words import counted
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
 from penstock.checkpoint.averages import Divided
 from penstock.checkpoint.contents import (
     LOSS,
+    Names,
     Optimizers,
     Rest,
     by_label,
@@ -29,7 +31,7 @@ from penstock.checkpoint.contents import (
     model_tensors,
     read_entries,
 )
-from penstock.checkpoint.saving import finish
+from penstock.checkpoint.saving import wait_for_save
 from penstock.checkpoint.storage import Reader
 from penstock.pipe.pipeline import Pipeline
 
@@ -49,15 +51,16 @@ class Restored:
     extra: Any
 
 
+@also(others="stateful")
 def load(
     folder: str | Path,
     pipe: Pipeline,
     optimizer: Optimizers | None = None,
     *,
-    others: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Any] | None = None,
     weights_only: bool = True,
 ) -> Restored | None:
-    """Loads the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
+    """Load the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
 
     The split, the schedule and the number of ranks may differ from those it was saved with. Random streams are
     restored too, so training continues as it would have without the interruption.
@@ -67,10 +70,10 @@ def load(
         pipe: a pipeline of the same model.
         optimizer: an optimizer of the same class as the saved one, with the same parameter names in each group; or a
             list or dict, as for `save`.
-        others: as for `save`. Averages are made as they were, from the pipeline.
+        stateful: as for `save`. Averages are made as they were, from the pipeline.
         weights_only: as for `torch.load`: unpickle only tensors, numbers, texts, containers and the classes that
             `torch.serialization.add_safe_globals` allows. Objects of other classes, in `extra` or in the state of
-            `others`, need False, with which a checkpoint can run any code: pass it only if you trust who wrote it.
+            `stateful`, need False, with which a checkpoint can run any code: pass it only if you trust who wrote it.
 
     Returns:
         What was loaded; None, with nothing changed, if there is no checkpoint.
@@ -80,16 +83,19 @@ def load(
             that any rank asks for. Nothing has changed.
         CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
-    finish(pipe)
+    wait_for_save(pipe)
     path = on_first(pipe, partial(folders.find, Path(folder)), f"cannot read {folder}")
     if path is None:
         return None
     fails = f"cannot read {path}"
-    reader = together(pipe, lambda: Reader(path, weights_only=weights_only), fails)
-    rest = together(pipe, reader.rest, fails)
-    optimizers, items = together(pipe, lambda: by_label(optimizer, others), fails)
-    own = together(pipe, lambda: group_names(pipe, optimizers), fails)
-    merge_groups(pipe.gather(own))
+
+    def parts() -> tuple[Reader, Rest, dict[str, Any], dict[str, Any], Names]:
+        reader = Reader(path, weights_only=weights_only)
+        optimizers, items = by_label(optimizer, stateful)
+        return reader, reader.rest(), optimizers, items, group_names(pipe, optimizers)
+
+    reader, rest, optimizers, items, own = together(pipe, parts, fails)
+    merge_groups(pipe.all_gather_object(own))
 
     def check() -> tuple[dict[str, Divided], dict[str, Any]]:
         _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))
@@ -119,7 +125,7 @@ def load(
             part.load(rest.others[label], read_entries(label, state))
 
     together(pipe, set_all, f"cannot load {path}")
-    pipe.session.restore(step_count=rest.step, seed=rest.seed)
+    pipe.step_count, pipe.session.engine.streams.seed = rest.step, rest.seed  # where the random streams go on
     return Restored(path, rest.step, rest.extra)
 
 

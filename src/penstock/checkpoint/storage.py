@@ -32,7 +32,7 @@ from penstock.checkpoint.unpickling import NotAllowedError, unpickle
 
 
 def hush() -> None:
-    """Silences torch's warning that one process works alone, which is intended here.
+    """Silence torch's warning that one process works alone, which is intended here.
 
     Permanently: `catch_warnings` would cover one thread only.
     """
@@ -44,7 +44,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None, alone: Around) -> list[str]:
-    """Writes what every rank of a group holds; None: this process is alone. What several ranks hold is written once.
+    """Write what every rank of a group holds; None: this process is alone. What several ranks hold is written once.
 
     Returns the names of all ranks' files. Raises torch's own errors, on every rank.
     """
@@ -76,24 +76,30 @@ class _Writer(FileSystemWriter):
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
 
 
-class Reader:
+class Reader(FileSystemReader):
     """Reads a checkpoint in this process alone.
 
     Attributes:
-        path: the checkpoint's path.
-        metadata: what the checkpoint contains.
+        metadata: what the checkpoint contains. They describe the whole model, and are read only once.
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        """Raises CheckpointError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
+        """Raise CheckpointError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
 
         Args:
             path: the checkpoint.
             weights_only: whether to unpickle only what cannot run code. The metadata never are.
         """
-        self.path, self._weights_only = path, weights_only
-        self._reader = _OnceRead(path)
-        self.metadata = self._reader.read_metadata()
+        super().__init__(path)
+        self._weights_only = weights_only
+        file = path / METADATA
+        try:
+            self.metadata: Metadata = unpickle(read_bytes(file))
+            _check(path, self.metadata)
+        except ArgumentError:
+            raise
+        except Exception as error:  # random bytes raise anything
+            raise CheckpointError(_damaged(file, error)) from error
         files = {stored.relative_path for stored in (self.metadata.storage_data or {}).values()}
         missing = [name for name in sorted(files) if not (path / name).is_file()]
         if missing or REST not in self.metadata.state_dict_metadata:
@@ -102,14 +108,14 @@ class Reader:
             raise CheckpointError(f"{path} cannot be loaded: {why}")
 
     def read(self, state: dict[str, Any]) -> None:
-        """Reads into the tensors in `state`, and replaces each None with the stored value.
+        """Read into the tensors in `state`, and replace each None with the stored value.
 
         Raises CheckpointError, which names the file, if a file is damaged; ArgumentError if a value would run code.
         """
         hush()
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)  # it fills `state` itself
         try:
-            load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+            load(state, storage_reader=self, planner=planner, no_dist=True)
         except CheckpointException as failed:
             raise next(iter(failed.failures.values()))[0] from None
         for key, value in state.items():
@@ -125,37 +131,23 @@ class Reader:
                 "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
             ) from error
         except Exception as error:
-            raise CheckpointError(_damaged(self.path, error)) from error
+            raise CheckpointError(_damaged(Path(self.path), error)) from error
 
     def rest(self) -> Rest:
-        """Everything that does not belong to one tensor."""
+        """Read everything that does not belong to one tensor."""
         state: dict[str, Any] = {REST: None}
         self.read(state)
         try:
             return Rest(**state[REST])
         except (TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(_damaged(self.path, error)) from error
-
-
-class _OnceRead(FileSystemReader):
-    """Reads the metadata, which describe the whole model, only once, however often something else is read."""
-
-    _metadata: Metadata | None = None
+            raise CheckpointError(_damaged(Path(self.path), error)) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            file = Path(self.path) / METADATA
-            try:
-                self._metadata = unpickle(read_bytes(file))
-                _check(Path(self.path), self._metadata)
-            except ArgumentError:
-                raise
-            except Exception as error:  # random bytes raise anything
-                raise CheckpointError(_damaged(file, error)) from error
-        return self._metadata
+        """For torch."""
+        return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """File by file, so that an error names one."""
+        """For torch: file by file, so that an error names one."""
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -171,12 +163,12 @@ class _OnceRead(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Reads bytes as torch reads tensors; torch itself would unpickle anything here."""
+        """Read bytes as torch reads tensors; torch itself would unpickle anything here."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _check(path: Path, metadata: Metadata) -> None:
-    """Raises an error if the metadata are of another type, or tell of more than the files in that folder hold."""
+    """Raise an error if the metadata are of another type, or tell of more than the files in that folder hold."""
     held: dict[str, int] = {}
     sizes: dict[str, float] = {}
     for index, stored in metadata.storage_data.items():

@@ -35,7 +35,8 @@ and arrays, and what `torch.distributed.checkpoint` writes into its metadata."""
 
 
 def unpickle(data: bytes) -> Any:
-    """What `pickle` wrote. Any class may be allowed by `torch.serialization.add_safe_globals`, as for `torch.load`.
+    """Read what `pickle` wrote. Any class may be allowed by `torch.serialization.add_safe_globals`, as for
+    `torch.load`.
 
     Raises `NotAllowedError` for anything else, and whatever `pickle` raises if the data are damaged.
     """
@@ -70,7 +71,7 @@ class _Unpickler(pickle.Unpickler):
         raise NotAllowedError(f"it calls {module}.{name}, which could run any code")
 
     def _bounded(self, kind: Any, *args: Any) -> Any:
-        """A bytearray or a range: all of a pickle together may not be much longer than it."""
+        """Build a bytearray or a range: all of a pickle together may not be much longer than it."""
         self._left -= sum(abs(one) for one in args if isinstance(one, int))
         if self._left < 0:
             raise pickle.UnpicklingError(f"{kind.__name__}{quoted(args)} is too long")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, CheckpointError, require
 from penstock._base.files import read_json, validate
+from penstock._base.second_names import also
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import together
 from penstock.checkpoint.contents import model_key, model_tensors
@@ -18,17 +20,18 @@ from penstock.checkpoint.storage import Reader
 from penstock.partition.units.chain import as_module, known_names
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import copy_into
-from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.model.taking_over import Materialize
 
 
-def weights(
+@also(otherwise="init_missing")
+def init_from_weights(
     path: str | Path,
     model: nn.Module | Sequence[nn.Module],
     *,
-    otherwise: Materialize | None = None,
+    init_missing: Materialize | None = None,
     strict: bool = True,
 ) -> Materialize:
-    """A rule for `pipeline(model, materialize=...)` that fills a model on the meta device from a file.
+    """Return a rule for `pipeline(model, materialize=...)` that fills a model on the meta device from a file.
 
     Each rank reads only the tensors of its own stages. Values are cast to the model's dtypes.
 
@@ -36,7 +39,7 @@ def weights(
         path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, like those of
             `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is used.
         model: the model to be split, on the meta device.
-        otherwise: initializes a module for which the file lacks some tensors (non-persistent buffers, say), before
+        init_missing: initializes a module for which the file lacks some tensors (non-persistent buffers, say), before
             those in the file are read; None: the module's `reset_parameters()`.
         strict: whether the file must contain exactly the model's parameters and persistent buffers.
 
@@ -46,16 +49,15 @@ def weights(
     """
     root = as_module(model)
     source = source_of(path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict(keep_vars=True).items()}
     first = known_names(root)
-    there = _match(path, {first[name]: shape for name, shape in shapes.items() if name in first}, first, source, strict)
+    there = _match(path, root, first, source, strict)
 
     def rule(module_name: str, module: nn.Module) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         prefix = f"{module_name}." if module_name else ""
         found = [(tensor, there.get(first[prefix + key])) for key, tensor in own]
         if any(name is None for _, name in found):
-            _initialize(module_name, module, otherwise)
+            _initialize(module_name, module, init_missing)
         for tensor, name in found:
             if name is not None:
                 source.fill(tensor, name)
@@ -64,7 +66,7 @@ def weights(
 
 
 def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True) -> None:
-    """Reads weights into a pipeline's model. Every rank calls it, and reads only the tensors of its own stages.
+    """Read weights into a pipeline's model. Every rank calls it, and reads only the tensors of its own stages.
 
     Args:
         path: as for `weights`.
@@ -80,8 +82,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
     source = together(pipe, lambda: source_of(path), fails)
     own = pipe.state_dict()
     first = pipe.session.split.names()
-    shapes = {first[name]: tuple(t.shape) for name, t in pipe.model.state_dict().items() if name in first}
-    there = together(pipe, lambda: _match(path, shapes, first, source, strict), fails)
+    there = together(pipe, lambda: _match(path, pipe.model, first, source, strict), fails)
 
     def read() -> None:
         for name, tensor in own.items():
@@ -92,21 +93,17 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
 
 
 def _match(
-    path: str | Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    first: Mapping[str, str],
-    source: Source,
-    strict: bool,
+    path: str | Path, model: nn.Module, first: Mapping[str, str], source: Source, strict: bool
 ) -> dict[str, str]:
-    """Maps the model's names to the file's, which may use any name of a tied tensor. Leaves out what the file lacks.
+    """Map the model's names to the file's, which may use any name of a tied tensor. Leaves out what the file lacks.
 
     Args:
         path: for errors.
-        shapes: the shapes of the model's saved tensors, by first name.
         first: the first name for every name in the model.
-        source: the file.
-        strict: whether the file must contain exactly these tensors.
+        strict: whether the file must contain exactly the model's saved tensors.
     """
+    saved = model.state_dict(keep_vars=True)
+    shapes = {first[name]: tuple(tensor.shape) for name, tensor in saved.items() if name in first}
     there = {name: name for name in source.shapes if name in shapes}
     for name in source.shapes:
         there.setdefault(first.get(name, ""), name)
@@ -135,7 +132,7 @@ def _initialize(name: str, module: nn.Module, otherwise: Materialize | None) -> 
     elif any(True for _ in module.parameters(recurse=False)):
         raise ArgumentError(
             f"module {name} ({type(module).__name__}) has parameters that the file lacks, and no reset_parameters(); "
-            "pass otherwise=fn(name, module) that sets them"
+            "pass init_missing=fn(name, module) that sets them"
         )
 
 
@@ -146,33 +143,27 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """The `transformers` library's names for a single file of weights, and for the index of several."""
 
 
-class Source(Protocol):
-    """Tensors by name."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Tensors by name.
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor in the source, by name."""
+    Attributes:
+        shapes: the shape of each.
+        fill: copies the values of the one of that name into a tensor of its shape, casting to its dtype.
+    """
 
-    def fill(self, tensor: Tensor, name: str) -> None:
-        """Copies the named tensor's values into `tensor`, which has the same shape, casting to its dtype."""
+    shapes: Mapping[str, tuple[int, ...]]
+    fill: Callable[[Tensor, str], None]
 
 
 def source_of(path: str | Path) -> Source:
-    """The weights at a path.
-
-    Args:
-        path: a `.safetensors` file; a folder with `model.safetensors`, or with `model.safetensors.index.json` and the
-            files that it names; a checkpoint, or a folder of checkpoints, of which the latest is used.
-
-    Raises:
-        ArgumentError: the path is none of these.
-        CheckpointError: a file is damaged.
-    """
+    """What is at a path, as for `weights`. Raise ArgumentError if that is none of these, and CheckpointError if a file
+    is damaged."""
     path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():
-        return SafetensorsFiles([path])
+        return _in_files([path])
     if (path / _SINGLE).is_file():
-        return SafetensorsFiles([path / _SINGLE])
+        return _in_files([path / _SINGLE])
     if (path / _INDEX).is_file():
         what = str(path / _INDEX)
         try:
@@ -183,45 +174,42 @@ def source_of(path: str | Path) -> Source:
         paths = [path / name for name in sorted(set(files.values()))]
         if missing := [one for one in paths if not one.is_file()]:
             raise CheckpointError(f"{path} lacks {missing[0].name}, which {_INDEX} names; {_COPY}")
-        return SafetensorsFiles(paths)
+        return _in_files(paths)
     checkpoint = folders.find(path)
     if checkpoint is None:
         raise ArgumentError(
             f"{path}: expected a .safetensors file, a folder with {_SINGLE} or {_INDEX}, or a checkpoint"
         )
-    return Checkpoint(checkpoint)
+    return _in_checkpoint(checkpoint)
 
 
-class SafetensorsFiles:
-    """One or more `safetensors` files. A file is open only while it is read, so that its pages can be freed."""
+def _in_files(paths: Sequence[Path]) -> Source:
+    """Those of `safetensors` files. A file is open only while it is read, so that its pages can be freed."""
+    path_of: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                path_of[name], shapes[name] = path, tuple(file.get_slice(name).get_shape())
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._path_of: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            with _opened(path) as file:
-                names = list(file.keys())
-                self._path_of |= dict.fromkeys(names, path)
-                self.shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-
-    def fill(self, tensor: Tensor, name: str) -> None:
-        with _opened(self._path_of[name]) as file:
+    def fill(tensor: Tensor, name: str) -> None:
+        with _opened(path_of[name]) as file:
             copy_into(tensor.detach(), file.get_tensor(name))
 
+    return Source(shapes, fill)
 
-class Checkpoint:
-    """The model in a checkpoint."""
 
-    def __init__(self, path: Path) -> None:
-        self._reader = Reader(path)
-        like = model_tensors(self._reader.metadata)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
+def _in_checkpoint(path: Path) -> Source:
+    """Those of the model in a checkpoint."""
+    reader = Reader(path)
 
-    def fill(self, tensor: Tensor, name: str) -> None:
+    def fill(tensor: Tensor, name: str) -> None:
         # Torch's reader is part of reference cycles, with what it read last: without a collection several tensors of
         # a large model would be there at once. And it reads straight into the tensor, not into a temporary one.
-        self._reader.read({model_key(name): tensor.detach()})
+        reader.read({model_key(name): tensor.detach()})
         gc.collect(1)
+
+    return Source({name: tuple(tensor.shape) for name, tensor in model_tensors(reader.metadata).items()}, fill)
 
 
 def _opened(path: Path) -> Any:

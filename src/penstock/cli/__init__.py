@@ -1,8 +1,8 @@
 """The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
-To add a verb: write `cli/<verb>.py` with a function `<verb>`, whose parameters have options for defaults
-(`_options.py`) or are groups of options, and add it to `VERBS`.
-If the module has an `EPILOG`, it is printed below the options; its `SETTINGS` are Typer's `context_settings`.
+To add a verb, write `cli/<verb>.py` with a function `<verb>`, and add it to `VERBS`. The defaults of its parameters are
+options (`_options.py`), or their types are groups of options. Optional: `EPILOG`, the end of `--help`, and `SETTINGS`,
+Typer's `context_settings`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from penstock._base.errors import ArgumentError, PartitionError, PenstockError, 
 from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
+from penstock.cli._old_names import OLD_COMMANDS, old_options
 from penstock.distributed.launch.endings import stopped_by
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),
-    *("show", "plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
+    *("draw", "plan", "explain", "report", "top", "runs", "compare", "devices", "fabric", "studio"),
 )
-"""In the order of `--help`."""
-
+"""The verbs in the order of `--help`."""
 
 _NOTHING_LEFT = "no process is left running"
 
 
 class _Verbs(Commands):
-    """Imports a verb's module when its command is looked up, and reports Penstock's own errors in one line."""
+    """The verbs. Imports the module of a verb on lookup, and reports Penstock's errors in one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, [*(OLD_COMMANDS.get(name, name) for name in args[:1]), *args[1:]])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
@@ -46,14 +49,15 @@ class _Verbs(Commands):
         from penstock.cli._options import spread
 
         module = import_module(f"penstock.cli.{cmd_name}")
-        if hasattr(module, "app"):  # a verb with verbs of its own
-            group = typer.main.get_command(module.app)
-            group.name = cmd_name  # shown in the list of verbs
-            return group
-        verb = typer.Typer(add_completion=False)
-        epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
-        verb.command(cmd_name, epilog=epilog, context_settings=settings)(spread(getattr(module, cmd_name)))
-        return typer.main.get_command(verb)
+        verb = getattr(module, "app", None)  # of a verb with verbs of its own
+        if verb is None:
+            verb = typer.Typer(add_completion=False)
+            epilog, settings = getattr(module, "EPILOG", None), getattr(module, "SETTINGS", None)
+            verb.command(cmd_name, epilog=epilog, context_settings=settings)(spread(getattr(module, cmd_name)))
+        command, old = typer.main.get_command(verb), old_options(cmd_name)
+        command.name = cmd_name  # shown in the list of verbs
+        command.context_settings["token_normalize_func"] = lambda name: old.get(name, name)
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,11 +66,14 @@ class _Verbs(Commands):
             if error.code:
                 raise
             text, status = "user code exited before the command finished (SystemExit)", 2
-        except KeyboardInterrupt as stopped:
-            number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
+        except KeyboardInterrupt as error:
+            number = error.args[0] if error.args and isinstance(error.args[0], int) else signal.SIGINT
             text, status = f"{stopped_by(number)}; {_NOTHING_LEFT}", 128 + number
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends without a word
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
         except (PenstockError, OSError) as error:
+            if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
+                _flush()
+                raise typer.Exit(1) from None
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
             text = _describe(error) if isinstance(error, OSError) else str(error)
@@ -74,12 +81,12 @@ class _Verbs(Commands):
             if isinstance(error, ArgumentError | PartitionError) and (
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")
             ):
-                text = in_options(text, set(options_of(verb)))
+                text = in_options(text, set(options_of(verb)), ctx.invoked_subcommand)
         except Exception as error:  # click's UsageError, which Typer does not export
             if not hasattr(error, "format_message"):
                 raise
             verb, name = self.get_command(ctx, ctx.invoked_subcommand or ""), getattr(error, "option_name", "")
-            remedy = in_options(of_peer(name), set(options_of(verb)) if verb else ())
+            remedy = in_options(of_peer(name), set(options_of(verb)) if verb else (), ctx.invoked_subcommand)
             text = f"{ctx.invoked_subcommand} has no option {name}; {remedy}" if "--" in remedy else usage_error(error)
             if not text:
                 raise
@@ -92,8 +99,8 @@ class _Verbs(Commands):
 app = typer.Typer(cls=_Verbs, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"penstock {__version__}")
         raise typer.Exit
 
@@ -109,45 +116,48 @@ def _penstock(
 
 
 def main() -> None:
-    """The console script. Exits with 0, with 1 if a verification failed, with 2 on an error, or as the job did."""
-    for name in ("stdout", "stderr"):  # closed, as by `>&-`: nothing else may get its number
+    """Run the console script. Exit with 0, 1 if a verification failed, 2 on an error, or the job's status."""
+    for name in ("stdout", "stderr"):  # closed, as by `>&-`: no other file may get its number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
     if len(os.environ.get("COLUMNS", "")) > 4:  # rich would fill lines of that length
         del os.environ["COLUMNS"]
-    with contextlib.suppress(AttributeError):  # what tests put in its place
+    with contextlib.suppress(AttributeError):  # a replacement by tests
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(_run())
 
 
 def _run() -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status."""
     status: Any = 0
     lost: OSError | None = None
     warnings.formatwarning = formatted
     try:
         app(prog_name="penstock")
-    except SystemExit as ended:
-        status = ended.code
-        if isinstance(getattr(ended.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
+    except SystemExit as error:
+        status = error.code
+        if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
             print(f"penstock: {stopped_by(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
-    except OSError as error:  # of a page of help
+    except OSError as error:  # while printing help
         lost = error
-    if lost := _flush() or lost:
+    lost = _flush() or lost
+    if isinstance(lost, BrokenPipeError):
+        return int(status or 1)  # as rich does
+    if lost:
         print(f"penstock: error: {_describe(lost)}", file=sys.stderr)
     return int(status or (2 if lost else 0))
 
 
 def _flush() -> OSError | None:
-    """Writes what standard output holds back. If it cannot be written, drops it and returns why."""
+    """Flush standard output. If that fails, drop the rest and return the error."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes again at exit
         return error
     return None
 
 
 def _describe(error: OSError) -> str:
-    """What could not be read or written, and why, in one line."""
+    """Describe an error in one line: the file and the reason."""
     return f"{error.filename or 'cannot write all output'}: {error.strerror or error}"

@@ -1,4 +1,4 @@
-"""Errors in the terms that the user typed: `--ranks 0` where the library says `ranks=0`, each on one line."""
+"""Error messages in terms of options: `--ranks 0` where the library has `ranks=0`, one line each."""
 
 from __future__ import annotations
 
@@ -11,89 +11,99 @@ from typer.core import TyperGroup
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
+from penstock.cli._old_names import old_options
 
-_OTHERS = {"join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
-"""Library arguments whose options have a different name."""
+_ARGUMENT_OPTIONS = {
+    "grad-dtype": "gradient-dtype",
+    "join-seconds": "join-timeout",
+    "link-cost": "link",
+    "stall-seconds": "stall-timeout",
+}
+"""Library arguments whose options have another name, besides former names of options."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
-_GIVEN = re.compile(rf"(?<![\w(.])(\w+)=(?:({_VALUE})|\[([^\]]*)\]|(?=[\s).,;]|$))")
+_ARGUMENT = re.compile(rf"(?<![\w(.])(\w+)=(?:({_VALUE})|\[([^\]]*)\]|(?=[\s).,;]|$))")
 _FIRST = re.compile(r"(\w+) is (-?\d[\w.+-]*(?<![.])|-?inf|nan)(?=[:,])")
 
 
 def flag(name: str) -> str:
-    """The option of a parameter of that name."""
+    """Return the option of a parameter."""
     return f"--{name.replace('_', '-')}"
 
 
-def in_options(text: str, options: Collection[str]) -> str:
-    """Rewrites a library's message so that it names the options that the arguments came from, where there are any.
+def in_options(text: str, options: Collection[str], command: str | None = None) -> str:
+    """Rewrite a message of the library: replace arguments by the options that set them.
 
-    A message that begins with an option is the command line's own and stays as it is: it may quote a file.
+    A message that begins with an option comes from the command line and is returned unchanged: it may quote a file.
     """
     if text.startswith("--"):
         return text
 
-    def replaced(found: re.Match[str]) -> str:
-        name, *rest = (group for group in found.groups() if group is not None)
-        option = flag(name) if flag(name) in options else _OTHERS.get(name, "")
+    names = {**_ARGUMENT_OPTIONS, **old_options(command)}
+
+    def replace(match: re.Match[str]) -> str:
+        name, *values = (group for group in match.groups() if group is not None)
+        option = flag(name)
         if option not in options:
-            return f"{rest[0]} stages" if name == "stages" and rest and rest[0].isdecimal() else found[0]
-        return " ".join([option, *map(_typed, rest)])
+            option = flag(names.get(option.removeprefix("--"), ""))
+        if option not in options:
+            return f"{values[0]} stages" if name == "stages" and values and values[0].isdecimal() else match[0]
+        return " ".join([option, *map(_as_typed, values)])
 
-    text = _FIRST.sub(replaced, text, count=1) if _FIRST.match(text) else text
-    return _GIVEN.sub(replaced, text)
+    text = _FIRST.sub(replace, text, count=1) if _FIRST.match(text) else text
+    return _ARGUMENT.sub(replace, text)
 
 
-def _typed(value: str) -> str:
-    """A value as a user would type it: without quotes, integers without decimals, names joined by commas."""
+def _as_typed(value: str) -> str:
+    """Format a value as typed: without quotes, integers without decimals, names joined by commas."""
     return re.sub(r"^(-?\d+)\.0$", r"\1", value.replace("'", "").replace(", ", ","))
 
 
 def options_of(command: Any) -> Iterator[str]:
-    """The options of a command and its subcommands."""
+    """Yield the options of a command and its subcommands."""
     for parameter in command.params:
         yield from parameter.opts
-    for below in getattr(command, "commands", {}).values():
-        yield from options_of(below)
+    for subcommand in getattr(command, "commands", {}).values():
+        yield from options_of(subcommand)
 
 
 def usage_error(error: Any) -> str:
-    """What click found wrong with a command's arguments, in one line; empty: it has a page of help to show."""
+    """Describe a usage error of click in one line. Return "" if click is to print help instead."""
     if isinstance(error, typer.BadParameter) and (text := _bad_value(error)) is not None:
         return text
     message = " ".join(error.format_message().split()).rstrip(".")
-    where = " ".join(["penstock", *(error.ctx.command_path.split()[1:] if error.ctx else ())])
-    return "" if message.startswith("Usage: ") else f"{where}: {message}; see {where} --help"
+    path = " ".join(["penstock", *(error.ctx.command_path.split()[1:] if error.ctx else ())])
+    return "" if message.startswith("Usage: ") else f"{path}: {message}; see {path} --help"
 
 
 def _bad_value(error: typer.BadParameter) -> str | None:
-    """What was given and what was expected; None if that is unknown."""
+    """Describe the given and the expected value. Return None if they are unknown."""
     message, cause = error.message, error.__cause__
     option = error.param.opts[0] if error.param is not None else ""
     quoted = re.match(r"(?:Value error, )?'(.*?)' is not ", message)
     if quoted is not None:
-        given = quoted[1]
+        value = quoted[1]
     elif errors := getattr(cause, "errors", None):  # pydantic's
-        given = str(errors()[0]["input"])
+        value = str(errors()[0]["input"])
     else:
         return None
     if choices := re.search(r"is not one of (.*?)\.?$", message):
-        return f"{option} {given}: expected one of {choices[1].replace(chr(39), '')}"
+        return f"{option} {value}: expected one of {choices[1].replace(chr(39), '')}"
     if "integer" in message:
-        return f"{option} {given}: expected an integer, such as 4"
+        return f"{option} {value}: expected an integer, such as 4"
     if "number" in message or "float" in message:
-        return f"{option} {given}: expected a number, such as 1.5"
+        return f"{option} {value}: expected a number, such as 1.5"
     return None
 
 
 class Commands(TyperGroup):
-    """A command with subcommands. Given an unknown name, it lists them."""
+    """A command with subcommands, which an unknown name lists."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names = self.list_commands(ctx)
         if args and args[0] not in names and not args[0].startswith("-"):
-            whole = " ".join(["penstock", *ctx.command_path.split()[1:]])
+            path = " ".join(["penstock", *ctx.command_path.split()[1:]])
             raise ArgumentError(
-                f"{whole} has no command {args[0]!r}: {did_you_mean(args[0].lower(), names)}it has {', '.join(names)}"
+                f"{path} has no command {args[0]!r}: {did_you_mean(args[0].lower(), names)}it has {', '.join(names)}"
             )
         return super().resolve_command(ctx, args)

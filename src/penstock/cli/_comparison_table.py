@@ -1,4 +1,4 @@
-"""The table that `penstock verify` prints: one row per value that was compared, equal ones folded by module."""
+"""Table of `penstock verify`: one row per compared value, equal ones folded by module."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock._base.words import counted
 from penstock.report.text import columns_of
 
 LONG_TABLE = 24
-"""In a table with more rows than this, equal ones are folded by module."""
+"""Number of rows above which equal ones are folded by module."""
 
 _STYLES = {"equal": "green", "close": "yellow"}
 _OF_BLOCK = ("gradient", "buffer")
-"""Values that are named for the module that has them; others are named for a phase ("output 3 in evaluation")."""
+"""Values named after their module; others are named after a phase ("output 3 in evaluation")."""
 
 
 def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
-    """Prints what was compared, one row per value, and the summary."""
+    """Print the compared values, one per row, and the summary."""
     rows = report["rows"]
     lines = list(_fold(rows)) if len(rows) > LONG_TABLE and not show_all else rows
     verdicts = [line["verdict"] for line in lines]
@@ -33,41 +33,41 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
         "max|difference|": [f"{line['max_difference']:.3g}" for line in lines],
         "step": [line.get("step") or None for line in lines],
     }
-    made = columns_of(columns, left=4)
-    for column in made.columns:
+    table = columns_of(columns, left=4)
+    for column in table.columns:
         column.no_wrap, column.overflow = column.header != "name", "fold"
-    console.print(made)
+    console.print(table)
     counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
     if report["replicas"] > 1:
         counts = {"replica": report["replicas"]} | counts
     sizes = ", ".join(counted(count, what) for what, count in counts.items())
     notes = "\n".join(f"note: {note}" for note in report["notes"])
-    whole = report["whole_batch"]
-    explained = f"whole batch: {whole['text']}" if whole is not None and whole["verdict"] == "explained" else ""
+    full_batch = report["full_batch"]
+    explained = f"full batch: {full_batch['text']}" if full_batch and full_batch["verdict"] == "explained" else ""
     for text in filter(None, (notes, explained, f"{report['schedule']}, {sizes}: {report['summary']}")):
         console.print(f"\n{text}", soft_wrap=True, markup=False)
 
 
 def _fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Merges neighboring rows of one block that are all equal, or all undefined; keeps the others as they are."""
+    """Merge neighboring rows of a block that are all equal, or all undefined."""
 
     def key(row: Mapping[str, Any]) -> Any:
-        place = _block(row["name"]) if row["kind"] in _OF_BLOCK else row["name"].partition(" in ")[2]
-        alike = row["verdict"] in ("equal", "undefined")
-        return (row["kind"], place, *row["stages"], row["verdict"], row.get("step", 0)) if alike else row
+        group = _block(row["name"]) if row["kind"] in _OF_BLOCK else row["name"].partition(" in ")[2]
+        foldable = row["verdict"] in ("equal", "undefined")
+        return (row["kind"], group, *row["stages"], row["verdict"], row.get("step", 0)) if foldable else row
 
     for _, group in groupby(rows, key):
         first, *others = group
         if others:
-            place, _, phase = first["name"].partition(" in ")
+            name, _, phase = first["name"].partition(" in ")
             count, of = len(others) + 1, f" in {phase}" if phase else ""
-            name = f"{_block(place)}.* ({count})" if first["kind"] in _OF_BLOCK else f"all {count}{of}"
+            name = f"{_block(name)}.* ({count})" if first["kind"] in _OF_BLOCK else f"all {count}{of}"
             first = {**first, "name": name}
         yield first
 
 
 def _block(name: str) -> str:
-    """The repeated block that a parameter is in (`layers.3` for `layers.3.norm.weight`), or otherwise its module."""
+    """Return the repeated block of a parameter (`layers.3` for `layers.3.norm.weight`), or else its module."""
     parts = name.split(".")
     end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[:end])

@@ -1,4 +1,4 @@
-"""The options for what stages and links cost: numbers that apply to all stages, or files."""
+"""Options for the costs of stages and links: numbers that apply to all stages, or files."""
 
 from __future__ import annotations
 
@@ -18,150 +18,146 @@ from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
 EPILOG = "\n\n".join(
     (
-        "--profile FILE takes what `penstock profile --out` measured, in seconds and bytes, and cuts it into as many "
-        "stages as the schedule has, as a pipeline cuts by itself. A TARGET is measured first; with both, the profile "
-        "must be the TARGET's. Messages take what --links, --comm and --bandwidth say, or what the profile measured "
-        "between ranks, or else as much as `penstock plan` assumes.",
-        "--costs FILE gives each stage its own costs, as a JSON list with one object per stage:",
+        "--profile FILE takes what `penstock profile --out` measured, in seconds and bytes, and cuts it into the "
+        "schedule's stages, as a pipeline cuts by default. A TARGET is measured first; with both, the profile must be "
+        "the TARGET's. Message costs come from --links, --link-latency and --bandwidth, or from the links that the "
+        "profile measured, or are assumed as in `penstock plan`.",
+        "--costs FILE sets the costs of each stage, as a JSON list with one object per stage:",
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
-        "with output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (whole parameters, "
-        "while they are gathered) and overlapped (the time of a forward and a backward that overlap), if you know "
-        "them. A list of numbers in place of one is a cost for each microbatch. To add links:",
+        "Optional keys: output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (gathered "
+        "parameters) and overlapped (the time of a forward and a backward that overlap). A list of numbers in place of "
+        "one is a cost per microbatch. To add links:",
         '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
         'or, if each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
-        '--links FILE is what `penstock fabric` writes: the links it measured, and under "all" one for every other '
+        '--links FILE is the output of `penstock fabric`: the links it measured, and under "all" one for every other '
         "pair. All costs are then in seconds and bytes.",
     )
 )
-"""Printed below the options of a verb that takes costs."""
+"""Epilog of the help of commands that take costs."""
 
 
-_option = options_on("Costs: of one microbatch on one stage, in any one unit")
+_option = options_on("Costs of one microbatch on one stage, in any one unit")
 
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """What stages and links cost. None means not given."""
+    """Costs of stages and links; None if an option was omitted."""
 
     forward: float | None = _option("Forward time (F). Of F, I and W, missing values default to a given one, or to 1.")
-    backward_input: float | None = _option("I, the backward that gives the input's gradient.")
-    backward_weight: float | None = _option("W, the backward that gives the weights' gradient. B is I + W.")
-    comm: float | None = _option("How long a message between two ranks takes; default 0.")
-    output_bytes: float | None = _option(
-        "The size of such a message; with --bandwidth it takes size / bandwidth longer."
-    )
-    bandwidth: float | None = _option("The bandwidth of each link between two ranks, in size per unit of time.")
-    memory_activation: float | None = _option(
-        "What F keeps for the backward, in any unit; otherwise an activation counts as 1."
-    )
-    memory_weight_grad: float | None = _option("What stays from I until W if the backward is split; default all of it.")
-    memory_unsharded: float | None = _option(
-        "What a stage's whole parameters take while they are gathered; see --unshard-window."
-    )
+    backward_input: float | None = _option("I, the input-gradient backward.")
+    backward_weight: float | None = _option("W, the weight-gradient backward. B is I + W.")
+    link_latency: float | None = _option("Latency of a message between two ranks; default 0.")
+    output_bytes: float | None = _option("Size of a message; with --bandwidth it takes size / bandwidth longer.")
+    bandwidth: float | None = _option("Bandwidth of each link between two ranks, in size per unit of time.")
+    memory_activation: float | None = _option("Activations of one F, in any unit; otherwise they count as 1.")
+    memory_weight_grad: float | None = _option("Activations kept from I until W if the backward is split; default all.")
+    memory_unsharded: float | None = _option("A stage's gathered (unsharded) parameters; see --unshard-window.")
     target: str | None = argument(
-        "Instead of costs: a model to be measured here, module:function, file.py:function or hf:config.json.",
+        "Model to measure here instead of passing costs: module:function, file.py:function or hf:config.json.",
         metavar="[TARGET]",
     )
     profile: Path | None = _option(
-        "Instead of the above: what `penstock profile` measured, cut into stages; see below.", metavar="FILE"
+        "Output of `penstock profile`, cut into stages, instead of the above; see below.", metavar="FILE"
     )
-    rows: int | None = _option(
-        "With a profile or TARGET: the rows of a microbatch; default the profile's, or the batch's share."
+    microbatch_size: int | None = _option(
+        "Samples per microbatch, with a profile or TARGET; default: the profile's, or the batch's share."
     )
-    costs: Path | None = _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")
+    costs: Path | None = _option("Costs per stage, instead of the above; see below.", metavar="FILE")
     links: Path | None = _option(
-        "A measured network's links, instead of --comm and --bandwidth; see below.", metavar="FILE"
+        "Links of a measured network, instead of --link-latency and --bandwidth; see below.", metavar="FILE"
     )
-
     link: str | None = _option(
-        'Each link between two ranks, instead: "40gbit delay 30us", as for plan; costs are seconds and bytes.'
+        'Every link between two ranks, instead: "40gbit delay 30us", as for plan; costs are in seconds and bytes.'
     )
 
     def read(self, microbatches: int | None = None, ranks: str | None = None) -> Costs:
-        """The costs from the options or the file, or measured: with a TARGET's batch cut into so many microbatches, and
-        the threads that each of so many ranks gets (if that is a number)."""
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NO_COSTS}
-        given = {name: value for name, value in given.items() if value is not None}
-        _check(given)
+        """Return the costs. A TARGET is measured with its batch cut into `microbatches`, and with the threads that each
+        of `ranks` has (if that is a number)."""
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _NO_COSTS}
+        values = {name: value for name, value in values.items() if value is not None}
+        _check(values)
         source = f"--profile {self.profile}" if self.profile is not None else self.target or ""
-        self._refuse_twice(given, source)
+        self._check_conflicts(values, source)
         if self.costs is not None:
             costs = read_costs(self.costs)
         elif source:
-            costs = self._measured(given, source, microbatches, ranks)
+            costs = self._measured(values, source, microbatches, ranks)
         else:
-            costs = self._from_numbers(given)
+            costs = self._from_numbers(values)
         if self.links is not None:
             return costs.with_links(read_links(self.links))
         if self.link is not None:
             return costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
         return costs
 
-    def _refuse_twice(self, given: Mapping[str, float], source: str) -> None:
-        """Raises ArgumentError if two options say the same, or --rows has no profile."""
-        of_stages = [flag(name) for name in given if name not in _OF_LINKS]
-        of_links = [flag(name) for name in given if name in _OF_LINKS]
-        for file, what, others in (
-            (self.costs, f"--costs {self.costs}", [source, *of_stages, *of_links]),
-            (source or None, source, of_stages),
-            (self.links, f"--links {self.links}", of_links),
-            (self.link, f"--link {self.link!r}", ["--links" if self.links else "", *of_links]),
+    def _check_conflicts(self, values: Mapping[str, float], source: str) -> None:
+        """Raise ArgumentError if two options set the same cost, or --microbatch-size has no profile."""
+        stage_options = [flag(name) for name in values if name not in _LINK_COSTS]
+        link_options = [flag(name) for name in values if name in _LINK_COSTS]
+        for value, option, conflicts in (
+            (self.costs, f"--costs {self.costs}", [source, *stage_options, *link_options]),
+            (source or None, source, stage_options),
+            (self.links, f"--links {self.links}", link_options),
+            (self.link, f"--link {self.link!r}", ["--links" if self.links else "", *link_options]),
         ):
-            if file is not None and (twice := next(filter(None, others), None)):
-                raise ArgumentError(f"{what} already sets what {twice} would; pass only one of the two")
-        if self.rows is not None and not source:
-            raise ArgumentError(f"--rows {self.rows} is for measured costs: pass --profile or a TARGET too")
+            if value is not None and (conflict := next(filter(None, conflicts), None)):
+                raise ArgumentError(f"{option} already sets what {conflict} would; pass only one of the two")
+        if self.microbatch_size is not None and not source:
+            raise ArgumentError(
+                f"--microbatch-size {self.microbatch_size} is for measured costs: pass --profile or a TARGET too"
+            )
 
-    def _measured(self, given: Mapping[str, float], source: str, microbatches: int | None, ranks: str | None) -> Costs:
+    def _measured(self, values: Mapping[str, float], source: str, microbatches: int | None, ranks: str | None) -> Costs:
         if self.target is not None and ranks is not None and ranks.isdecimal() and int(ranks):
             compute_as_ranks(int(ranks))
-        asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}
+        size = self.microbatch_size
+        batch = {"microbatches": microbatches} if size is None else {"microbatch_sizes": [size]}
         files = [] if self.profile is None else [self.profile]
-        (found,) = profiles_of(self.target, files, lambda given: [profile_target(given, **asked)])
-        units = units_of(found, self.rows, source)
-        links: Links = _link(given)
-        if not given and self.links is None and self.link is None:
-            links = links_in(found, source)
-            if not found.links:
-                links = usual_link(found.device)
+        (profile,) = profiles_of(self.target, files, lambda target: [profile_target(target, **batch)])
+        units = units_of(profile, size, source)
+        links: Links = _link(values)
+        if not values and self.links is None and self.link is None:
+            links = links_in(profile, source)
+            if not profile.links:
+                links = usual_link(profile.device)
                 units = replace(units, said=f"{units.said}; links not measured: {assumed(links)}")
         return Costs(units, links, has_memory=True, source=source)
 
-    def _from_numbers(self, given: Mapping[str, float]) -> Costs:
+    def _from_numbers(self, values: Mapping[str, float]) -> Costs:
         has_links = self.links is not None or self.link is not None
         needs = {"memory_weight_grad": "memory_activation"}
         if not has_links:
             needs |= {"output_bytes": "bandwidth", "bandwidth": "output_bytes"}
         for name, other in needs.items():
-            if name in given and other not in given:
+            if name in values and other not in values:
                 raise ArgumentError(f"{flag(name)} has no effect without {flag(other)}; pass both")
-        usual = next((given[name] for name in WORK if name in given), 1.0)
-        activation = given.get("memory_activation", 0.0)
-        weight_grad, unsharded = given.get("memory_weight_grad", activation), given.get("memory_unsharded", 0.0)
-        forward, backward_input, backward_weight = (given.get(name, usual) for name in WORK)
+        default = next((values[name] for name in WORK if name in values), 1.0)
+        activation = values.get("memory_activation", 0.0)
+        weight_grad, unsharded = values.get("memory_weight_grad", activation), values.get("memory_unsharded", 0.0)
+        forward, backward_input, backward_weight = (values.get(name, default) for name in WORK)
         times = (forward, backward_input, backward_weight)
-        output = given.get("output_bytes", 0.0)
+        output = values.get("output_bytes", 0.0)
         stage = StageCost(*times, output, activation, weight_grad, unsharded_bytes=unsharded)
-        in_units = has_links or not given.keys().isdisjoint({*WORK, *_OF_LINKS})
-        assumed = {name: usual for name in WORK if in_units and name not in given}
-        has_memory = not given.keys().isdisjoint({"memory_activation", "memory_unsharded"})
-        return Costs(stage, _link(given), has_memory, assumed=assumed)
+        in_units = has_links or not values.keys().isdisjoint({*WORK, *_LINK_COSTS})
+        assumed = {name: default for name in WORK if in_units and name not in values}
+        has_memory = not values.keys().isdisjoint({"memory_activation", "memory_unsharded"})
+        return Costs(stage, _link(values), has_memory, assumed=assumed)
 
 
-_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link")
-"""The options that are no numbers of a cost."""
-_OF_LINKS = ("comm", "bandwidth")
+_NO_COSTS = ("target", "profile", "microbatch_size", "costs", "links", "link")
+"""Options that are not numeric costs."""
+_LINK_COSTS = ("link_latency", "bandwidth")
 
 
-def _link(given: Mapping[str, float]) -> LinkCost:
-    return LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
+def _link(values: Mapping[str, float]) -> LinkCost:
+    return LinkCost(values.get("link_latency", 0.0), values.get("bandwidth", math.inf))
 
 
-def _check(given: Mapping[str, float]) -> None:
-    for name, value in given.items():
-        what = f"{flag(name)} {value:g}"
+def _check(values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        option = f"{flag(name)} {value:g}"
         if not value >= 0:
-            raise ArgumentError(f"{what}: expected a cost of 0 or more")
+            raise ArgumentError(f"{option}: expected a cost of 0 or more")
         if name == "bandwidth" and not value:
-            raise ArgumentError(f"{what}: expected a bandwidth above 0")
-        refuse_extreme(name, value, what)
+            raise ArgumentError(f"{option}: expected a bandwidth above 0")
+        refuse_extreme(name, value, option)

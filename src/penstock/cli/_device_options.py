@@ -1,4 +1,4 @@
-"""What `penstock plan` plans for: devices, by options or specifications (--device h100), and models on paper."""
+"""Targets of `penstock plan`: devices, by options or specifications (--device h100), and analytic models."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.cli._options import REQUIRED, check_count, options_on
 from penstock.cli._target import link_of
 
 if TYPE_CHECKING:
-    from penstock.costs.hardware import Cable, Device
-    from penstock.plan import Cluster, Kind
+    from penstock.costs.hardware import DeviceSpec, Interconnect
+    from penstock.plan import Cluster, DevicePool
     from penstock.plan.transformer.step import Paper
     from penstock.simulate import LinkCost
 
 WITH_REPLICAS = "dp"
-"""For --optimizer-shards: as many as a plan has replicas."""
+"""Value of --optimizer-shards: the number of replicas of the plan."""
 
-_option, _on_paper = options_on("Devices"), options_on("A transformer on paper")
+_option, _on_paper = options_on("Devices"), options_on("Analytic transformer model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,182 +32,187 @@ class ClusterOptions:
     """The devices to plan for."""
 
     devices: str = _option(
-        "Number of devices, or a count for each kind: 4xold,8xnew.", "--devices", "-n", default=REQUIRED
+        "Number of devices, or a count per device type: 4xold,8xnew.", "--devices", "-n", default=REQUIRED
     )
-    memory: str | None = _option("What each has: 80GiB, or by kind, old=40GiB,new=80GiB. By default no limit.")
-    speed: str | None = _option("How fast each kind is: old=0.5,new=1. By default 1: as the profile's device.")
+    memory: str | None = _option("Memory per device: 80GiB, or by type: old=40GiB,new=80GiB. Default: no limit.")
+    speed: str | None = _option("Relative speed by type: old=0.5,new=1. Default: 1, the profile's device.")
     link: str | None = _option(
-        'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default what a profile '
-        "measured (its --links), or as usual for the device."
+        'Link between two devices: "900gbit delay 3us", a rate and a latency as for tc. Default: what a profile '
+        "measured (with --links), or a typical link of the device."
     )
-    per_host: int | None = _option("How many of them a host has; by default one host has all.")
-    between_hosts: str | None = _option("The link between hosts; by default as --link. Needs --per-host.")
-    host_link: str | None = _option("To the host's memory and back; if given, stages may offload activations.")
-    action_seconds: float | None = _option(
-        "What the runtime adds to each forward and backward of a stage; by default what a profile measured (on "
+    devices_per_host: int | None = _option("Devices per host; default: all on one host.")
+    inter_host_link: str | None = _option("Link between hosts; default: as --link. Requires --devices-per-host.")
+    offload_link: str | None = _option("Link to the host's memory and back; if set, stages may offload activations.")
+    action_overhead: float | None = _option(
+        "Seconds that the runtime adds to each forward and backward of a stage. Default: what a profile measured (on "
         "CPUs), or 0."
     )
     device: str | None = _option(
-        "A name from `penstock devices`, such as h100: memory and links as its vendor says, and times of TARGET "
+        "A name from `penstock devices`, such as h100: memory and links from its specifications, and times of TARGET "
         "estimated for it."
     )
     calibrate: list[Path] | None = _option(
-        "For these estimates: what was measured on such devices, of any model; repeat it.", metavar="FILE"
+        "Profile measured on such a device, of any model, to calibrate the estimates; repeatable.", metavar="FILE"
     )
 
     @property
-    def kind(self) -> Device | None:
-        """The device that was named."""
+    def kind(self) -> DeviceSpec | None:
+        """The device of --device."""
         from penstock.costs.hardware import device
 
         if self.device is None and self.calibrate:
-            raise ArgumentError("--calibrate is for estimates: name what to estimate for, as in --device h100")
+            raise ArgumentError("--calibrate has no effect without --device; pass a device, as in --device h100")
         return None if self.device is None else device(self.device)
 
     @property
     def specified(self) -> ClusterOptions:
-        """The same with what the named device's specifications say in place of what was not given."""
+        """These options, with defaults from the specifications of the device."""
         device = self.kind
         if device is None:
             return self
-        link, per_host, between_hosts = self.link, self.per_host, self.between_hosts
+        link, per_host, inter_host_link = self.link, self.devices_per_host, self.inter_host_link
         total = sum(kind.devices for kind in self.kinds())
         joined = device.link.devices if device.link is not None else 0
         if per_host is None and link is None and 0 < joined < total:
             per_host = joined
         if link is None and total > 1:
-            link = _text(device.link, device, "two of a host", "--link")
-        if between_hosts is None and per_host is not None and per_host < total:
-            between_hosts = _text(device.network, device, "two of different hosts", "--between-hosts")
+            link = _text(device.link, device, "devices of a host", "--link")
+        if inter_host_link is None and per_host is not None and per_host < total:
+            inter_host_link = _text(device.network, device, "hosts", "--inter-host-link")
         memory = self.memory or f"{device.memory_bytes:.0f}"
-        return replace(self, memory=memory, link=link, per_host=per_host, between_hosts=between_hosts)
+        return replace(self, memory=memory, link=link, devices_per_host=per_host, inter_host_link=inter_host_link)
 
     @property
-    def said(self) -> list[str]:
-        """What is planned for, in a line, if a device was named."""
-        device, given = self.kind, self.specified
+    def notes(self) -> list[str]:
+        """One line on the devices, if --device was passed."""
+        device, options = self.kind, self.specified
         if device is None:
             return []
-        memory = sized(float(given.memory)) if given.memory and given.memory.isdecimal() else given.memory
-        parts = [device.name, f"memory {memory}", *([f"link {given.link}"] if given.link else [])]
-        if given.per_host is not None and given.between_hosts:
-            parts.append(f"{counted(given.per_host, 'device')} a host, {given.between_hosts} between hosts")
+        memory = sized(float(options.memory)) if options.memory and options.memory.isdecimal() else options.memory
+        parts = [device.name, f"memory {memory}", *([f"link {options.link}"] if options.link else [])]
+        if options.devices_per_host is not None and options.inter_host_link:
+            parts.append(
+                f"{counted(options.devices_per_host, 'device')} per host, {options.inter_host_link} between hosts"
+            )
         return ["; ".join(parts)]
 
     def read(
         self, measured: LinkCost | None = None, action_seconds: float | None = None, update: float = 0.0
     ) -> Cluster:
-        """The cluster: with this link and these seconds, unless options or specifications say others."""
+        """Return the cluster. The arguments are defaults of options and specifications."""
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
-        given = self.specified
-        if given.between_hosts is not None and given.per_host is None:
-            raise ArgumentError(
-                f"--between-hosts {given.between_hosts!r} needs --per-host: how many devices a host has"
-            )
+        options = self.specified
+        if options.inter_host_link is not None and options.devices_per_host is None:
+            raise ArgumentError(f"--inter-host-link {options.inter_host_link!r} requires --devices-per-host; pass both")
         return Cluster(
-            link=link_of(given.link) or measured or NO_COST,
-            devices_per_host=given.per_host,
-            between_hosts=link_of(given.between_hosts),
-            kinds=given.kinds(),
-            host_link=link_of(given.host_link),
-            action_seconds=(action_seconds or 0.0) if given.action_seconds is None else given.action_seconds,
+            link=link_of(options.link) or measured or NO_COST,
+            devices_per_host=options.devices_per_host,
+            inter_host_link=link_of(options.inter_host_link),
+            kinds=options.kinds(),
+            offload_link=link_of(options.offload_link),
+            action_seconds=(action_seconds or 0.0) if options.action_overhead is None else options.action_overhead,
             optimizer_byte_seconds=update,
         )
 
-    def kinds(self) -> tuple[Kind, ...]:
-        """The devices of each kind."""
+    def kinds(self) -> tuple[DevicePool, ...]:
+        """Return the devices of each type."""
         from penstock.network.quantities import size_of
-        from penstock.plan import Kind
+        from penstock.plan import DevicePool
 
         counts: dict[str, int] = {}
         for part in self.devices.split(","):
-            found = re.fullmatch(r"\s*(-?\d+)(?:x([\w.-]+))?\s*", part)
-            if found is None or (found[2] is None and "," in self.devices) or (found[2] or "") in counts:
+            match = re.fullmatch(r"\s*(-?\d+)(?:x([\w.-]+))?\s*", part)
+            if match is None or (match[2] is None and "," in self.devices) or (match[2] or "") in counts:
                 raise ArgumentError(
-                    f"--devices {self.devices!r}: expected a number, or numbers of several kinds, as in 4xold,8xnew"
+                    f"--devices {self.devices!r}: expected a number, or one per device type, as in 4xold,8xnew"
                 )
-            counts[found[2] or ""] = check_count("--devices", int(found[1]))
+            counts[match[2] or ""] = check_count("--devices", int(match[1]))
         sizes = _by_kind("--memory", self.memory, counts, size_of, math.inf)
         speeds = _by_kind("--speed", self.speed, counts, _speed, 1.0)
-        return tuple(Kind(name, number, sizes[name], speeds[name]) for name, number in counts.items())
+        return tuple(DevicePool(name, number, sizes[name], speeds[name]) for name, number in counts.items())
 
 
 def _by_kind(
-    option: str, text: str | None, kinds: Mapping[str, int], read: Callable[[str], float], usual: float
+    option: str, text: str | None, kinds: Mapping[str, int], read: Callable[[str], float], default: float
 ) -> dict[str, float]:
-    """What an option says of each kind: one for all, or name=value for each."""
+    """Return the value of an option per device type, from one for all or name=value for each."""
     if text is None or "=" not in text:
-        return dict.fromkeys(kinds, usual if text is None else read(text))
-    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+        return dict.fromkeys(kinds, default if text is None else read(text))
+    values = dict(part.strip().partition("=")[::2] for part in text.split(","))
     expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
-    if unknown := sorted(given.keys() - kinds.keys()):
-        have = ", ".join(map(repr, kinds)) if any(kinds) else "one kind without a name"
-        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; pass {expected}")
-    if missing := [kind for kind in kinds if kind not in given]:
-        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; pass {expected}")
-    return {kind: read(value) for kind, value in given.items()}
+    if unknown := sorted(values.keys() - kinds.keys()):
+        names = ", ".join(map(repr, kinds)) if any(kinds) else "one type without a name"
+        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {names}; pass {expected}")
+    if missing := [kind for kind in kinds if kind not in values]:
+        raise ArgumentError(f"{option} {text!r}: {missing[0]!r} is missing; pass {expected}")
+    return {kind: read(value) for kind, value in values.items()}
 
 
 def _speed(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ArgumentError(f"--speed: {text!r} is not a number; 1 is as fast as the profile's device") from None
+        raise ArgumentError(
+            f"--speed: {text!r} is not a number; pass the speed relative to the profile's device"
+        ) from None
 
 
-def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:
-    """A link as its option takes it."""
+def _text(cable: Interconnect | None, device: DeviceSpec, between: str, option: str) -> str:
+    """Format a link for its option."""
     if cable is None:
-        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; pass {option}")
+        raise ArgumentError(f"--device {device.key}: the link between {between} is unknown; pass {option}")
     return f"{cable.bytes_per_second * 8e-9:.6g}gbit delay {cable.latency_seconds * 1e6:.6g}us"
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerOptions:
-    """A transformer and how layers are shared among devices."""
+    """An analytic transformer model and its sharding."""
 
     transformer: str | None = _on_paper(
-        "Instead of TARGET: a name (gpt3-175b, llama3-70b, llama3-405b) or numbers: "
+        "Analytic model instead of TARGET: a name (gpt3-175b, llama3-70b, llama3-405b) or numbers: "
         "layers=126,hidden=16384,heads=128,kv-heads=8,ffn=53248,vocabulary=128256,style=llama."
     )
-    sequence: int = _on_paper("Tokens of a row.", default=4096)
+    seq_length: int = _on_paper("Tokens per sample.", default=4096)
     tensor_parallel: int = _on_paper("Tensor-parallel size (with sequence parallelism).", default=1)
     optimizer_shards: str = _on_paper(
-        "Replicas that share the optimizer's state, as with ZeRO-1; dp: all that a plan has.", default="1"
+        "Replicas that share the optimizer state, as with ZeRO-1; dp: all of a plan.", default="1"
     )
 
     def check_unused(self) -> None:
-        """Refuses what only a transformer on paper can be asked for."""
-        for each in fields(self):
-            if getattr(self, each.name) != each.default:
-                given = f"{flag(each.name)} {getattr(self, each.name)} requires --transformer"
-                whole = "; layers of a measured model stay whole" if each.name == "tensor_parallel" else ""
-                raise ArgumentError(f"{given}{whole}; omit it")
+        """Raise ArgumentError if an option has no effect without --transformer."""
+        for option in fields(self):
+            if (value := getattr(self, option.name)) != option.default:
+                reason = "; layers of a measured model stay whole" if option.name == "tensor_parallel" else ""
+                raise ArgumentError(f"{flag(option.name)} {value} requires --transformer{reason}; omit it")
 
     def read(self, cluster: ClusterOptions) -> Paper:
-        """The job, on these devices."""
-        from penstock.plan.transformer import Job, Machine, transformer
+        """Return the job on these devices."""
+        from penstock.plan.transformer import ClusterSpec, TrainingConfig, transformer
         from penstock.plan.transformer.step import Paper
 
-        if cluster.link is not None or cluster.between_hosts is not None:
-            raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")
-        model, kind, shared = transformer(str(self.transformer)), cluster.kind, self.tensor_parallel
-        if kind is None:
-            raise ArgumentError("--transformer needs --device: what to estimate for, as in --device h100")
-        shares = self.optimizer_shards == WITH_REPLICAS
-        if not shares and not self.optimizer_shards.isdecimal():
-            raise ArgumentError(f"--optimizer-shards {self.optimizer_shards!r}: expected a number, or {WITH_REPLICAS}")
-        shards = 1 if shares else int(self.optimizer_shards)
-        job = Job(model, self.sequence, shared, shared > 1, fused_attention=True, optimizer_shards=shards)
-        kinds = cluster.kinds()
-        devices = sum(one.devices for one in kinds)
-        if devices % shared:
+        if cluster.link is not None or cluster.inter_host_link is not None:
             raise ArgumentError(
-                f"--devices {devices} is not a multiple of --tensor-parallel {shared}: pass "
-                f"{max(1, devices // shared) * shared}"
+                "--link and --inter-host-link have no effect with --transformer, as --device sets the links; omit them"
             )
-        hosts = cluster.per_host or (kind.link.devices if kind.link else 1) or 1
-        machine = Machine(kind, devices_per_host=hosts)
-        return Paper(job, machine, devices, max(one.memory_bytes for one in kinds), shares)
+        model, device, tensor_parallel = transformer(str(self.transformer)), cluster.kind, self.tensor_parallel
+        if device is None:
+            raise ArgumentError("--transformer requires --device; pass one, as in --device h100")
+        by_replicas = self.optimizer_shards == WITH_REPLICAS
+        if not by_replicas and not self.optimizer_shards.isdecimal():
+            raise ArgumentError(f"--optimizer-shards {self.optimizer_shards!r}: expected a number, or {WITH_REPLICAS}")
+        shards = 1 if by_replicas else int(self.optimizer_shards)
+        job = TrainingConfig(
+            model, self.seq_length, tensor_parallel, tensor_parallel > 1, flash_attention=True, optimizer_shards=shards
+        )
+        kinds = cluster.kinds()
+        devices = sum(kind.devices for kind in kinds)
+        if devices % tensor_parallel:
+            raise ArgumentError(
+                f"--devices {devices} is not a multiple of --tensor-parallel {tensor_parallel}: pass "
+                f"{max(1, devices // tensor_parallel) * tensor_parallel}"
+            )
+        hosts = cluster.devices_per_host or (device.link.devices if device.link else 1) or 1
+        machine = ClusterSpec(device, devices_per_host=hosts)
+        return Paper(job, machine, devices, max(kind.memory_bytes for kind in kinds), by_replicas)

@@ -1,4 +1,4 @@
-"""The verbs of `penstock fabric` for recorded runs: show them again, compare them, predict from them; and clean up."""
+"""Subcommands of `penstock fabric` for recorded runs (show, compare, predict), and cleanup."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from penstock.network.fabric.samples import Run
 
 Average = Literal["avg", "max", "min", "rank0"]
-"""The averages of `penstock.network.fabric.views.nccl`, which is loaded only when needed."""
+"""Averages of `penstock.network.fabric.views.nccl`, which is loaded only when needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a run is written, and how it is shown."""
+    """Directory of a run and its output format."""
 
     folder: Path
     as_json: bool = False
@@ -40,16 +40,16 @@ class Output:
 
 
 def prepare() -> None:
-    """Imports what `report` needs. That takes a second, which is better spent before a run than after a Ctrl-C."""
+    """Import the modules that `report` needs, which takes a second, before a run rather than after a Ctrl-C."""
     fabric = (f"penstock.network.fabric.{name}" for name in ("views.nccl", "views.text", "results"))
     for module in (*fabric, "scipy.optimize", "scipy.special", "scipy.stats"):
         import_module(module)
 
 
 def report(output: Output, *, page: bool = True) -> None:
-    """Reads a run, writes its results next to it, and shows it.
+    """Read a run, write its results next to it, and show it.
 
-    `page`: also write the page and its pictures, which takes a few seconds.
+    `page`: also write the page and its figures, which takes a few seconds.
     """
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
@@ -58,61 +58,61 @@ def report(output: Output, *, page: bool = True) -> None:
 
     folder = output.folder
     run = Run.read(folder)
-    found = results(run)
-    made = _write(folder, run, found, chakra=output.chakra, page=page)
+    summary = results(run)
+    files = _write(folder, run, summary, chakra=output.chakra, page=page)
     if output.as_json:
-        print_json(nccl.to_dict(run, found, output.average) if output.as_nccl else found)
+        print_json(summary)
     elif output.as_nccl:
-        print(nccl.text(run, found, output.average))
+        print(nccl.text(run, summary, output.average))
     else:
         console = screen()
-        show(run, found, console)
-        console.print(f"\n{folder}: samples.csv, {', '.join(made)}", style="dim", soft_wrap=True)
+        show(run, summary, console)
+        console.print(f"\n{folder}: samples.csv, {', '.join(files)}", style="dim", soft_wrap=True)
         if len(run.start_ns) and not page:
             console.print(f"`penstock fabric show {folder}` makes report.html", style="dim", soft_wrap=True)
 
 
-def _write(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> list[str]:
-    """Writes a run's results into its folder. Returns the names of the files."""
+def _write(folder: Path, run: Run, summary: dict[str, Any], *, chakra: bool, page: bool) -> list[str]:
+    """Write the results of a run to its directory and return the names of the files."""
     from penstock.network.fabric.alpha_beta import links_json
     from penstock.network.fabric.workload import Workload
 
-    made = ["results.json"]
-    write_json(folder / "results.json", found)
-    if (links := links_json(run.record, found["model"])) is not None:
+    files = ["results.json"]
+    write_json(folder / "results.json", summary)
+    if (links := links_json(run.record, summary["model"])) is not None:
         write_json(folder / "links.json", links)
-        made.append("links.json")
+        files.append("links.json")
     if len(run.start_ns) and page:
         from penstock.network.fabric.views.page import write_page
 
-        write_page(run, found, folder / "report.html")
-        made.append("report.html")
+        write_page(run, summary, folder / "report.html")
+        files.append("report.html")
     if chakra:
         from penstock.network.fabric.chakra import write_chakra
 
         workload = Workload.from_dict(run.record["workload"])
-        made += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
-    return made
+        files += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
+    return files
 
 
 def show_run(
     folder: Path = RUN,
-    nccl: bool = option("As nccl-tests prints it; with --json, its JSON.", "--nccl", default=False),
-    average: Average | None = option("With --nccl, over the ranks: avg, as nccl-tests does by default (-a), ..."),
+    nccl: bool = option("Print as nccl-tests does.", "--nccl", default=False),
+    average: Average | None = option("With --nccl, average over the ranks: avg (as in nccl-tests), max, min, rank0."),
     chakra: bool = option("Write Chakra traces to FOLDER, one file per rank.", "--chakra", default=False),
     as_json: bool = JSON,
 ) -> None:
-    """Show a run again. If it was killed, show what it had sampled until then."""
+    """Show a recorded run. If it was killed, show its samples until then."""
     if average is not None and not nccl:
-        raise ArgumentError(
-            "--average is for --nccl: Penstock's own tables have the slowest rank; pass both, or neither"
-        )
+        raise ArgumentError("--average requires --nccl: other tables show the slowest rank; pass both, or neither")
+    if nccl and as_json:
+        raise ArgumentError("--nccl prints columns, and --json Penstock's own results: pass one of them")
     report(Output(folder, as_json, chakra, nccl, average or "avg"))
 
 
 def compare_runs(
-    first: Path = argument("A run's folder.", metavar="A", default=REQUIRED),
-    second: Path = argument("Another run's folder.", metavar="B", default=REQUIRED),
+    first: Path = argument("Directory of a run.", metavar="A", default=REQUIRED),
+    second: Path = argument("Directory of another run.", metavar="B", default=REQUIRED),
     as_json: bool = JSON,
 ) -> None:
     """Compare two runs, transfer by transfer, and test whether they differ."""
@@ -123,16 +123,16 @@ def compare_runs(
     from penstock.network.fabric.views.text import show_comparison
 
     runs = Run.read(first), Run.read(second)
-    found = compare(*runs)
-    warned = [warnings(run, results(run)) for run in runs]
+    comparison = compare(*runs)
+    notes = [warnings(run, results(run)) for run in runs]
     if as_json:
-        print_json({**found, "warnings": dict(zip("ab", warned, strict=True))})
+        print_json({**comparison, "warnings": dict(zip("ab", notes, strict=True))})
     else:
-        show_comparison(found, screen(), (str(first), str(second)), warned)
+        show_comparison(comparison, screen(), (str(first), str(second)), notes)
 
 
-def clean_up(force: bool = option("Also those of a running emulation.", "--force", default=False)) -> None:
-    """Remove what a crashed emulation left behind: namespaces with Penstock's prefix, and nothing else."""
+def clean_up(force: bool = option("Also remove those of a running emulation.", "--force", default=False)) -> None:
+    """Remove the leftovers of a crashed emulation: namespaces with Penstock's prefix, and nothing else."""
     from penstock.network.machines import clean
 
     removed = clean(force=force)
@@ -142,17 +142,17 @@ def clean_up(force: bool = option("Also those of a running emulation.", "--force
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 _NOTE = (
-    "Predicted: rounds x alpha + bytes on the busiest port x beta. Each host has its own link, the network between "
-    "them is never the bottleneck, and adding costs nothing. *: the fastest, whose busbw is shown. Off: how much "
-    "longer than the fit a size took."
+    "Predicted: rounds x alpha + bytes on the busiest port x beta, if each host has its own link, the network between "
+    "them is never the bottleneck, and adding costs nothing. *: the fastest, whose busbw is shown. Off: measured time "
+    "relative to the fit."
 )
 
 
 def predict(
     folder: Path = RUN,
-    hosts: str | None = option("Numbers of hosts to predict for: 4,8,64; default 2,4,8,...,4096."),
-    sizes: str | None = option("Sizes to predict for: 64KiB,1MiB; default the run's."),
-    collective: Collective | None = option("The collective to predict; default each of the run's."),
+    hosts: str | None = option("Numbers of hosts: 4,8,64; default 2,4,8,...,4096."),
+    sizes: str | None = option("Sizes: 64KiB,1MiB; default: those of the run."),
+    collective: Collective | None = option("Collective to predict; default: each of the run."),
     as_json: bool = JSON,
 ) -> None:
     """Predict each algorithm's time on more hosts, with an alpha-beta model of the network that a run measured.
@@ -162,47 +162,47 @@ def predict(
     The prediction assumes that every host has such a link of its own, and that
     the network between the links is never the limit.
     """
-    from penstock.network.fabric.forecast import HOSTS, forecast
+    from penstock.network.fabric.alpha_beta import HOSTS, forecast
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
 
     numbers = HOSTS if hosts is None else integers("--hosts", hosts)
-    asked = None if sizes is None else sizes_of(sizes)
+    wanted = None if sizes is None else sizes_of(sizes)
     run = Run.read(folder)
-    found = results(run)
-    sent = [(one["collective"], one["bytes"]) for one in found["transfers"]]
-    made = []
-    for kind in [collective] if collective else dict.fromkeys(one for one, _ in sent):
-        own = {size for one, size in sent if one == kind} or {size for _, size in sent}
-        made.append(forecast(run.record, found, kind, asked or sorted(own), numbers))
+    summary = results(run)
+    transfers = [(transfer["collective"], transfer["bytes"]) for transfer in summary["transfers"]]
+    forecasts = []
+    for kind in [collective] if collective else dict.fromkeys(name for name, _ in transfers):
+        measured = {size for name, size in transfers if name == kind} or {size for _, size in transfers}
+        forecasts.append(forecast(run.record, summary, kind, wanted or sorted(measured), numbers))
     if as_json:
-        about = {key: found[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
-        print_json({"version": 1, **about, "collectives": made})
+        about = {key: summary[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
+        print_json({"version": 1, **about, "collectives": forecasts})
     else:
-        _show_predictions(made, found, screen())
+        _show_predictions(forecasts, summary, screen())
 
 
-def _show_predictions(made: Iterable[dict[str, Any]], found: dict[str, Any], console: Console) -> None:
-    head = f"{found['workload']}: {found['hosts']} hosts, {counted(found['trials'], 'trial')}"
+def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, Any], console: Console) -> None:
+    head = f"{summary['workload']}: {summary['hosts']} hosts, {counted(summary['trials'], 'trial')}"
     console.print(Text(head, "bold"), soft_wrap=True)
     warnings = {
-        f"the run is not complete; missing: {found['missing'] or 'its end'}": not found["complete"],
-        f"processors: {found['cpu']['text']}; the fit describes this machine, and predicts no network": (
-            found["cpu"]["saturated"]
+        f"the run is incomplete; missing: {summary['missing'] or 'its end'}": not summary["complete"],
+        f"processors: {summary['cpu']['text']}; the fit describes this machine, and predicts no network": (
+            summary["cpu"]["saturated"]
         ),
     }
-    for line, is_so in warnings.items():
-        if is_so:
+    for line, applies in warnings.items():
+        if applies:
             console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
-    for one in made:
+    for each in forecasts:
         console.print()
-        _show_fit(one["fit"], console)
-        for size in dict.fromkeys(row["bytes"] for row in one["predictions"]):
+        _show_fit(each["fit"], console)
+        for size in dict.fromkeys(row["bytes"] for row in each["predictions"]):
             console.print()
-            _show_size(int(size), [row for row in one["predictions"] if row["bytes"] == size], console)
+            _show_size(int(size), [row for row in each["predictions"] if row["bytes"] == size], console)
         console.print()
         console.print(Text("fastest, by size", "bold"))
-        for row in one["crossovers"]:
+        for row in each["crossovers"]:
             console.print(Text(f"  {row['hosts']:>5,} hosts  {_ranges(row['from'])}"), soft_wrap=True)
     console.print()
     console.print(Text(_NOTE, "dim"))
@@ -210,27 +210,27 @@ def _show_predictions(made: Iterable[dict[str, Any]], found: dict[str, Any], con
 
 def _show_fit(fit: dict[str, Any], console: Console) -> None:
     alpha, rate = seconds(fit["alpha_seconds"]), rate_of(fit["bytes_per_second"])
-    console.print(Text(f"{fit['collective']}: alpha {alpha} a step, 1/beta {rate}", "bold"), soft_wrap=True)
+    console.print(Text(f"{fit['collective']}: alpha {alpha}/step, 1/beta {rate}", "bold"), soft_wrap=True)
     form = fit["form"]
-    line = f"those of the slowest measured link: {fit['lack']}"
+    line = f"from the slowest measured link: {fit['lack']}"
     if fit["source"] == "times":
         by = "torch.distributed's own as if it were " if fit["algorithm"] != form else ""
         line = f"fitted to {by}{form}, r2 {fit['r2']:.3f}, at most {fit['largest_residual']:.1%} off"
     console.print(Text(line), soft_wrap=True)
     if fit["held_to_links"]:
-        console.print(Text("1/beta is limited to the measured links: the times alone would give more than they carry"))
+        console.print(Text("1/beta is limited to the measured links: the times alone would exceed their bandwidth"))
     if fit["sizes"]:
         columns = {
-            "bytes": [f"{one['bytes']:,}" for one in fit["sizes"]],
-            "measured": [seconds(one["measured_s"]) for one in fit["sizes"]],
-            form: [seconds(one["fitted_s"]) for one in fit["sizes"]],
-            "off": [f"{one['residual']:+.1%}" for one in fit["sizes"]],
+            "bytes": [f"{size['bytes']:,}" for size in fit["sizes"]],
+            "measured": [seconds(size["measured_s"]) for size in fit["sizes"]],
+            form: [seconds(size["fitted_s"]) for size in fit["sizes"]],
+            "off": [f"{size['residual']:+.1%}" for size in fit["sizes"]],
         }
         print_columns(console, columns, left=0)
 
 
 def _show_size(size: int, rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """The table for one size, with a row per number of hosts."""
+    """Print the table of one size, with a row per number of hosts."""
     times = {
         name.replace("-", "-\n"): [
             seconds(row["seconds"][name]) + ("*" if name == row["best"] else " ") for row in rows
@@ -246,9 +246,9 @@ def _show_size(size: int, rows: Sequence[dict[str, Any]], console: Console) -> N
 
 
 def _ranges(changes: Sequence[dict[str, Any]]) -> str:
-    """The fastest algorithms by size, such as "ring to 3.2 KiB, then tree"."""
-    ends = [f" to {_about(one['bytes'])}" for one in changes[1:]]
-    return ", then ".join(one["algorithm"] + end for one, end in zip(changes, [*ends, ""], strict=True))
+    """Describe the fastest algorithms by size, as "ring to 3.2 KiB, then tree"."""
+    ends = [f" to {_about(change['bytes'])}" for change in changes[1:]]
+    return ", then ".join(change["algorithm"] + end for change, end in zip(changes, [*ends, ""], strict=True))
 
 
 def _about(size: float) -> str:

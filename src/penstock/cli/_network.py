@@ -1,4 +1,4 @@
-"""The options for the hosts' network: links, neighbors' traffic, slowed hosts, changes over time."""
+"""Options for the hosts' network: links, background traffic, slow hosts, changes over time."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ network_option = options_on("The hosts' network")
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """What the network is like. None means not given."""
+    """The network; None if an option was omitted."""
 
     link: str | None = network_option(
-        'What joins each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
-        '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are those between two '
-        "hosts, one way. Jitter keeps frames in order and so delays them under load; with overtaking it does not.",
-        metavar="TEXT",
+        'Link from each host to the switch, as for tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss '
+        '0.1% reorder 0.01% stall 2s every 60s", "up 10mbit down 100mbit". Delay and loss are one way between two '
+        "hosts. Jitter keeps frames in order, which delays them under load; with overtaking it does not.",
+        metavar="LINK",
     )
-    link_of: list[str] | None = network_option(
-        'One host\'s own link: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=TEXT"
+    link_for: list[str] | None = network_option(
+        'Link of one host: "2=100mbit delay 20ms". Repeatable.', metavar="HOST=LINK"
     )
     background: list[str] | None = network_option(
-        'Neighbors\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.', metavar="TEXT"
+        'Background traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.', metavar="TRAFFIC"
     )
     slow: list[str] | None = network_option(
-        'Holds a host\'s processes to a share of one core: "2=25%". Repeatable, or separate with commas.',
+        'Limit a host\'s processes to a share of one core: "2=25%". Repeatable, or comma-separated.',
         metavar="HOST=SHARE",
     )
-    scenario: Path | None = network_option("Changes over time, a TOML file of events: see the guide.", metavar="FILE")
+    scenario: Path | None = network_option("Changes over time: a TOML file of events, see the guide.", metavar="FILE")
     shaper: Literal["auto", "tbf", "switch"] | None = network_option(
-        "What shapes the links; by default the simplest that can: tbf, a switch in user space."
+        "Implementation of the links: tbf, or a switch in user space. Default: the simplest sufficient one."
     )
-    link_seed: int | None = network_option("The seed of every random draw for the links; default 0.")
+    link_seed: int | None = network_option("Seed of the links' random draws; default 0.")
 
     def given(self) -> list[str]:
-        """The options that were given, as the user writes them."""
-        return [flag(f.name) for f in fields(self) if getattr(self, f.name) not in (None, [])]
+        """Return the options that were passed."""
+        return [flag(option.name) for option in fields(self) if getattr(self, option.name) not in (None, [])]
 
     def machines(self, hosts: int) -> tuple[Machines, tuple[Event, ...]]:
-        """The hosts that the options describe, which `with` creates, and the scenario's events."""
+        """Return the hosts, which `with` creates, and the events of the scenario."""
         from penstock.network.cpu_limit import parse_slow
         from penstock.network.machines import Machines
         from penstock.network.parse import parse_link
@@ -58,14 +58,12 @@ class NetworkOptions:
 
         slow = parse_slow(self.slow or (), hosts)
         if self.link is None:
-            without = [option for option in self.given() if option not in ("--link", "--slow")]
-            if without:
+            if unused := [option for option in self.given() if option not in ("--link", "--slow")]:
                 raise ArgumentError(
-                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; pass --link "
-                    "1gbit, for example"
+                    f"{unused[0]} needs --link: without it links are not limited; pass --link 1gbit, for example"
                 )
             return Machines(hosts, slow=slow), ()
-        topology = Topology(parse_link(self.link), parse_own(self.link_of or (), hosts), self.link_seed or 0)
+        topology = Topology(parse_link(self.link), parse_own(self.link_for or (), hosts), self.link_seed or 0)
         events = () if self.scenario is None else read_scenario(self.scenario, topology, hosts)
         options: dict[str, Any] = {"background": self.background or (), "slow": slow, "changes": bool(events)}
         return Machines(hosts, topology, shaper=self.shaper or "auto", **options), events

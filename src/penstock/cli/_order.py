@@ -1,4 +1,4 @@
-"""The options that choose a verb's schedule: a name and its numbers, or a file."""
+"""Options for the schedule of a verb: a name and its numbers, or a file."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from pathlib import Path
 from penstock._base.errors import ArgumentError, ScheduleError, check_counts
 from penstock._base.files import read_text
 from penstock._base.words import counted
-from penstock.cli._as_typed import in_options
+from penstock.cli._as_typed import flag, in_options
 from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.schedule import (
     MICROBATCHES,
-    Generator,
     Schedule,
+    ScheduleSpec,
     add_sharding,
     from_csv,
     generate,
-    generator,
-    generators,
+    schedule_spec,
+    schedule_specs,
 )
 from penstock.schedule.check import require_legal
-from penstock.schedule.generators import Numbers
+from penstock.schedule.generators import ScheduleParams
 
 ALL = "all"
-"""Instead of a name: every schedule that the numbers allow."""
+"""Value of --schedule: every schedule that the numbers allow."""
 
-_option = options_on("Which schedule")
-_OWN_TEXT = ", stages on ranks "
+_option = options_on("Schedule")
+_TEXT_MARK = ", stages on ranks "
 
 
 @dataclass(frozen=True, slots=True)
 class OrderOptions:
-    """Which schedule to use."""
+    """The schedule to use."""
 
-    schedule: str | None = _option("Its name; `penstock schedules` lists them.")
-    ranks: str | None = _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")
+    schedule: str | None = _option("Name of the schedule; `penstock schedules` lists them.")
+    ranks: str | None = _option("Number of ranks.", "--ranks", "-n", metavar="INTEGER")
     microbatches: str | None = _option(f"{CUT}; {USUAL}.", metavar="INTEGER")
-    chunks: int | None = _option("Stages per rank; default: the schedule's usual number.")
+    stages_per_rank: int | None = _option("Stages per rank; default: the schedule's usual number.")
     unshard_window: int | None = _option(
-        "Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."
+        "Shard the stages (FSDP2) and gather this many per rank at once: adds UNSHARD and RESHARD."
     )
     csv: Path | None = _option(
-        "Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
-        "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
+        "Schedule from a file, which sets ranks and microbatches: torch's CSV (one line per rank, one cell per "
+        "action, 0F1), or the text that `penstock draw --text` prints.",
         metavar="FILE",
     )
 
     def one(self) -> Schedule:
-        """The schedule that was asked for."""
+        """Return the requested schedule."""
         if self.csv is not None:
-            for name in ("schedule", "ranks", "microbatches", "chunks"):
+            for name in ("schedule", "ranks", "microbatches", "stages_per_rank"):
                 if getattr(self, name) is not None:
                     raise ArgumentError(
-                        f"--csv {self.csv}: the file already sets what --{name} would; pass only one of the two"
+                        f"--csv {self.csv}: the file already sets what {flag(name)} would; pass only one of the two"
                     )
             schedule = self._windowed(_read(self.csv))
             announce(sum(map(len, schedule.rows)))
@@ -65,46 +65,46 @@ class OrderOptions:
             raise ArgumentError(
                 f"--schedule {self.schedule}: this command takes one schedule; `penstock schedules` lists them"
             )
-        made, _ = self.all()
-        return next(iter(made.values()))
+        schedules, _ = self.all()
+        return next(iter(schedules.values()))
 
-    def all(self, *, several: bool = False) -> tuple[dict[Asked, Schedule], dict[Asked, str]]:
-        """Every schedule that was asked for and that the numbers allow, and what the others require. `several`: there
-        may be several numbers of ranks or microbatches."""
+    def all(self, *, several: bool = False) -> tuple[dict[Sized, Schedule], dict[Sized, str]]:
+        """Return the requested schedules that the numbers allow, and the requirements of the others. `several`: allow
+        several numbers of ranks or microbatches."""
         name = self._name()
-        entries = [*generators()] if name == ALL else [generator(one.strip()) for one in name.split(",")]
+        entries = [*schedule_specs()] if name == ALL else [schedule_spec(part.strip()) for part in name.split(",")]
         sizes = self._sizes(several=several)
-        asked = [
-            (entry, Numbers(*one, entry.chunks if self.chunks is None else self.chunks))
+        requested = [
+            (entry, ScheduleParams(*size, entry.chunks if self.stages_per_rank is None else self.stages_per_rank))
             for entry in entries
-            for one in sizes
+            for size in sizes
         ]
-        weigh((entry, numbers) for entry, numbers in asked if not entry.refusal(numbers))
-        made, refused = dict[Asked, Schedule](), dict[Asked, str]()
-        for entry, numbers in asked:
+        check_size((entry, numbers) for entry, numbers in requested if not entry.refusal(numbers))
+        schedules, refused = dict[Sized, Schedule](), dict[Sized, str]()
+        for entry, numbers in requested:
             key = entry.name, numbers.ranks, numbers.microbatches
             try:
                 if reason := entry.refusal(numbers):
                     refused[key] = reason
                 else:
-                    made[key] = self._windowed(generate(*key, numbers.chunks))
+                    schedules[key] = self._windowed(generate(*key, numbers.stages_per_rank))
             except ArgumentError as error:
                 refused[key] = in_options(str(error), ("--unshard-window",))
-        if not made:
-            if len(asked) == 1:
-                self._windowed(generate(*key, numbers.chunks))  # raises, with a remedy
+        if not schedules:
+            if len(requested) == 1:
+                self._windowed(generate(*key, numbers.stages_per_rank))  # raises, with the fix
             reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
-        return made, refused
+        return schedules, refused
 
     @property
     def count(self) -> int | None:
-        """The number of microbatches, if one was given."""
+        """The number of microbatches, if there is one."""
         return int(self.microbatches) if self.microbatches is not None and self.microbatches.isdecimal() else None
 
     @property
     def is_many(self) -> bool:
-        """Whether several schedules were asked for."""
+        """Whether several schedules are requested."""
         return self.csv is None and (self._name() == ALL or "," in self._name())
 
     @property
@@ -113,7 +113,7 @@ class OrderOptions:
         return self.csv is None and "," in f"{self.ranks}{self.microbatches}"
 
     def _windowed(self, schedule: Schedule) -> Schedule:
-        """The schedule with the gathers that --unshard-window asks for."""
+        """Return the schedule with the gathers of --unshard-window."""
         if self.unshard_window is None:
             return schedule
         return add_sharding(schedule, set(range(schedule.stages)), self.unshard_window)
@@ -126,7 +126,7 @@ class OrderOptions:
         return self.schedule
 
     def _sizes(self, *, several: bool) -> list[tuple[int, int]]:
-        """Each combination of the numbers of ranks and microbatches."""
+        """Return each combination of the numbers of ranks and microbatches."""
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: pass how many")
         numbers = list[list[int]]()
@@ -136,23 +136,23 @@ class OrderOptions:
                     f"{option} {text}: this command takes one number; `penstock simulate` takes several"
                 )
             numbers.append([MICROBATCHES] if text is None else integers(option, text))
-        check_counts(required=False, chunks=self.chunks, unshard_window=self.unshard_window)
-        found = [(ranks, microbatches) for ranks in numbers[0] for microbatches in numbers[1]]
-        for ranks, microbatches in found:
+        check_counts(required=False, stages_per_rank=self.stages_per_rank, unshard_window=self.unshard_window)
+        sizes = [(ranks, microbatches) for ranks in numbers[0] for microbatches in numbers[1]]
+        for ranks, microbatches in sizes:
             check_counts(ranks=ranks, microbatches=microbatches)
-        return found
+        return sizes
 
 
-Asked = tuple[str, int, int]
-"""A schedule's name, and its numbers of ranks and microbatches."""
+Sized = tuple[str, int, int]
+"""Name of a schedule, and its numbers of ranks and microbatches."""
 
 
 def _read(path: Path) -> Schedule:
-    """A schedule from a file, in torch's format or as `str(schedule)` writes it."""
+    """Read a schedule from a file, in torch's format or as `str(schedule)` writes it."""
     text = read_text(path, f"--csv {path}")
     try:
-        own = _OWN_TEXT in text.partition("\n")[0]
-        schedule = Schedule.parse(text) if own else from_csv(text, path.stem)
+        is_text = _TEXT_MARK in text.partition("\n")[0]
+        schedule = Schedule.parse(text) if is_text else from_csv(text, path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     return require_legal(schedule, str(path))
@@ -161,56 +161,56 @@ def _read(path: Path) -> Schedule:
 # -- limits: refuse what would exhaust memory, announce what takes a while --------------------------------------------
 
 MAX_ACTIONS = 20_000_000
-"""The most actions that a verb makes and times: about 1 GiB of memory, and seconds (minutes without numba)."""
+"""Maximum number of actions to time: about 1 GiB of memory, and seconds (minutes without numba)."""
 
 MAX_TO_SEARCH = 1_000_000
-"""The most actions in a search, which tries them in many orders."""
+"""Maximum number of actions in a search, which tries them in many orders."""
 
 MAX_STAGES = 10_000
-"""The most stages of any schedule: finding each rank's among all of them takes quadratic time."""
+"""Maximum number of stages of a schedule: finding those of each rank takes quadratic time."""
 
 ANNOUNCED = 200_000
-"""From this many actions on, an answer takes seconds."""
+"""Number of actions from which the answer takes seconds."""
 
-_PATIENT_SECONDS = 10.0
+_ANNOUNCED_SECONDS = 10.0
 
 
-def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
-    """Refuses schedules that are too large to time, and announces those that take a while."""
+def check_size(schedules: Iterable[tuple[ScheduleSpec, ScheduleParams]]) -> None:
+    """Raise ArgumentError if schedules are too large to time; announce those that take a while."""
     announce(_total([(entry.actions(numbers), numbers) for entry, numbers in schedules], MAX_ACTIONS, "timed"))
 
 
-def weigh_search(numbers: Numbers, seconds: float) -> None:
-    """Like `weigh`, for a search."""
-    actions = 3 * numbers.ranks * numbers.chunks * numbers.microbatches
-    if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
-        _say(f"searching for about {seconds:g} s, not counting the time that named schedules take")
+def check_search_size(numbers: ScheduleParams, seconds: float) -> None:
+    """Check the size of a search as `check_size` does."""
+    actions = 3 * numbers.ranks * numbers.stages_per_rank * numbers.microbatches
+    if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _ANNOUNCED_SECONDS:
+        _print_note(f"searching for about {seconds:g} s, besides the time for named schedules")
 
 
-def _total(asked: Sequence[tuple[int, Numbers]], most: int, what: str) -> int:
-    """How many actions schedules have together. Raises ArgumentError if these, or the stages of one, are too many."""
-    total = sum(actions for actions, _ in asked)
-    if total > most:
-        _, largest = max(asked, key=lambda one: one[0])
+def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -> int:
+    """Return the total number of actions. Raise ArgumentError if it, or the number of stages, is too large."""
+    total = sum(actions for actions, _ in sizes)
+    if total > limit:
+        _, largest = max(sizes, key=lambda size: size[0])
         raise ArgumentError(
-            f"--ranks {largest.ranks} --microbatches {largest.microbatches}: that makes {total:,} actions, but at most "
-            f"{most:,} can be {what}; pass fewer ranks, microbatches or chunks"
+            f"--ranks {largest.ranks} --microbatches {largest.microbatches}: that makes {total:,} actions; at most "
+            f"{limit:,} can be {verb}; pass fewer ranks, microbatches or stages per rank"
         )
-    for _, numbers in asked:
-        if (stages := numbers.ranks * numbers.chunks) > MAX_STAGES:
+    for _, numbers in sizes:
+        if (stages := numbers.ranks * numbers.stages_per_rank) > MAX_STAGES:
             raise ArgumentError(
-                f"--ranks {numbers.ranks} with {counted(numbers.chunks, 'stage')} per rank makes {stages:,} stages; "
-                f"the limit is {MAX_STAGES:,}; use fewer ranks or chunks"
+                f"--ranks {numbers.ranks} with {counted(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} "
+                f"stages; the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
             )
     return total
 
 
 def announce(actions: int) -> None:
-    """Announces on stderr that timing this many actions takes a while, if it does."""
+    """Print on stderr that timing so many actions takes a while, if it does."""
     if actions > ANNOUNCED:
         slow = "" if find_spec("numba") else "; numba makes it several times faster (pip install 'penstock[simulate]')"
-        _say(f"timing {actions:,} actions; this may take a while{slow}")
+        _print_note(f"timing {actions:,} actions; this may take a while{slow}")
 
 
-def _say(line: str) -> None:
+def _print_note(line: str) -> None:
     print(f"penstock: {line}", file=sys.stderr, flush=True)

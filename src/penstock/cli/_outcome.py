@@ -1,4 +1,4 @@
-"""A simulated schedule as tables."""
+"""Tables of a simulated schedule."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from rich.text import Text
 from penstock._base.words import sized
 from penstock.costs import Outcome
 from penstock.report.text import print_columns
-from penstock.simulate import Cause
+from penstock.simulate import IdleCause
 from penstock.simulate.figures import WORK, chunks, title
 
 HEADS = {
-    Cause.WARM_UP: "warm\nup",
-    Cause.FORWARD: "for\nward",
-    Cause.BACKWARD: "back\nward",
-    Cause.LINK: "link",
-    Cause.OTHER: "other",
-    Cause.COOL_DOWN: "cool\ndown",
+    IdleCause.WARM_UP: "warm\nup",
+    IdleCause.FORWARD: "wait\nF",
+    IdleCause.BACKWARD: "wait\nB",
+    IdleCause.LINK: "link",
+    IdleCause.OTHER: "other",
+    IdleCause.COOL_DOWN: "cool\ndown",
 }
-"""Headings for the idle-time columns, kept narrow; `IDLE_NOTE` below the table explains them."""
+"""Narrow headings of the idle-time columns; `IDLE_NOTE` below the table explains them."""
 
 IDLE_NOTE = (
-    "Idle by cause: warm-up, before a rank's first action; forward and backward, until another rank has made what it "
-    "waits for; link, until that has arrived; cool-down, after its last action."
+    "Idle by cause: warm-up, before a rank's first action; wait F and wait B, until another rank has computed its "
+    "input; link, until that has arrived; cool-down, after its last action."
 )
-PEAK_NOTE = "Peak: the most activations that a rank holds at once; 1 is one microbatch on all its stages."
-MEMORY_NOTE = "Memory counts neither the batch nor what an action takes while it runs; penstock plan does."
+PEAK_NOTE = "Peak act.: peak activations of a rank; 1 is one microbatch on all its stages."
+MEMORY_NOTE = "Memory excludes the batch and workspace; penstock plan includes them."
 
 
-def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
-    """Prints a schedule's figures, `more` of them by name, and a table of its ranks."""
+def show(outcome: Outcome, console: Console, extra: Mapping[str, str] | None = None) -> None:
+    """Print the metrics of a schedule, `extra` ones by name, and a table of its ranks."""
     timeline, costs = outcome.timeline, outcome.costs
     ranks = range(outcome.schedule.ranks)
     busy = [timeline.busy_seconds(rank) for rank in ranks]
-    times = format_of([timeline.makespan_seconds, *busy, *(time for one in outcome.idle for time in one.values())])
+    times = format_of(
+        [timeline.makespan_seconds, *busy, *(time for causes in outcome.idle for time in causes.values())]
+    )
     unit, width = " s" if costs.are_measured else "", len(times(timeline.makespan_seconds))
     lines = {
         "makespan": f"{times(timeline.makespan_seconds)}{unit}",
@@ -48,64 +50,65 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
         "costs": costs_of_stages(outcome),
     }
     console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
-    for name, text in {**lines, **(more or {})}.items():
+    for name, text in {**lines, **(extra or {})}.items():
         if text:
             console.print(f"{name:<15}{text}")
     console.print()
-    idle = {HEADS[cause]: [times(one[cause]) for one in outcome.idle] for cause in shown_causes([outcome])}
-    peaks = texts(outcome.peak_activations, most=2)
-    print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak": peaks})
+    idle = {HEADS[cause]: [times(causes[cause]) for causes in outcome.idle] for cause in shown_causes([outcome])}
+    peaks = texts(outcome.peak_activations, max_decimals=2)
+    print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak\nact.": peaks})
     if costs.has_memory:
-        held = outcome.memory_by_kind
-        sizes = sized if costs.are_measured else format_of([size for one in held for size in one.values()])
+        memory = outcome.memory_by_kind
+        sizes = sized if costs.are_measured else format_of([size for kinds in memory for size in kinds.values()])
         console.print()
-        kinds = {kind: [sizes(one[kind]) for one in held] for kind in held[0]}
-        print_columns(console, {"memory of rank": ranks, **kinds})
-    memory = f"\n{MEMORY_NOTE}" if costs.has_memory else ""
-    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}{memory}", style="dim")
+        columns = {kind: [sizes(kinds[kind]) for kinds in memory] for kind in memory[0]}
+        print_columns(console, {"memory of rank": ranks, **columns})
+    memory_note = f"\n{MEMORY_NOTE}" if costs.has_memory else ""
+    console.print(f"\n{IDLE_NOTE}\n{PEAK_NOTE}{memory_note}", style="dim")
 
 
 def costs_of_stages(outcome: Outcome) -> str:
-    """Where measured costs come from; of given ones, that they are per stage where a rank has several."""
-    each = chunks(outcome.schedule)
-    several = f"per stage; a rank has {each} stages" if each > 1 and outcome.costs.are_alike else ""
-    return outcome.costs.origin(outcome.schedule.placement) or several
+    """Describe the origin of measured costs; note that other ones are per stage if ranks have several."""
+    count = chunks(outcome.schedule)
+    per_stage = f"per stage; a rank has {count} stages" if count > 1 and outcome.costs.are_alike else ""
+    return outcome.costs.origin(outcome.schedule.placement) or per_stage
 
 
 def _path(outcome: Outcome) -> str:
     path, makespan = outcome.path, outcome.timeline.makespan_seconds
     if not makespan:
-        return "nothing takes any time"
+        return "all costs are 0"
     parts = {op.value: path.seconds(op) for op in WORK} | {"links": path.link_seconds}
     shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
     return f"{len(path.spans):,} actions: {shares}"
 
 
-_LEAST, _MAX = 1e-12, 1e18
-"""Numbers whose largest is between these are written without an exponent."""
+_MIN, _MAX = 1e-12, 1e18
+"""Range of the largest number for which no exponent is written."""
 
 
-def format_of(values: Sequence[float], most: int | None = None) -> Callable[[float], str]:
-    """The format for some numbers: with as many decimals as they need, at most `most`.
+def format_of(values: Sequence[float], max_decimals: int | None = None) -> Callable[[float], str]:
+    """Return the format for some numbers, with the decimals that they need.
 
-    `most` defaults to five significant digits of the largest. If that would give a row of zeros, each number gets five
-    digits and an exponent.
+    `max_decimals` defaults to five significant digits of the largest number. Numbers that are too small or large for
+    that get five digits and an exponent.
     """
     largest = max(map(abs, values), default=0.0)
-    if largest and not _LEAST <= largest < _MAX:
+    if largest and not _MIN <= largest < _MAX:
         return lambda value: f"{value:.5g}"
-    if most is None:
-        most = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
+    if max_decimals is None:
+        max_decimals = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
     slack = largest * 1e-9
-    decimals = next((d for d in range(most) if all(abs(round(value, d) - value) <= slack for value in values)), most)
+    exact = (d for d in range(max_decimals) if all(abs(round(value, d) - value) <= slack for value in values))
+    decimals = next(exact, max_decimals)
     return lambda value: f"{value:,.{decimals}f}"
 
 
-def texts(values: Sequence[float], most: int | None = None) -> list[str]:
-    """Some numbers, each as `format_of` them all writes it."""
-    return [*map(format_of(values, most), values)]
+def texts(values: Sequence[float], max_decimals: int | None = None) -> list[str]:
+    """Format each number by the common `format_of` them all."""
+    return [*map(format_of(values, max_decimals), values)]
 
 
-def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
-    """The causes for which some rank idles."""
-    return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
+def shown_causes(outcomes: Sequence[Outcome]) -> list[IdleCause]:
+    """Return the causes for which some rank idles."""
+    return [cause for cause in IdleCause if any(causes[cause] for outcome in outcomes for causes in outcome.idle)]

@@ -1,4 +1,4 @@
-"""A schedule as a picture: one color per op, lighter on a rank's later chunks. It can be read without colors too."""
+"""Text drawings of schedules: one color per op, lighter on later stages of a rank, but readable without colors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.schedule.timeline import Timeline
 
 
 class Palette(Enum):
-    """What the terminal can show. NONE: letters only. FEW: the sixteen colors that every color terminal has."""
+    """Colors of the terminal. NONE: letters only. FEW: the sixteen colors of every color terminal."""
 
     NONE = 0
     FEW = 1
@@ -34,23 +34,23 @@ class Palette(Enum):
 
 
 _FEW_COLORS = {Op.F: "blue", Op.B: "red", Op.I: "yellow", Op.W: "cyan"}
-"""The nearest to those of `penstock.report.colors`."""
+"""The colors closest to those of `penstock.report.colors`."""
 
 _CELL = re.compile(r"([0-9]*)(F|B|I|W)([0-9]+) *")
 _IDLE = "."
 
 
 def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
-    """`grid` in color: every F, B, I and W takes one slot.
+    """Draw the `grid` in color: every F, B, I and W takes one slot.
 
     Raises what `grid` raises.
     """
-    place, picture = _places(schedule), Text(grid(schedule, width))
+    chunks, picture = _chunks(schedule), Text(grid(schedule, width))
     picture.highlight_regex(r"\.", "dim")
     for cell in _CELL.finditer(picture.plain):
         stage, op, microbatch = cell.groups()
-        # A grid leaves out stage numbers if each rank has one stage.
-        chunk = place[int(stage)] if stage else 0
+        # A grid omits stage numbers if each rank has one stage.
+        chunk = chunks[int(stage)] if stage else 0
         picture.stylize(style(palette, Op(op), chunk, int(microbatch)), *cell.span())
     return picture
 
@@ -58,15 +58,15 @@ def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
 def proportional(
     schedule: Schedule, timeline: Timeline, width: int, palette: Palette, longest: float | None = None
 ) -> Text:
-    """The timeline as a picture of `width` characters, which are `longest` seconds, by default the whole timeline.
+    """Draw the timeline to scale: `width` characters are `longest` seconds, by default the whole timeline.
 
-    A column shows the action that runs in its middle, so an action much shorter than a column may not show at all. An
-    action's name is where it begins, if there is room; its letter fills the rest, or its color if there are colors.
+    A column shows the action that runs in its middle, so an action shorter than a column may not appear. The name of an
+    action is at its start, if there is room; its letter fills the rest, or its color if there are colors.
     """
     label = len(f"rank {schedule.ranks - 1}")
     columns = max(1, width - label - 3)
     unit = (timeline.makespan_seconds if longest is None else longest) / columns
-    place, picture = _places(schedule), Text()
+    chunks, picture = _chunks(schedule), Text()
     moments = [(column + 0.5) * unit for column in range(columns)]
     moments = [moment for moment in moments if moment < timeline.makespan_seconds]
     for rank, track in enumerate(timeline.tracks):
@@ -79,11 +79,11 @@ def proportional(
             action = track.actions[node]
             letter = action.op.value
             name = f"{letter}{action.microbatch}" if schedule.stages == schedule.ranks else str(action)
-            if palette is Palette.NONE:  # letters must separate it from the next name
+            if palette is Palette.NONE:  # letters separate it from the next name
                 text = (name if len(name) < cell else letter).ljust(cell, letter.lower())
             else:
                 text = (name if len(name) <= cell else "").ljust(cell)
-            picture.append(text, style(palette, action.op, place[action.stage], action.microbatch or 0))
+            picture.append(text, style(palette, action.op, chunks[action.stage], action.microbatch or 0))
         picture.append("" if rank == schedule.ranks - 1 else "\n")
     return picture
 
@@ -91,8 +91,7 @@ def proportional(
 def on_one_axis(
     schedules: Sequence[Schedule], timelines: Sequence[Timeline], width: int, palette: Palette
 ) -> list[Text]:
-    """Timelines as pictures of which a column is as long in one as in the others. Slots are whole columns, if they can
-    be."""
+    """Draw timelines with columns of equal duration. Slots are whole columns if possible."""
     longest = max(timeline.makespan_seconds for timeline in timelines)
     columns = width - len(f"rank {schedules[0].ranks - 1}") - 3
     if longest == round(longest) <= columns:
@@ -102,7 +101,7 @@ def on_one_axis(
 
 
 def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = False) -> Text:
-    """What the letters and colors stand for. `fills`: the picture is in proportion to time."""
+    """Return the legend of letters and colors. `fills`: the drawing is to scale."""
     codes = {code for schedule in schedules for row in schedule.rows for code in row.op}
     text = Text()
     for op in (op for op in _FEW_COLORS if op.code in codes):
@@ -110,15 +109,15 @@ def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = Fal
     text.append(f"{_IDLE} idle")
     if fills and palette is Palette.NONE:
         text.append("; small letters: the action continues")
-    several = [one for one in schedules if one.stages > one.ranks]
-    if several and palette is not Palette.NONE:
-        lighter = dict.fromkeys("later chunks" if one.placement.pipelines == 1 else "the copy" for one in several)
+    with_chunks = [schedule for schedule in schedules if schedule.stages > schedule.ranks]
+    if with_chunks and palette is not Palette.NONE:
+        lighter = dict.fromkeys("later chunks" if one.placement.pipelines == 1 else "the copy" for one in with_chunks)
         text.append(f"; lighter: {' or '.join(lighter)}")
     return text
 
 
 def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
-    """The colors of a cell."""
+    """Return the colors of a cell."""
     if palette is Palette.NONE:
         return Style.null()
     if palette is Palette.FEW:
@@ -127,13 +126,13 @@ def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
     return Style(color=ink(LIGHT, kind, chunk), bgcolor=shade(LIGHT, kind, chunk, microbatch))
 
 
-def _places(schedule: Schedule) -> dict[int, int]:
-    """Each stage's index among its rank's stages, from 0."""
+def _chunks(schedule: Schedule) -> dict[int, int]:
+    """Return the index of each stage among those of its rank, from 0."""
     return {stage: index for stages in schedule.placement.by_rank for index, stage in enumerate(stages)}
 
 
 def _running(start: array[float], end: array[float], moment: float) -> int:
-    """The index of the action that runs at a moment; -1: idle."""
+    """Return the index of the action that runs at a moment; -1 if idle."""
     node = bisect_right(start, moment) - 1
     while node >= 0 and end[node] <= start[node]:
         node -= 1  # an action that takes no time starts with the one that follows it

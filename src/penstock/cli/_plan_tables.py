@@ -1,4 +1,4 @@
-"""Plans on one screen: the best, what each of its ranks does and needs, why others lost, or what is missing."""
+"""Tables of plans: the best ones, the rank layout of the first, rejected ones, or what is missing."""
 
 from __future__ import annotations
 
@@ -12,240 +12,242 @@ from rich.console import Console
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._outcome import format_of, texts
 from penstock.report.text import pairs, print_columns
-from penstock.simulate import Cause
+from penstock.simulate import IdleCause
 
 if TYPE_CHECKING:
-    from penstock.plan import Choice, Cluster, Lost, Plan, Planned
+    from penstock.plan import Cluster, ParallelConfig, Plan, PlanResult, RejectedConfig
     from penstock.plan.remedies import Remedy
 
 _MAX_LINES = 6
-"""For each way to lose."""
+"""Maximum number of rejected plans to list per reason."""
 
-_SEEN = 5e-4
-"""The least share of the time that is not rounded to 0.0%."""
+_MIN_SHARE = 5e-4
+"""Minimum share of the time that is not rounded to 0.0%."""
 
-_MOSTLY = 0.5
-"""From this share of idle time on, there are probably more devices than the batch can use."""
+_MOSTLY_IDLE = 0.5
+"""Share of idle time above which there are probably more devices than the batch can use."""
 
 _USUAL = "1f1b"
-"""What people ask for."""
+"""The schedule that users look for."""
 
 _MAX_RANKS = 16
-"""Of which each is shown; of more, the first and last, and the fullest."""
+"""Maximum number of ranks to list. Larger pipelines show the first, the last and the peak-memory rank."""
 
 
-def show(found: Planned, console: Console, cluster: Cluster) -> None:
-    """Prints the best plans, what each rank of the first does, and why others lost."""
-    best = found.best[0]
-    tried = counted(len(found.best) + len(found.lost), "plan")
-    console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s a step")
-    if said := _of_ranks(found, best):
-        console.print(said)
+def show(result: PlanResult, console: Console, cluster: Cluster) -> None:
+    """Print the best plans, the rank layout of the first, and the reasons for rejecting others."""
+    best = result.best[0]
+    tried = counted(len(result.best) + len(result.rejected), "plan")
+    console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
+    if note := _pipeline_note(result, best):
+        console.print(note)
     console.print()
-    alike = _alike(found.best)
-    shown = [plans[0] for plans in alike]
-    _show_plans(alike, console)
-    if any(plan.bubble >= _SEEN for plan in found.best):
+    groups = _equal_plans(result.best)
+    plans = [group[0] for group in groups]
+    _show_plans(groups, console)
+    if any(plan.bubble >= _MIN_SHARE for plan in result.best):
         console.print("\nIdle time by cause, % of rank time")
-        _show_idle(shown, console)
-    least = min(plan.step_seconds for plan in shown)
-    equal = sum(plan.step_seconds <= (1 + found.equal) * least for plan in shown)
+        _show_idle(plans, console)
+    fastest = min(plan.step_seconds for plan in plans)
+    equal = sum(plan.step_seconds <= (1 + result.equal) * fastest for plan in plans)
     note = (
-        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        "the ranks' time that is lost. Memory: of the fullest rank."
+        "dp: replicas. pp: ranks. vpp: stages per rank. Microbatches: per replica. mbs: microbatch size, in samples. "
+        "Bubble: idle share of the ranks' time. Memory: of the peak-memory rank."
     )
     if best.optimizer_seconds:
-        note += f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW."
+        note += f" The first includes {best.optimizer_seconds:.2g} s/step of AdamW."
     if equal > 1:
-        note += f" The first {equal} are as good as equal (within {found.equal:.1%}): the simplest is first."
+        note += f" The first {equal} are equivalent (within {result.equal:.1%}): the simplest is first."
     console.print(f"\n{note}", style="dim")
     console.print("\n[bold]Rank layout of the best plan[/]")
     _show_ranks(best, cluster, console)
-    for number, (head, lines) in enumerate(_reasons(found)):
+    for number, (head, lines) in enumerate(_reasons(result)):
         console.print(head if number else f"\n[bold]Rejected plans[/]\n{head}")
         console.print(pairs(lines))
 
 
-def _of_ranks(found: Planned, best: Plan) -> str:
-    """What to say of a plan without a pipeline, or with one that is idle most of the time."""
+def _pipeline_note(result: PlanResult, best: Plan) -> str:
+    """Return a note on a plan without a pipeline, or with one that is mostly idle."""
     if best.choice.devices == 1:
         return "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
     if best.choice.ranks > 1:
-        few = f"the batch is small for {best.choice.devices} devices, and fewer may be as fast."
-        return f"Its ranks are idle {best.bubble:.0%} of the time: {few}" if best.bubble >= _MOSTLY else ""
-    every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
-    piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
+        reason = f"the batch is small for {best.choice.devices} devices, and fewer may be as fast."
+        return f"Its ranks are idle {best.bubble:.0%} of the time: {reason}" if best.bubble >= _MOSTLY_IDLE else ""
+    plans: list[Plan | RejectedConfig] = sorted((*result.best, *result.rejected), key=lambda plan: plan.step_seconds)
+    piped = next((plan for plan in plans if plan.choice.ranks > 1 and not plan.lacking_bytes), None)
     if piped is None:
-        return "It has no pipeline; no plan with one fits, or none was asked for."
-    much = f"{'at least ' if piped.bubble is None else ''}{_slower(piped, best)}"
-    if abs(piped.step_seconds - best.step_seconds) <= found.equal * best.step_seconds:
-        much = "as good as equal"
-    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {much}."
+        return "It has no pipeline; no plan with one fits, or none was requested."
+    slower = f"{'at least ' if piped.bubble is None else ''}{_slower(piped, best)}"
+    if abs(piped.step_seconds - best.step_seconds) <= result.equal * best.step_seconds:
+        slower = "equivalent"
+    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {slower}."
 
 
-def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
-    """The plans that differ in nothing but the schedule's name, together: with few microbatches orders are the same."""
-    found: dict[object, list[Plan]] = {}
+def _equal_plans(plans: Sequence[Plan]) -> list[list[Plan]]:
+    """Group plans that differ only in the name of the schedule: with few microbatches schedules coincide."""
+    groups: dict[object, list[Plan]] = {}
     for plan in plans:
         numbers = (plan.step_seconds, plan.bubble, *plan.memory_bytes)
         key = replace(plan.choice, schedule=""), plan.cuts, *(f"{number:.6g}" for number in numbers)
-        found.setdefault(key, []).append(plan)
-    return [*found.values()]
+        groups.setdefault(key, []).append(plan)
+    return [*groups.values()]
 
 
-def _show_plans(alike: Sequence[Sequence[Plan]], console: Console) -> None:
-    """A row for each plan, with the names of those that are alike."""
-    plans = [same[0] for same in alike]
+def _show_plans(groups: Sequence[Sequence[Plan]], console: Console) -> None:
+    """Print one row per group of equal plans, with the names of their schedules."""
+    plans = [group[0] for group in groups]
     choices = [plan.choice for plan in plans]
-    sums = any(plan.reduce_seconds for plan in plans)
+    has_reduce = any(plan.reduce_seconds for plan in plans)
     columns: dict[str, Sequence[object]] = {
-        "schedule": [" = ".join(one.choice.schedule for one in same) for same in alike],
+        "schedule": [" = ".join(plan.choice.schedule for plan in group) for group in groups],
         "dp": [choice.replicas for choice in choices],
         "pp": [choice.ranks for choice in choices],
-        "v": [choice.chunks for choice in choices],
-        "m": [choice.microbatches for choice in choices],
-        "rows": [choice.rows for choice in choices],
+        "vpp": [choice.chunks for choice in choices],
+        "micro-\nbatches": [choice.microbatches for choice in choices],
+        "mbs": [choice.rows for choice in choices],
         "step s": texts([plan.step_seconds for plan in plans]),
-        "rows/s": texts([plan.rows_per_second for plan in plans], most=2),
-        "idle": [f"{plan.bubble:.1%}" for plan in plans],
-        "sums s": [f"{plan.reduce_seconds:.2g}" if sums else None for plan in plans],
+        "samples/s": texts([plan.rows_per_second for plan in plans], max_decimals=2),
+        "bubble": [f"{plan.bubble:.1%}" for plan in plans],
+        "grad\nreduce s": [f"{plan.reduce_seconds:.2g}" if has_reduce else None for plan in plans],
         "memory": [sized(max(plan.memory_bytes)) for plan in plans],
     }
     print_columns(console, columns)
 
 
 def _show_idle(plans: Sequence[Plan], console: Console) -> None:
-    idle = {cause: [plan.idle.get(cause.value, 0.0) for plan in plans] for cause in Cause}
+    idle = {cause: [plan.idle.get(cause.value, 0.0) for plan in plans] for cause in IdleCause}
     columns = {
         cause.value.replace(" for ", "\nfor "): [f"{100 * share:.1f}" for share in shares]
         for cause, shares in idle.items()
-        if max(shares) >= _SEEN
+        if max(shares) >= _MIN_SHARE
     }
     print_columns(console, {"schedule": [plan.choice.schedule for plan in plans], **columns})
 
 
 def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
-    """What each rank runs, for how long, and what it needs."""
+    """Print what each rank runs, its time and its memory."""
     from penstock.plan.predict import order_of_plan
 
     placement, names = order_of_plan(plan).placement, ("the input", *plan.cuts)
-    own = [sorted({stage % placement.depth for stage in stages}) for stages in placement.by_rank]
-    seconds = [sum(plan.stage_seconds[stage] for stage in stages) for stages in own]
+    by_rank = [sorted({stage % placement.depth for stage in stages}) for stages in placement.by_rank]
+    seconds = [sum(plan.stage_seconds[stage] for stage in stages) for stages in by_rank]
     times, mean = format_of(seconds), sum(seconds) / len(seconds)
-    held = plan.held_bytes or [0.0] * len(own)
+    static = plan.held_bytes or [0.0] * len(by_rank)
     ranks, half = range(plan.choice.ranks), _MAX_RANKS // 2
     shown = [*ranks] if len(ranks) <= _MAX_RANKS else sorted({*ranks[:half], plan.fullest, *ranks[1 - half :]})
     columns: dict[str, Sequence[object]] = {
         "rank": shown,
         "device": [_devices([row[rank] for row in plan.grid], cluster) for rank in shown],
-        "stages begin with": [_few([names[stage] for stage in own[rank]]) for rank in shown],
+        "first modules": [_shorten([names[stage] for stage in by_rank[rank]]) for rank in shown],
         "F + B": [times(seconds[rank]) for rank in shown],
-        "of the\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
-        "activ-\nations": [sized(plan.memory_bytes[rank] - held[rank]) for rank in shown],
+        "vs\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
+        "activ-\nations": [sized(plan.memory_bytes[rank] - static[rank]) for rank in shown],
         "memory": [sized(plan.memory_bytes[rank]) for rank in shown],
         "limit": [sized(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
-        "stages that": [_ways(plan, own[rank]) for rank in shown],
+        "recompute /\noffload": [_policies(plan, by_rank[rank]) for rank in shown],
     }
     print_columns(console, columns, left=3)
 
 
 def _devices(devices: Sequence[int], cluster: Cluster) -> str:
-    """Their numbers and, where there are several, their kinds."""
+    """Return the numbers of devices and, if there are several, their types."""
     kinds = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
-    return _few(in_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
+    return _shorten(in_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
 
 
-def _few(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
 
 
-def _ways(plan: Plan, stages: Sequence[int]) -> str | None:
-    counts = {way: sum(stage in getattr(plan, way) for stage in stages) for way in ("recompute", "offload")}
-    return ", ".join(f"{count} {way}" for way, count in counts.items() if count) or None
+def _policies(plan: Plan, stages: Sequence[int]) -> str | None:
+    counts = {policy: sum(stage in getattr(plan, policy) for stage in stages) for policy in ("recompute", "offload")}
+    return ", ".join(f"{count} {policy}" for policy, count in counts.items() if count) or None
 
 
-def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The ways to lose, and for each the choices that came nearest, one for each schedule and number of ranks."""
-    best, equal = found.best[0], f"As good as equal (within {found.equal:.1%}), not as simple:"
-    slower, pruned, lacking = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
-    lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], lacking: []}
-    for lost in sorted(_typical(found), key=lambda one: one.lacking_bytes):
+def _reasons(result: PlanResult) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the reasons for rejection, each with its closest plans, one per schedule and number of ranks."""
+    best, equal = result.best[0], f"Equivalent (within {result.equal:.1%}), less simple:"
+    slower, pruned, too_large = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
+    lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], too_large: []}
+    for lost in sorted(_typical(result), key=lambda plan: plan.lacking_bytes):
         if lost.lacking_bytes:
-            way, why = lacking, f"the fullest rank needs {sized(lost.lacking_bytes)} more"
+            reason, detail = too_large, f"the peak-memory rank needs {sized(lost.lacking_bytes)} more"
         elif lost.bubble is None:
-            way, why = pruned, f"at least {_slower(lost, best)}"
+            reason, detail = pruned, f"at least {_slower(lost, best)}"
         else:
-            way, why = equal if lost.step_seconds < best.step_seconds else slower, _why(lost, best)
-        lines[way].append((_named(lost.choice), why))
-    for head, some in lines.items():
-        if some:
-            more = [(f"and {len(some) - _MAX_LINES} more", "")] if len(some) > _MAX_LINES else []
-            yield head, [*some[:_MAX_LINES], *more]
+            reason, detail = equal if lost.step_seconds < best.step_seconds else slower, _why(lost, best)
+        lines[reason].append((_named(lost.choice), detail))
+    for head, plans in lines.items():
+        if plans:
+            omitted = [(f"and {len(plans) - _MAX_LINES} more", "")] if len(plans) > _MAX_LINES else []
+            yield head, [*plans[:_MAX_LINES], *omitted]
 
 
-def _typical(found: Planned) -> list[Lost]:
-    """Of the choices that lost, those of kinds that are not among the best: the best of each schedule with the winner's
-    ranks; with other ranks, the best of all, and of the usual schedule.
+def _typical(result: PlanResult) -> list[RejectedConfig]:
+    """Return rejected plans that do not resemble the best: the best of each schedule with the winner's number of ranks;
+    with other numbers, the best of all and of the usual schedule.
     """
-    ranks = found.best[0].choice.ranks
-    seen = {(plan.choice.ranks, plan.choice.schedule) for plan in found.best}
-    others: set[int] = set()
+    ranks = result.best[0].choice.ranks
+    seen = {(plan.choice.ranks, plan.choice.schedule) for plan in result.best}
+    other_ranks: set[int] = set()
     typical = []
-    for lost in found.lost:
-        kind, own = (lost.choice.ranks, lost.choice.schedule), lost.choice.ranks == ranks
-        if kind not in seen and (own or lost.choice.ranks not in others or lost.choice.schedule == _USUAL):
+    for lost in result.rejected:
+        kind, same = (lost.choice.ranks, lost.choice.schedule), lost.choice.ranks == ranks
+        if kind not in seen and (same or lost.choice.ranks not in other_ranks or lost.choice.schedule == _USUAL):
             seen.add(kind)
-            others.add(lost.choice.ranks)
+            other_ranks.add(lost.choice.ranks)
             typical.append(lost)
     return typical
 
 
-def _named(choice: Choice) -> str:
-    chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
-    shape = f"dp {choice.replicas} x pp {choice.ranks}{chunks}"
-    return f"{choice.schedule}, {shape}, {choice.microbatches} x {choice.rows}"
+def _named(choice: ParallelConfig) -> str:
+    chunks = f" vpp={choice.chunks}" if choice.chunks > 1 else ""
+    microbatches = counted(choice.microbatches, "microbatch")
+    return f"{choice.schedule}: dp={choice.replicas} pp={choice.ranks}{chunks}, {microbatches} of {choice.rows}"
 
 
-def _slower(lost: Lost | Plan, best: Plan) -> str:
+def _slower(lost: RejectedConfig | Plan, best: Plan) -> str:
     if not best.step_seconds:
         return "no faster"
-    more = lost.step_seconds / best.step_seconds - 1
-    return f"{abs(more):.1%} {'faster' if more < 0 else 'slower'}"
+    change = lost.step_seconds / best.step_seconds - 1
+    return f"{abs(change):.1%} {'faster' if change < 0 else 'slower'}"
 
 
-def _why(lost: Lost, best: Plan) -> str:
-    why = [
-        f"idle {lost.bubble:.1%}" if lost.bubble else "",
+def _why(lost: RejectedConfig, best: Plan) -> str:
+    details = [
+        f"bubble {lost.bubble:.1%}" if lost.bubble else "",
         f"{lost.recomputed} recomputed" if lost.recomputed else "",
         f"{lost.offloaded} offloaded" if lost.offloaded else "",
-        f"sums {lost.reduce_seconds / lost.step_seconds:.1%}" if lost.reduce_seconds else "",
+        f"reduce {lost.reduce_seconds / lost.step_seconds:.1%}" if lost.reduce_seconds else "",
     ]
-    return ": ".join(filter(None, (_slower(lost, best), ", ".join(filter(None, why)))))
+    return ": ".join(filter(None, (_slower(lost, best), ", ".join(filter(None, details)))))
 
 
-def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console, group: int = 1) -> None:
-    """Prints what is missing, where, and what would fit. `group`: how many devices one of the cluster stands for."""
-    nearest = found.nearest
-    assert nearest is not None  # there is a choice, or else the planner has refused the numbers
-    rank = nearest.fullest
-    needed, held = nearest.memory_bytes[rank], nearest.held_bytes[rank]
+def show_lack(
+    result: PlanResult, cluster: Cluster, remedies: Sequence[Remedy], console: Console, group: int = 1
+) -> None:
+    """Print which memory is missing and which changes fit. `group`: number of devices per device of the cluster."""
+    closest = result.closest
+    assert closest is not None  # without any plan the planner has raised
+    rank = closest.fullest
+    needed, static = closest.memory_bytes[rank], closest.held_bytes[rank]
     console.print(
-        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
-        f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, is closest: rank {rank} needs "
-        f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is: {sized(held)} for parameters, gradients "
-        f"and the optimizer, and {sized(needed - held)} for activations."
+        f"[bold]Nothing fits[/] into {sized(closest.limit_bytes[rank])} per device. {_named(closest.choice)}, with "
+        f"{len(closest.recompute)} of {closest.choice.stages} stages recomputed, is closest: rank {rank} needs "
+        f"{sized(needed)}, {sized(closest.lacking_bytes)} too much: {sized(static)} for parameters, gradients "
+        f"and the optimizer, and {sized(needed - static)} for activations."
     )
-    if told:
+    if remedies:
         console.print("\nAny of these changes fits:")
-    for one in told:
-        console.print(f"  {_change(one, cluster, group)}: {_named(one.plan.choice)}")
+    for remedy in remedies:
+        console.print(f"  {_change(remedy, cluster, group)}: {_named(remedy.plan.choice)}")
 
 
 def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
     if remedy.devices:
         return f"--devices {remedy.devices * group}"
     if remedy.offload:
-        return "--host-link RATE, to offload activations to the host's memory"
+        return "--offload-link RATE, to offload activations to the host's memory"
     sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]
     if len(sizes) > 1:
         sizes = [f"{kind.name}={size}" for kind, size in zip(cluster.kinds, sizes, strict=True)]

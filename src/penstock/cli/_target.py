@@ -1,4 +1,4 @@
-"""TARGET and the options for how it is split and run, and how to run code on what TARGET returns."""
+"""TARGET, the options for how its model is split and run, and access to what it returns."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from penstock.simulate import LinkCost
 
 TARGET = argument(
-    "module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
+    "module:function or file.py:function (the function defaults to make), or hf:path/to/config.json.",
     metavar="TARGET",
     default=REQUIRED,
 )
 OF_BATCH = option(f"{CUT}; {USUAL_OF_BATCH}.")
-OPENS = option("Modules that cuts may split, besides those found automatically: a,b,c.")
-LEAVES = option("Modules to run as a whole: a,b,c. For what a recording cannot follow.")
+SPLIT_INSIDE = option("Modules that cuts may split, besides those found automatically: a,b,c.")
+LEAF_MODULES = option("Modules to run as a whole: a,b,c, for code that cannot be recorded.")
 
 BALANCES = ("time", "flops", "memory", "parameters", "layers")
 
@@ -41,18 +41,18 @@ def _balance(text: str) -> str:
 
 
 GradientDtypeName = Literal["float32", "float64"]
-GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
+GRADIENT_DTYPE = "Dtype in which gradients of low-precision parameters accumulate; default: the parameter's."
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Torch's dtype of that name."""
+    """Return torch's dtype of that name."""
     import torch
 
     return None if name is None else getattr(torch, name)
 
 
 def link_of(text: str | None) -> LinkCost | None:
-    """The costs of a link as `--link` says it. Raises ArgumentError: there is more in it than a rate and a delay."""
+    """Return the costs of a link, given as for `--link`. Raise ArgumentError unless it is a rate and a delay only."""
     if text is None:
         return None
     from penstock.network.link import Impairment, Link
@@ -67,28 +67,28 @@ def link_of(text: str | None) -> LinkCost | None:
 
 
 def names(text: str | None) -> list[str] | None:
-    """The names in `a,b,c`; None if the option was not given."""
+    """Split `a,b,c` into names. Return None if the option was omitted."""
     return [name.strip() for name in text.split(",")] if text is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitOptions:
-    """How a model is split, and how its stages run."""
+    """Options for splitting a model and running its stages."""
 
-    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b")
-    chunks: int | None = option("Stages per rank; default: the schedule's usual number.")
-    cuts: str | None = option("The modules that begin a new stage: a,b,c; by default balanced.")
-    leaves: str | None = LEAVES
-    opens: str | None = OPENS
+    schedule: str = option("Name of the schedule; `penstock schedules` lists them.", default="1f1b")
+    stages_per_rank: int | None = option("Stages per rank; default: the schedule's usual number.")
+    cuts: str | None = option("Modules that begin a new stage: a,b,c; default: balanced.")
+    leaf_modules: str | None = LEAF_MODULES
+    split_inside: str | None = SPLIT_INSIDE
     balance: str = option(
-        "What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a profile "
-        "says (its path), or modules of some classes (type:PATTERN).",
+        "What to balance across stages: time (measured), flops, memory, parameters, layers, the costs of a profile "
+        "(its path), or modules of some classes (type:PATTERN).",
         default="time",
         callback=_balance,
     )
-    memory_limit: str | None = option("What each rank has of memory: 80GiB. Cuts that need more are left out.")
+    memory_limit: str | None = option("Memory per rank: 80GiB. Cuts that exceed it are rejected.")
     link: str | None = option(
-        'Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default shared '
+        'Link between two ranks, for cuts by time: "900gbit delay 3us", rate and latency as for tc. Default: shared '
         "memory on CPUs, PCIe between other devices."
     )
     recompute: str = option(
@@ -97,21 +97,25 @@ class SplitOptions:
     gradient_dtype: GradientDtypeName | None = option(GRADIENT_DTYPE)
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `penstock.pipeline`."""
+        """Return these options as arguments of `penstock.pipeline`."""
         from penstock.network.quantities import size_of
 
         return {
-            **{name: getattr(self, name) for name in ("schedule", "chunks", "balance")},
-            **{name: names(getattr(self, name)) for name in ("cuts", "leaves", "opens")},
+            "schedule": self.schedule,
+            "stages_per_rank": self.stages_per_rank,
+            "balance": self.balance,
+            "cuts": names(self.cuts),
+            "leaf_modules": names(self.leaf_modules),
+            "split_inside": names(self.split_inside),
             "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
-            "link": link_of(self.link),
+            "link_cost": link_of(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,
-            "gradient_dtype": dtype_named(self.gradient_dtype),
+            "grad_dtype": dtype_named(self.gradient_dtype),
         }
 
 
 def compute_as_ranks(ranks: int) -> None:
-    """Sets the number of threads that `penstock run` gives each rank when it starts this many on this machine."""
+    """Set the number of threads to that of a rank when `penstock run` starts `ranks` on this machine."""
     import torch
 
     from penstock.distributed.launch.processes import cores_for
@@ -122,41 +126,41 @@ def compute_as_ranks(ranks: int) -> None:
 
 @contextlib.contextmanager
 def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
-    """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr, and
-    what `what` raises ("the model", say) becomes an ArgumentError.
+    """Call TARGET with seed 0 and yield its result. Inside the block, output goes to stderr, and errors of `what`
+    ("the model", say) become an ArgumentError.
 
-    `weights`: False if only shapes are needed: a model named by its configuration is built on the meta device.
+    `weights`: False if only shapes are needed: a model from a configuration is then built on the meta device.
     """
     from penstock.distributed.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
-        given = load(name, weights=weights)
+        loaded_target = load(name, weights=weights)
         with user_code(f"{what} of {name}"):
-            yield given
+            yield loaded_target
 
 
-def profile_target(given: Target, **options: Any) -> Profile:
-    """What the model of a TARGET costs; `options` are those of `penstock.profile`."""
+def profile_target(target: Target, /, **options: Any) -> Profile:
+    """Profile the model of a TARGET; `options` are those of `penstock.profile`."""
     from penstock.pipe.profiling import profile
 
-    return profile(given.model, given.args, given.kwargs, **given.dividing, **options)
+    return profile(target.model, target.args, target.kwargs, **target.dividing, **options)
 
 
 def profiles_of(
     target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]], *, weights: bool = True
 ) -> list[Profile]:
-    """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET."""
+    """Return the profiles in the files, checked against TARGET if there is one; without files, measure TARGET."""
     from penstock.costs import read_profile
 
-    found = [read_profile(file) for file in files]
+    profiles = [read_profile(file) for file in files]
     if target is None:
-        return found
-    with loaded(target, "the model", weights=weights and not files) as given:
+        return profiles
+    with loaded(target, "the model", weights=weights and not files) as loaded_target:
         if not files:
-            return measure(given)
+            return measure(loaded_target)
         from penstock.pipe.profiling import made_here
 
-        here = made_here(given.model, given.args, given.kwargs)
-        for profile, file in zip(found, files, strict=True):
-            profile.check_for(here, f"--profile {file}", ", or leave TARGET out to take it as it is")
-    return found
+        fingerprint = made_here(loaded_target.model, loaded_target.args, loaded_target.kwargs)
+        for profile, file in zip(profiles, files, strict=True):
+            profile.check_for(fingerprint, f"--profile {file}", ", or omit TARGET to use it as it is")
+    return profiles

@@ -1,4 +1,4 @@
-"""The options for what is sent: a preset, a model's step, sizes by hand, or a sweep."""
+"""Options for the traffic: a preset, a step of a model, explicit sizes, or a sweep."""
 
 from __future__ import annotations
 
@@ -20,80 +20,80 @@ DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
 
 
-_option = options_on("What is sent: one of a preset, a model, an earlier run, sizes, a sweep")
+_option = options_on("Traffic: a preset, a model, an earlier run, sizes or a sweep")
 _of_model = options_on("With --model")
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
-    """What a trial sends. None means not given."""
+    """Traffic of a trial; None if an option was omitted."""
 
     preset_name: str | None = _option("A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset")
     model: str | None = _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
-    like: Path | None = _option("Send what an earlier run sent, with its compute times.", metavar="FOLDER")
-    sizes: str | None = _option("Sizes by hand, in order: 2600,33024,64KiB.")
-    first: str | None = _option("A sweep's smallest size, 1KiB.", "--from")
-    last: str | None = _option("A sweep's largest size, 64MiB.", "--to")
-    factor: float | None = _option("The factor from one size of a sweep to the next; default 2.")
+    replay: Path | None = _option("Replay the traffic of an earlier run, with its compute times.", metavar="FOLDER")
+    sizes: str | None = _option("Explicit sizes, in order: 2600,33024,64KiB.")
+    first: str | None = _option("Smallest size of a sweep: 1KiB.", "--from")
+    last: str | None = _option("Largest size of a sweep: 64MiB.", "--to")
+    factor: float | None = _option("Factor between the sizes of a sweep; default 2.")
     collective: Collective | None = _option("For sizes and sweeps; default all_reduce.")
     dtype: str | None = _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
-    op: str | None = _option("How to reduce: sum, prod, min, max, avg; default sum.")
-    uneven: str | None = _option("For all_to_all, how much goes to each host: 4,2,1,1.", metavar="SHARES")
-    cuts: str | None = _of_model("The modules that begin a new stage: a,b,c; by default balanced.")
-    opens: str | None = _of_model("Modules that cuts may split, besides those found: a,b,c.")
-    ranks: int | None = _of_model("Ranks of a pipeline; hosts divided by this is the number of replicas. Default 1.")
-    schedule: str | None = _of_model("The order of the pipeline's work; default 1f1b.")
+    reduce_op: str | None = _option("Reduction: sum, prod, min, max, avg; default sum.")
+    uneven: str | None = _option("For all_to_all, the share of each host: 4,2,1,1.", metavar="SHARES")
+    cuts: str | None = _of_model("Modules that begin a new stage: a,b,c; default: balanced.")
+    split_inside: str | None = _of_model("Modules that cuts may split, besides those found automatically: a,b,c.")
+    ranks: int | None = _of_model("Ranks per pipeline; hosts / ranks is the number of replicas. Default 1.")
+    schedule: str | None = _of_model("Schedule of the pipeline; default 1f1b.")
     microbatches: int | None = _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")
     traffic: Literal["gradients", "pipeline", "tensor", "sharded"] | None = _of_model(
-        "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
-        "replicas send; tensor: activations of layers that are divided among all hosts; sharded: gradients, with "
-        "--sharded. The default if --ranks is 1: gradients."
+        "gradients: those of each layer, as in data-parallel training; pipeline: all messages of a pipeline and its "
+        "replicas; tensor: activations of layers that are split over all hosts; sharded: gradients, with --sharded. "
+        "Default: pipeline, or gradients if --ranks is 1."
     )
-    sharded: bool = _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).", default=False)
+    sharded: bool = _of_model("Shard the replicas: all-gathers and reduce-scatters (FSDP2).", default=False)
     gradient_dtype: GradientDtypeName | None = _of_model(GRADIENT_DTYPE)
     compute: str | None = _of_model(
-        "The compute before each transfer: none, measure (here), or the seconds of a stage's forward."
+        "Compute before each transfer: none, measure (here), or the seconds of a stage's forward."
     )
 
     def workload(self, hosts: int) -> Workload:
-        """The workload that the options describe."""
-        ways = {
+        """Return the workload that the options describe."""
+        sources = {
             "--preset": self.preset_name,
             "--model": self.model,
-            "--like": self.like,
+            "--replay": self.replay,
             "--sizes": self.sizes,
             "--from and --to": self.last if self.first is None else self.first,
         }
-        given = [name for name, value in ways.items() if value is not None]
-        if len(given) != 1:
-            said = f"{' and '.join(given)} were given" if given else "nothing was given"
-            raise ArgumentError(f"it is not clear what to send, because {said}: pass one of {', '.join(ways)}")
+        sources_passed = [name for name, value in sources.items() if value is not None]
+        if len(sources_passed) != 1:
+            passed = " and ".join(sources_passed) or "nothing"
+            raise ArgumentError(f"expected one kind of traffic, got {passed}; pass one of {', '.join(sources)}")
         for name, owners in _OWNERS.items():
-            is_given = getattr(self, name) is not None and getattr(self, name) is not False  # a 0 counts as given
-            if is_given and given[0] not in owners:
-                raise ArgumentError(f"{flag(name)} belongs to {owners}, and {given[0]} was given: leave it out")
+            is_passed = getattr(self, name) is not None and getattr(self, name) is not False  # 0 counts, too
+            if is_passed and sources_passed[0] not in owners:
+                raise ArgumentError(f"{flag(name)} requires {owners}, but {sources_passed[0]} was passed; omit it")
         if self.preset_name is not None:
             return preset(self.preset_name)
-        if self.like is not None:
-            return Workload.from_dict(Run.read(self.like).record["workload"])
+        if self.replay is not None:
+            return Workload.from_dict(Run.read(self.replay).record["workload"])
         if self.model is not None:
             return self._of_model(self.model, hosts)
-        made = self._by_size()
-        return made if self.uneven is None else _uneven(made, self.uneven, hosts)
+        workload = self._by_size()
+        return workload if self.uneven is None else _uneven(workload, self.uneven, hosts)
 
     def _by_size(self) -> Workload:
-        """The workload for sizes by hand, or for a sweep."""
+        """Return the workload of explicit sizes, or of a sweep."""
         dtype = dtype_of(self.dtype or "float32")
-        op = op_of(self.op or "sum", dtype)
+        op = op_of(self.reduce_op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
-            made = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
+            workload = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
         elif self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
         else:
             factor = 2 if self.factor is None else self.factor
-            made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
-        return replace(made, dtype=dtype, op=op)
+            workload = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
+        return replace(workload, dtype=dtype, op=op)
 
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock._base.trees import unflatten
@@ -104,10 +104,10 @@ class TrafficOptions:
         check_counts(ranks=ranks)
         if hosts % ranks:
             raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
-        for name in ("cuts", "opens", "schedule"):
+        for name in ("cuts", "split_inside", "schedule"):
             if ranks == 1 and getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"--{name} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or leave it out"
+                    f"{flag(name)} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or omit it"
                 )
         compute: Any = "none" if self.compute is None else self.compute
         if compute not in ("none", "measure"):
@@ -117,64 +117,66 @@ class TrafficOptions:
                 raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
         traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
         check_counts(required=False, microbatches=self.microbatches)
-        with loaded(target, "the model") as given:
-            batch, cutting = (given.args, dict(given.kwargs)), Cutting.of(**{"batch_dims": None, **given.cutting})
+        with loaded(target, "the model") as loaded_target:
+            batch = loaded_target.args, dict(loaded_target.kwargs)
+            cutting = Cutting.of(**{"batch_dims": None, **loaded_target.cutting})
             microbatches = self.microbatches or (cutting.usual(batch) if ranks > 1 or traffic == "pipeline" else 1)
             cut = cutting.batch(batch, microbatches, "the batch", 1)
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)
-            made = from_model(
-                given.model,
+            workload = from_model(
+                loaded_target.model,
                 args,
                 kwargs,
                 hosts=hosts,
                 ranks=ranks,
                 cuts=names(self.cuts),
-                opens=names(self.opens),
+                split_inside=names(self.split_inside),
                 schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=traffic,
                 sharded=self.sharded,
                 compute=compute,
-                gradient_dtype=dtype_named(self.gradient_dtype),
+                grad_dtype=dtype_named(self.gradient_dtype),
             )
-        uneven = "" if sizes[0] == sizes[-1] else f"; the batch's {sum(sizes)} rows do not divide evenly"
-        pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'row')}"
-        note = f"{pieces}, of TARGET's batch for each replica{uneven}"
-        return replace(made, name=f"{target}, {made.name}", notes=(*made.notes, note))
+        uneven = "" if sizes[0] == sizes[-1] else f"; the {sum(sizes)} samples of the batch do not divide evenly"
+        pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'sample')}"
+        note = f"{pieces}, from TARGET's batch per replica{uneven}"
+        return replace(workload, name=f"{target}, {workload.name}", notes=(*workload.notes, note))
 
 
 _OWNERS = {
     "factor": "--from and --to",
-    **dict.fromkeys(("collective", "dtype", "op", "uneven"), "--sizes or --from and --to"),
-    **dict.fromkeys(("cuts", "opens", "ranks", "schedule", "microbatches", "traffic", "sharded"), "--model"),
+    **dict.fromkeys(("collective", "dtype", "reduce_op", "uneven"), "--sizes or --from and --to"),
+    **dict.fromkeys(("cuts", "split_inside", "ranks", "schedule", "microbatches", "traffic", "sharded"), "--model"),
     **dict.fromkeys(("gradient_dtype", "compute"), "--model"),
 }
-"""The options that would be ignored without one of others."""
+"""Options that require one of others."""
 
 
-def _uneven(made: Workload, text: str, hosts: int) -> Workload:
-    """Makes the workload's all-to-alls give some hosts more than others."""
+def _uneven(workload: Workload, text: str, hosts: int) -> Workload:
+    """Return the workload with uneven shares for its all-to-alls."""
     shares = tuple(int(share) if share.isascii() and share.isdigit() else -1 for share in text.split(","))
-    if any(transfer.collective != "all_to_all" for transfer in made.transfers):
-        raise ArgumentError("--uneven belongs to --collective all_to_all: pass that as well, or leave it out")
+    if any(transfer.collective != "all_to_all" for transfer in workload.transfers):
+        raise ArgumentError("--uneven requires --collective all_to_all; pass both, or omit it")
     if len(shares) != hosts or min(shares) < 0 or not any(shares):
         raise ArgumentError(
             f"--uneven {text}: expected {hosts} integers, one per host, not all 0; use, for example, 4,2,1,1"
         )
-    return replace(made, hosts=hosts, transfers=tuple(replace(one, shares=shares) for one in made.transfers))
+    transfers = tuple(replace(transfer, shares=shares) for transfer in workload.transfers)
+    return replace(workload, hosts=hosts, transfers=transfers)
 
 
 @dataclass(frozen=True, slots=True)
 class CountOptions:
-    """How many trials to run."""
+    """Number of trials."""
 
-    trials: int | None = option(f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368.")
-    batches: int | None = option("With --epochs, instead of --trials: batches an epoch.")
+    trials: int | None = option(f"Number of trials; default {DEFAULT_TRIALS}. p99 needs 368.")
+    batches: int | None = option("With --epochs, instead of --trials: batches per epoch.")
     epochs: int | None = option("With --batches: trials = batches x epochs.")
 
     def count(self) -> int:
-        """The number of trials."""
+        """Return the number of trials."""
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:

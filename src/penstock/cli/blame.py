@@ -1,4 +1,4 @@
-"""`penstock blame`: holds a pipeline that somebody else wrote against the unsplit model, and names what is wrong."""
+"""`penstock blame`: compares a third-party pipeline with the unsplit model, and names its first wrong action."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.cli._target import TARGET, loaded
 def blame(
     target: str = TARGET,
     command: list[str] = argument(
-        "What starts the ranks: torchrun ..., or python ...", metavar="-- COMMAND", default=REQUIRED
+        "Command that starts the ranks: torchrun ..., or python ...", metavar="-- COMMAND", default=REQUIRED
     ),
-    steps: int = option("How many optimizer steps to compare; the job is then ended.", default=3),
-    timeout: int = option("Seconds a step may take before the job is ended, and judged.", default=300),
-    out: Path | None = output_option("Write a page as well, with the wrong action framed.", metavar="FILE"),
+    steps: int = option("Number of optimizer steps to compare; the job is then ended.", default=3),
+    timeout: int = option("Seconds per step after which the job is ended and judged.", default=300),
+    out: Path | None = output_option("Also write a page with the wrong action framed.", metavar="FILE"),
     as_json: bool = JSON,
 ) -> None:
     """Find out why a pipeline trains wrongly: run it, unedited, and compare it with the unsplit model.
@@ -32,28 +32,28 @@ def blame(
     The exit status is 0 if the pipeline trains as the unsplit model does, 1 if not,
     and 2 if nothing could be compared.
     """
-    from penstock.cli.show import refuse_other
+    from penstock.cli.draw import check_suffix
     from penstock.verification.blame import command as job
-    from penstock.verification.blame.page import page
+    from penstock.verification.blame.finding import page
 
     check_counts(steps=steps, timeout=timeout)
-    refuse_other("--out", out, ".html", ".htm")
+    check_suffix("--out", out, ".html", ".htm")
     check_writable(out, f"--out {out}")
     command = command[1:] if command[:1] == ["--"] else command
     job.checked(command)  # raises before anything is loaded
-    with loaded(target, "the model or the loss") as given:
-        found = job.blame(command, given, steps, timeout)
+    with loaded(target, "the model or the loss") as loaded_target:
+        report = job.blame(command, loaded_target, steps, timeout)
     if out is not None:
-        write_text(out, page(found), "--out")
+        write_text(out, page(report), "--out")
     if as_json:
-        print_json(found.to_dict())
+        print_json(report.to_dict())
     else:
-        sizes = {"rank": found.ranks, "stage": found.stages, "microbatch": found.microbatches, "step": found.steps}
+        sizes = {"rank": report.ranks, "stage": report.stages, "microbatch": report.microbatches, "step": report.steps}
         console = screen()
         console.print(", ".join(counted(count, what) for what, count in sizes.items()), markup=False)
-        for note in found.notes:
+        for note in report.notes:
             console.print(f"note: {note}", markup=False)
-        if found.ok:
-            console.print(found.summary(), markup=False, style="green")
-    if not found.ok:
-        raise VerificationError(found.summary())
+        if report.ok:
+            console.print(report.summary(), markup=False, style="green")
+    if not report.ok:
+        raise VerificationError(report.summary())

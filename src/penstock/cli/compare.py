@@ -1,4 +1,4 @@
-"""`penstock compare`: runs side by side."""
+"""`penstock compare`: shows runs side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.report.text import print_unbroken, table
 
 
 def compare(
-    runs: list[Path] = argument("Folders of recorded runs.", metavar="RUN RUN...", default=REQUIRED),
+    runs: list[Path] = argument("Directories of recorded runs.", metavar="RUN RUN...", default=REQUIRED),
     as_json: bool = JSON,
 ) -> None:
     """Compare recorded runs: the settings in which they differ, speed, bubble, memory, and the loss at the same steps.
@@ -24,23 +24,24 @@ def compare(
 
     if len(runs) < 2:
         raise ArgumentError(f"compare {runs[0]}: expected two runs or more")
-    found = [Summary.of(read_run(path)) for path in runs]
-    settings, steps = differences(found), same_steps(found)
-    losses = [[by.get(step) for step in steps] for by in ({one.step: one.loss for one in run.steps} for run in found)]
+    summaries = [Summary.of(read_run(path)) for path in runs]
+    settings, steps = differences(summaries), same_steps(summaries)
+    loss_by_step = [{record.step: record.loss for record in run.steps} for run in summaries]
+    losses = [[losses.get(step) for step in steps] for losses in loss_by_step]
     if as_json:
-        told = [{"run": str(run.path), **run.to_dict()} for run in found]
-        print_json({"runs": told, "differ": settings, "steps": steps, "losses": losses})
+        rows = [{"run": str(run.path), **run.to_dict()} for run in summaries]
+        print_json({"runs": rows, "differ": settings, "steps": steps, "losses": losses})
         return
     console = screen()
-    lines = table("", *(str(path) for path in runs), left=1)
+    lines = table("run", *(str(path) for path in runs), left=1)
     for name, values in settings.items():
         lines.add_row(name, *map(_text, values))
     lines.add_section()
-    times = [run.progress.seconds if run.progress else None for run in found]
-    for name, first in figures(found[0]).items():
-        others = [figures(run)[name] for run in found[1:]]
+    times = [run.progress.seconds if run.progress else None for run in summaries]
+    for name, first in figures(summaries[0]).items():
+        others = [figures(run)[name] for run in summaries[1:]]
         if name == "step time" and times[0] is not None:
-            changes = ["" if one is None else f" ({one / times[0] - 1:+.1%})" for one in times[1:]]
+            changes = ["" if time is None else f" ({time / times[0] - 1:+.1%})" for time in times[1:]]
             others = [*map("{}{}".format, others, changes)]
         lines.add_row(name, first, *others)
     lines.add_section()
@@ -48,7 +49,7 @@ def compare(
         lines.add_row(f"loss at step {step:,}", *("-" if value is None else f"{value:.6g}" for value in values))
     print_unbroken(console, lines)
     if not settings:
-        console.print("The settings of these runs are the same.")
+        console.print("These runs have the same settings.")
     if not steps:
         console.print("These runs have no step in common.")
 

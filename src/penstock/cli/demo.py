@@ -15,11 +15,11 @@ from penstock.schedule import MICROBATCHES, grid
 
 
 def demo(
-    ranks: int = option("How many processes share the model, 1 to 4.", "--ranks", "-n", default=2),
-    schedule: str = option("The schedule; `penstock schedules` lists them.", default="1f1b"),
+    ranks: int = option("Number of ranks, 1 to 4.", "--ranks", "-n", default=2),
+    schedule: str = option("Name of the schedule; `penstock schedules` lists them.", default="1f1b"),
     microbatches: int = option(f"{CUT}.", default=MICROBATCHES),
-    steps: int = option("How many batches to train on.", default=60),
-    out: Path = option("Folder for the timeline and the metrics.", default=Path("runs/demo")),
+    steps: int = option("Number of batches to train on.", default=60),
+    out: Path = option("Directory for the timeline and the metrics.", default=Path("runs/demo")),
 ) -> None:
     """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
@@ -35,13 +35,13 @@ def demo(
             status = 0
     finally:
         if status:
-            Console().show_cursor()  # a progress bar that was cut short hides it
+            Console().show_cursor()  # an interrupted progress bar hides it
     raise typer.Exit(status)
 
 
 def introduction(settings: Settings) -> str:
-    """Describes what the demo is about to do, in 80 columns. Raises ArgumentError if an option is out of range."""
-    order = settings.order()
+    """Describe the demo in 80 columns. Raise ArgumentError if an option is out of range."""
+    schedule = settings.order()
     p, m = settings.ranks, settings.microbatches
     where = "in one process" if p == 1 else f"split over {p} processes"
     return f"""\
@@ -53,7 +53,7 @@ penstock demo: a small GPT learns Python, {where}
   batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {counted(m, "microbatch")}
   pipeline  p = {counted(p, "rank")} (processes), schedule {settings.schedule}; in slots of equal length:
 
-{grid(order, width=80)}
+{grid(schedule, width=80)}
 
   F: forward, B: backward, then the microbatch; a dot is a slot in which the
   rank waits. All the dots together are the bubble."""

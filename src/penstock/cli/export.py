@@ -9,11 +9,13 @@ from penstock.cli._options import REQUIRED, argument, option
 
 
 def export(
-    folder: Path = argument("A checkpoint, or a folder of checkpoints: then the latest.", default=REQUIRED),
-    out: Path = argument("The safetensors file to write.", default=REQUIRED),
+    folder: Path = argument(
+        "Checkpoint, or a directory of checkpoints, of which the latest is used.", default=REQUIRED
+    ),
+    out: Path = argument("Safetensors file to write.", default=REQUIRED),
     weights_only: bool = option(
-        "Whether to unpickle plain values only. Objects saved in extra= or others= need "
-        "--no-weights-only, with which a checkpoint can run any code: only for one you trust.",
+        "Unpickle plain values only. Objects saved in extra= or stateful= need --no-weights-only, which lets the "
+        "checkpoint run arbitrary code: use it only for a checkpoint that you trust.",
         "--weights-only/--no-weights-only",
         default=True,
     ),

@@ -1,4 +1,4 @@
-"""`penstock fabric`: emulates what a job sends over its network, on hosts made here or started by torchrun."""
+"""`penstock fabric`: emulates the network traffic of a job, on hosts created here or started by torchrun."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 _BUFFERS = 2
-"""Each host needs at least this many times a transfer's size: its input, and what it sends or receives."""
+"""Minimum number of buffers per host and transfer: its input, and data to send or receive."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run the emulation."""
+    """Options for running the emulation."""
 
-    hosts: int | None = option(f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")
+    hosts: int | None = option(f"Number of hosts to create on this machine; default {DEFAULT_HOSTS}.")
     algorithm: str | None = option(
-        f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
-        "collective's usual one if it has no ring."
+        f"Algorithm of the collectives: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or another "
+        "one for a collective without a ring."
     )
     overlap: bool = option("Compute while sending.", "--overlap", default=False)
     warmup: int | None = option(
-        "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
-        "then as many as it takes until a test finds times steady."
+        "Warm-up trials, whose results are checked. Default: 3 with checked results, then as many as it takes "
+        "until a test finds the times steady."
     )
     iterations: int = option(
-        "How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition.", default=1
+        "Repetitions of each transfer within a trial, as in nccl-tests; times are per repetition.", default=1
     )
-    seed: int = option("The seed of the payload.", default=0)
-    backend: str = option("The backend of torch.distributed: gloo, nccl.", default="gloo")
-    join_timeout: float = option("Seconds within which every host must join.", default=120.0)
-    stall_timeout: float = option("Seconds after which to stop waiting for a host.", default=120.0)
+    seed: int = option("Seed of the payload.", default=0)
+    backend: str = option("Backend of torch.distributed: gloo, nccl.", default="gloo")
+    join_timeout: float = option("Seconds to wait for every host to join.", default=120.0)
+    stall_timeout: float = option("Seconds after which an unresponsive host ends the run.", default=120.0)
 
     def spec(self, workload: Workload, hosts: int, machines: Machines | None, trials: int) -> Spec:
-        """The specification of a run of `workload` on these hosts."""
-        same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
+        """Return the specification of a run of `workload` on these hosts."""
+        options = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
         topology = None if machines is None else machines.topology
         return Spec(
             workload=workload,
@@ -72,7 +72,7 @@ class RunOptions:
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
             link=None if topology is None else str(topology.link),
-            **same,
+            **options,
         )
 
 
@@ -80,16 +80,16 @@ def fabric(
     ctx: typer.Context,
     traffic: TrafficOptions,
     how: RunOptions,
-    asked: NetworkOptions,
+    network: NetworkOptions,
     counts: CountOptions,
-    out: Path | None = output_option("The run's folder; default runs/fabric-<n>."),
+    out: Path | None = output_option("Directory of the run; default runs/fabric-<n>."),
     chakra: bool = output_option("Write the workload as Chakra traces, one file per rank.", "--chakra", default=False),
     dry_run: bool = output_option(
-        "Show what would be sent, but send nothing; refuse what a run would refuse.", "--dry-run", default=False
+        "Check the options and show what would be sent; send nothing.", "--dry-run", default=False
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Emulate what a training job sends over its network: how long each collective takes, including its tail.
+    """Emulate the network traffic of a training job: how long each collective takes, including its tail.
 
     Hosts are namespaces on this machine joined by shaped links (--hosts 4
     --link 100mbit, as root), plain processes on it (--hosts 4), or real
@@ -106,14 +106,14 @@ def fabric(
         from penstock.network.fabric.emulation.joining import started
 
         hosts = started()[1]
-    if by_torchrun and asked.given():
+    if by_torchrun and network.given():
         raise ArgumentError(
-            f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"
+            f"{network.given()[0]} is for hosts created here; torchrun's hosts have their own network: omit it"
         )
     # Without a link or a slowed host, they are plain processes.
-    machines, events = asked.machines(hosts) if asked.given() else (None, ())
+    machines, events = network.machines(hosts) if network.given() else (None, ())
     if machines is not None:
-        from penstock.network.checks import why_not
+        from penstock.network.namespaces import why_not
 
         if (reason := why_not()) is not None:
             raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")
@@ -140,12 +140,11 @@ app.command("clean")(spread(clean_up))
 
 
 def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
-    """Refuses what a run would refuse before it starts; otherwise shows what it would send. Writes nothing but traces,
-    if they were asked for."""
+    """Check the options as a run does, and show its transfers. Write nothing but requested traces."""
     if machines is not None:
         machines.settle()
     folder, files = _folder(out, make=False), tuple[Path, ...]()
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         _folder(folder, make=True)
         if chakra:
@@ -153,29 +152,29 @@ def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra:
 
             files = write_chakra(spec.workload, folder, spec.hosts)
     finally:
-        for one in missing:
+        for parent in missing:
             with suppress(OSError):  # it holds traces
-                one.rmdir()
+                parent.rmdir()
     show_traffic(spec, None if out is None and not chakra else folder, files, as_json=as_json)
 
 
 def _check(spec: Spec, hosts_here: int) -> None:
-    """Raises ArgumentError if torch lacks the backend, or if payloads need more memory than there is."""
+    """Raise ArgumentError if torch lacks the backend, or if payloads exceed the memory."""
     if spec.backend != "gloo":  # gloo is always there; checking another imports torch
         from penstock.network.fabric.emulation.collectives import check_backend
 
         check_backend(spec.backend)
     needed = _BUFFERS * hosts_here * sum(transfer.bytes for transfer in spec.workload.transfers)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
         raise ArgumentError(
             f"the transfers take {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, but this machine has "
-            f"{there / 1024**3:,.1f}: pass smaller sizes, or fewer hosts"
+            f"{available / 1024**3:,.1f}: pass smaller sizes, or fewer hosts"
         )
 
 
 def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], output: Output) -> None:
-    """Makes the hosts, runs the emulation, and reports the samples, however the job ended."""
+    """Create the hosts, run the emulation, and report the samples, however the job ended."""
     from penstock.network.fabric.emulation.coordinate import emulate
 
     prepare()
@@ -204,14 +203,14 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """The run's folder, which never contains another run or other samples."""
+    """Return the run's directory. Raise ArgumentError if it contains another run."""
     if out is None:
         number = 1
         while (RUNS / f"fabric-{number}").exists():
             number += 1
         out = RUNS / f"fabric-{number}"
     if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
-        raise ArgumentError(f"--out {out} already holds a run: pass another folder, or remove that one")
+        raise ArgumentError(f"--out {out} already contains a run: pass another directory, or remove that one")
     try:
         if make:
             out.mkdir(parents=True, exist_ok=True)
@@ -221,16 +220,16 @@ def _folder(out: Path | None, *, make: bool) -> Path:
 
 
 def _refuse_options(ctx: typer.Context) -> None:
-    """Refuses options in front of a verb, which has its own."""
-    for each in ctx.command.params:
-        source = ctx.get_parameter_source(each.name or "")
+    """Raise ArgumentError for options in front of a verb, which has its own."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":  # the home of click's enum varies with typer's version
             verb = ctx.invoked_subcommand
-            raise ArgumentError(f"{each.opts[0]} comes before {verb}: pass {verb}'s own options after it")
+            raise ArgumentError(f"{parameter.opts[0]} comes before {verb}: pass {verb}'s own options after it")
 
 
 def _as_host(spec: Spec, output: Output) -> None:
-    """Runs the emulation on a host that torchrun started."""
+    """Run the emulation on a host that torchrun started."""
     from penstock.network.fabric.emulation.host import run
 
     if os.environ["RANK"] != "0":
@@ -246,7 +245,7 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 @contextmanager
 def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
-    """Shows a progress bar on stderr, if that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None  # a disabled bar prints an empty line with rich 13
         return

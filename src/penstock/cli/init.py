@@ -1,4 +1,4 @@
-"""`penstock init`: a training script to begin with."""
+"""`penstock init`: writes a training script to start from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.cli._options import argument, option, screen
 
 
 def init(
-    file: Path = argument("The script to write.", default=Path("train.py")),
-    model: Literal["gpt", "cnn", "transformers"] = option("The model that it trains.", default="gpt"),
+    file: Path = argument("Script to write.", default=Path("train.py")),
+    model: Literal["gpt", "cnn", "transformers"] = option("Model that it trains.", default="gpt"),
 ) -> None:
     """Write a training script that runs as it is, with a make() for the other commands."""
     if file.exists():
@@ -27,5 +27,5 @@ def init(
     width = max(map(len, next_commands))
     console = screen()
     console.print(f"wrote {file}. Next:", markup=False)
-    for command, what in next_commands.items():
-        console.print(f"  {command:<{width}}  # {what}", markup=False)
+    for command, purpose in next_commands.items():
+        console.print(f"  {command:<{width}}  # {purpose}", markup=False)

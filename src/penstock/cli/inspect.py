@@ -1,4 +1,4 @@
-"""`penstock inspect`: shows how a model would be split: its stages, what crosses between them, what they share."""
+"""`penstock inspect`: shows how a model would be split: stages, transfers between them, tied parameters."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import JSON, option, print_json, screen
 from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, loaded
 from penstock.report.text import print_columns
-from penstock.schedule import generator
+from penstock.schedule import schedule_spec
 
 if TYPE_CHECKING:
-    from penstock.pipe.inspection import Crossing, Inspection
+    from penstock.pipe.inspection import Inspection, StageTransfer
 
 
 def inspect(
     target: str = TARGET,
     *,
-    stages: int = option("The number of stages.", "--stages", "-n", default=2),
+    stages: int = option("Number of stages.", "--stages", "-n", default=2),
     microbatches: int | None = OF_BATCH,
     split: SplitOptions,
     as_json: bool = JSON,
@@ -33,61 +33,62 @@ def inspect(
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. The forward is recorded with fake tensors, and the loss is
     tried on a made-up output; only `--balance time` runs parts of a large model, to
-    see how long they take. What `verify` would refuse with the same options is
-    refused here too, with the module, the source line and the remedy, unless only
-    real values reveal it.
+    time them. Whatever `verify` would refuse with the same options is refused here
+    too, with the module, the source line and the fix, unless it depends on real
+    values.
     """
-    generator(split.schedule)  # raises before anything is loaded
-    with loaded(target, "the model or the loss", weights=split.balance == "time") as given:
-        from penstock.pipe.inspection import inspect as look
+    schedule_spec(split.schedule)  # raises before anything is loaded
+    with loaded(target, "the model or the loss", weights=split.balance == "time") as loaded_target:
+        from penstock.pipe.inspection import inspect as inspect_model
 
-        found = look(
-            given.model,
-            given.args,
-            given.kwargs,
+        inspection = inspect_model(
+            loaded_target.model,
+            loaded_target.args,
+            loaded_target.kwargs,
             stages=stages,
             microbatches=microbatches,
-            target=given.target,
-            loss_fn=given.loss,
-            reduction="mean" if given.reduction is None else given.reduction,
+            target=loaded_target.target,
+            loss_fn=loaded_target.loss,
+            reduction="mean" if loaded_target.reduction is None else loaded_target.reduction,
             **split.arguments(),
-            **given.cutting,
+            **loaded_target.cutting,
         )
     if as_json:
-        print_json(found.to_dict())
+        print_json(inspection.to_dict())
     else:
-        show(found, screen())
+        show(inspection, screen())
 
 
-def show(found: Inspection, console: Console) -> None:
-    """Prints the tables."""
-    size = f"{found.parameters:,} parameters, {sized(found.parameter_bytes)}"
-    console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"))
-    of = "the batch" if found.microbatches == 1 else f"one of {found.microbatches} microbatches"
-    console.print(f"activations and what crosses: for {of}", end="\n\n")
-    _show_stages(found, console)
-    if found.crossings:
+def show(inspection: Inspection, console: Console) -> None:
+    """Print the tables."""
+    size = f"{inspection.parameters:,} parameters, {sized(inspection.parameter_bytes)}"
+    console.print(Text(f"{inspection.model}: {size}, {counted(len(inspection.stages), 'stage')}", "bold"))
+    piece = "the batch" if inspection.microbatches == 1 else f"one of {inspection.microbatches} microbatches"
+    console.print(f"activations and transfers: for {piece}", end="\n\n")
+    _show_stages(inspection, console)
+    if inspection.crossings:
         console.print()
-        _show_crossings(found, console)
-    if found.memory:
-        console.print("\nmemory of each rank under the schedule")
+        _show_crossings(inspection, console)
+    if inspection.memory:
+        console.print("\nmemory per rank under the schedule")
         kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
-        columns = {kind: [sized(getattr(each, kind)) for each in found.memory] for kind in kinds}
-        print_columns(console, {"rank": range(len(found.memory)), **columns})
-    for number, line in enumerate(_remarks(found)):
+        columns = {kind: [sized(getattr(rank, kind)) for rank in inspection.memory] for kind in kinds}
+        columns = {"workspace" if kind == "working" else kind: sizes for kind, sizes in columns.items()}
+        print_columns(console, {"rank": range(len(inspection.memory)), **columns})
+    for number, line in enumerate(_remarks(inspection)):
         console.print(Text(line if number else f"\n{line}"), soft_wrap=True)
 
 
-def _show_stages(found: Inspection, console: Console) -> None:
-    stages = found.stages
+def _show_stages(inspection: Inspection, console: Console) -> None:
+    stages = inspection.stages
     differ = any(stage.gradient_bytes != stage.parameter_bytes for stage in stages)
     columns: dict[str, Iterable[object]] = {
         "stage": [stage.index for stage in stages],
-        "begins at": [stage.begins or "the start" for stage in stages],
-        "work": [f"{stage.work_share:.1%}" for stage in stages],
+        "first module": [stage.first_module or "the start" for stage in stages],
+        "est. cost": [f"{stage.work_fraction:.1%}" for stage in stages],
         "ms": [None if stage.seconds is None else f"{1e3 * stage.seconds:.3g}" for stage in stages],
         "parameters": [f"{stage.parameters:,}" for stage in stages],
-        "share": [f"{stage.parameter_share:.1%}" for stage in stages],
+        "% params": [f"{stage.parameter_fraction:.1%}" for stage in stages],
         "size": [sized(stage.parameter_bytes) for stage in stages],
         "gradients": [sized(stage.gradient_bytes) if differ else None for stage in stages],
         "activations": [
@@ -97,46 +98,48 @@ def _show_stages(found: Inspection, console: Console) -> None:
     print_columns(console, columns, left=2)
 
 
-def _show_crossings(found: Inspection, console: Console) -> None:
-    def remarks(one: Crossing) -> str:
-        skips = ["skips"] if one.target - one.source > 1 else []
-        return ", ".join(skips if one.takes_gradient else [*skips, "no gradient"])
+def _show_crossings(inspection: Inspection, console: Console) -> None:
+    def remarks(crossing: StageTransfer) -> str | None:
+        skips = ["skips"] if crossing.target - crossing.source > 1 else []
+        return ", ".join(skips if crossing.requires_grad else [*skips, "no gradient"]) or None
 
     columns: dict[str, Iterable[object]] = {
-        "from": [one.source for one in found.crossings],
-        "to": [one.target for one in found.crossings],
-        "made by": map(_maker, found.crossings),
-        "shape": [f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in found.crossings],
-        "": map(remarks, found.crossings),
-        "size": [sized(one.bytes) for one in found.crossings],
+        "from": [crossing.source for crossing in inspection.crossings],
+        "to": [crossing.target for crossing in inspection.crossings],
+        "produced by": map(_producer, inspection.crossings),
+        "shape": [
+            f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}" for crossing in inspection.crossings
+        ],
+        "note": map(remarks, inspection.crossings),
+        "size": [sized(crossing.bytes) for crossing in inspection.crossings],
     }
     print_columns(console, columns, left=5)
 
 
-def _remarks(found: Inspection) -> list[str]:
-    stages = found.stages
+def _remarks(inspection: Inspection) -> list[str]:
+    stages = inspection.stages
     return [
         *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in stages if s.modules),
-        *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
+        *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are summed" for tie in inspection.ties),
         *(
             f"stage {s.index} takes no gradient: its parameters are frozen"
             for s in stages
-            if s.parameters > 0 and s.trained == 0
+            if s.parameters > 0 and s.trainable_parameters == 0
         ),
-        *(f"stage {s.index} updates {_listed(s.updated)}" for s in stages if s.updated),
-        *(f"stage {s.index} draws random numbers in {_listed(s.draws)}" for s in stages if s.draws),
-        *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
-        *(f"note: {note}" for note in found.notes),
+        *(f"stage {s.index} updates {_listed(s.mutated_buffers)}" for s in stages if s.mutated_buffers),
+        *(f"stage {s.index} draws random numbers in {_listed(s.random_modules)}" for s in stages if s.random_modules),
+        *(f"valid for this input signature only: {branch}" for branch in inspection.branches),
+        *(f"note: {note}" for note in inspection.notes),
     ]
 
 
-def _maker(crossing: Crossing) -> str:
+def _producer(crossing: StageTransfer) -> str:
     if not crossing.source_line:
         return crossing.module or f"input {crossing.value}"
     line = crossing.source_line.rpartition("site-packages" + os.sep)[2].removeprefix(str(Path.cwd()) + os.sep)
     return f"{crossing.module or 'the model'} ({line})"
 
 
-def _listed(things: tuple[object, ...]) -> str:
-    more = f" and {len(things) - 6} more" if len(things) > 6 else ""
-    return ", ".join(map(str, things[:6])) + more
+def _listed(items: tuple[object, ...]) -> str:
+    omitted = f" and {len(items) - 6} more" if len(items) > 6 else ""
+    return ", ".join(map(str, items[:6])) + omitted

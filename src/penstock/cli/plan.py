@@ -1,4 +1,4 @@
-"""`penstock plan`: how to train a model on given devices: replicas, ranks, cuts, microbatches, schedule and more."""
+"""`penstock plan`: chooses how to train a model on given devices: replicas, ranks, cuts, microbatches, schedule."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from penstock.plan import Cluster, Plan, Sizes
 
 EPILOG = """\
-A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
-Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
-backward, beside what is left. A step includes the time of AdamW's update, if the profile has it."""
-"""Printed below the options."""
+A plan uses every device and trains exactly --global-batch-size samples per step (replicas * microbatches * their \
+size). Times are simulated from the profile's. The gradient all-reduce of a stage starts when its last backward ends, \
+and overlaps with the remaining work. A step includes the AdamW update if the profile has its time."""
+"""Epilog of the help."""
 
 
 def plan(
     cluster: ClusterOptions,
-    numbers: TransformerOptions,
-    global_batch: int = option("Rows of one step, over all replicas.", default=REQUIRED),
+    transformer: TransformerOptions,
+    global_batch_size: int = option("Samples per step, over all replicas.", default=REQUIRED),
     target: str | None = argument(
-        "module:function, file.py:function or hf:config.json, to be measured here.", metavar="[TARGET]"
+        "Model to measure here: module:function, file.py:function or hf:config.json.", metavar="[TARGET]"
     ),
     profile: list[Path] | None = option(
-        "What `penstock profile` wrote, instead of measuring; repeat it for other sizes of microbatches.",
+        "Output of `penstock profile`, instead of measuring; repeat it for other microbatch sizes.",
         metavar="FILE",
     ),
-    schedule: str | None = option("Schedules to choose from: 1f1b,zb-h1; by default all."),
-    replicas: int | None = option("Data-parallel replicas; by default any number."),
-    pipeline: int | None = option("Ranks of each pipeline; by default any number."),
-    microbatches: int | None = option("Microbatches of each replica; by default any number."),
-    search: float = option(
-        "How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow one takes "
+    schedule: str | None = option("Schedules to choose from: 1f1b,zb-h1; default: all."),
+    replicas: int | None = option("Data-parallel replicas; default: any number."),
+    pipeline: int | None = option("Ranks per pipeline; default: any number."),
+    microbatches: int | None = option("Microbatches per replica; default: any number."),
+    search_time: float = option(
+        "How long to search, on a typical machine, for better schedules than the named ones; a busy or slow one takes "
         "longer and finds the same.",
         metavar="SECONDS",
         default=3.0,
@@ -57,138 +57,138 @@ def plan(
     """Choose replicas, ranks, cuts, microbatches, schedule and more for a model and its devices.
 
     TARGET is a function that returns (model, args, target, loss), as for
-    `penstock verify`. It is measured here, with its whole batch and an eighth
+    `penstock verify`. It is measured here, with its full batch and an eighth
     of it as microbatches. On a CPU it runs with the threads that each rank will
-    have. To plan for another device, profile there, and pass the files, or name
-    it (--device h100) for an estimate. For a transformer that is only numbers yet,
-    pass --transformer.
+    have. To plan for another device, profile there and pass the files, or name
+    it (--device h100) for an estimate. For an analytic transformer model, pass
+    --transformer.
     """
-    from penstock.plan import Wanted, make_plans
+    from penstock.plan import FixedNumbers, make_plans
     from penstock.plan.remedies import remedies
-    from penstock.schedule.generators import generator
+    from penstock.schedule.generators import schedule_spec
 
-    check_seconds(search=search)
+    check_seconds(search_time=search_time)
     check_writable(out, f"--out {out}")
-    chosen = None if schedule is None else [generator(name.strip()).name for name in schedule.split(",")]
-    wanted = Wanted(chosen, replicas, pipeline, microbatches)  # raises before anything is measured
-    paper, notes, unsaid = None, list[str](), ""
-    if numbers.transformer is not None:
+    schedules = None if schedule is None else [schedule_spec(name.strip()).name for name in schedule.split(",")]
+    wanted = FixedNumbers(schedules, replicas, pipeline, microbatches)  # raises before anything is measured
+    paper, notes, link_note = None, list[str](), ""
+    if transformer.transformer is not None:
         if target is not None or profile:
-            raise ArgumentError("--transformer takes the place of TARGET and --profile: pass one of the three")
-        paper = numbers.read(cluster)
-        known, sizes = paper.cluster(), paper.sizes()
+            raise ArgumentError("--transformer replaces TARGET and --profile: pass only one of the three")
+        paper = transformer.read(cluster)
+        devices, sizes = paper.cluster(), paper.sizes()
     else:
-        numbers.check_unused()
+        transformer.check_unused()
         profiles = _profiles(target, profile or [], cluster)
-        known, sizes, unsaid = _measured(profiles, cluster)
-        notes = _cautions(profiles)
-    found = make_plans(sizes, known, global_batch, wanted, search_seconds=search)
-    if out is not None and found.best:
-        found.best[0].save(out)
+        devices, sizes, link_note = _measured(profiles, cluster)
+        notes = _profile_notes(profiles)
+    result = make_plans(sizes, devices, global_batch_size, wanted, search_seconds=search_time)
+    if out is not None and result.best:
+        result.best[0].save(out)
     if as_json:
-        nearest = None if found.nearest is None else found.nearest.to_dict()
-        lost = [asdict(one) for one in found.lost]
-        print_json({"plans": [one.to_dict() for one in found.best], "lost": lost, "nearest": nearest, "notes": notes})
+        nearest = None if result.closest is None else result.closest.to_dict()
+        lost = [asdict(plan) for plan in result.rejected]
+        plans = [plan.to_dict() for plan in result.best]
+        print_json({"plans": plans, "lost": lost, "nearest": nearest, "notes": notes})
     else:
         console = screen()
-        if (per_host := known.devices_per_host) is not None and (rest := known.devices % per_host):
-            last = f"the last of {counted(known.hosts, 'host')} has {rest} of {counted(per_host, 'device')}"
-            notes.append(last)
-        if found.best:
-            notes += _beyond(sizes, found.best[0].choice.rows)
-        for note in [*([] if paper else cluster.said), *notes]:
+        if (per_host := devices.devices_per_host) is not None and (rest := devices.devices % per_host):
+            notes.append(f"the last of {counted(devices.hosts, 'host')} has {rest} of {counted(per_host, 'device')}")
+        if result.best:
+            notes += _extrapolation_note(sizes, result.best[0].choice.rows)
+        for note in [*([] if paper else cluster.notes), *notes]:
             console.print(Text(f"note: {note}"), soft_wrap=True)
-        if found.best:
-            show(found, console, known)
-        elif found.nearest is not None:
-            told = remedies(sizes, known, global_batch, wanted, found.nearest)
-            show_lack(found, known, [*told], console, numbers.tensor_parallel)
-        if unsaid:
-            console.print(f"\n{unsaid}")
-        if paper is not None and found.best:
-            print(f"\n{paper.told(found.best[0])}")
-        if out is not None and found.best:
-            print(f"\nwritten to {out}{_to_follow(found.best[0], out)}")
-    if not found.best:
+        if result.best:
+            show(result, console, devices)
+        elif result.closest is not None:
+            fixes = [*remedies(sizes, devices, global_batch_size, wanted, result.closest)]
+            show_lack(result, devices, fixes, console, transformer.tensor_parallel)
+        if link_note:
+            console.print(f"\n{link_note}")
+        if paper is not None and result.best:
+            print(f"\n{paper.told(result.best[0])}")
+        if out is not None and result.best:
+            print(f"\nwritten to {out}{_usage(result.best[0], out)}")
+    if not result.best:
         raise typer.Exit(1)
 
 
 def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Cluster, Sizes, str]:
-    """The devices with what profiles know of them, what units cost, and what to say of links that were not measured."""
+    """Return the devices with what profiles measured of them, the costs, and a note on links that were not measured."""
     from penstock.costs.links import assumed, slowest_link, usual_link
     from penstock.plan import Sizes
 
     measured = next(filter(None, map(slowest_link, profiles)), None)
-    action = next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
-    update = max(one.optimizer_byte_seconds or 0.0 for one in profiles)
-    known = cluster.read(measured or usual_link(profiles[0].device), action, update)
-    if cluster.specified.link is not None or measured is not None or known.devices == 1:
-        return known, Sizes.of(profiles), ""
-    said = f"{assumed(known.link)}, sums likewise. Pass --link, or a profile made with --links."
-    return known, Sizes.of(profiles), f"Nobody measured links: {said}"
+    action = next((profile.action_seconds for profile in profiles if profile.action_seconds is not None), None)
+    update = max(profile.optimizer_byte_seconds or 0.0 for profile in profiles)
+    devices = cluster.read(measured or usual_link(profiles[0].device), action, update)
+    if cluster.specified.link is not None or measured is not None or devices.devices == 1:
+        return devices, Sizes.of(profiles), ""
+    note = f"{assumed(devices.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
+    return devices, Sizes.of(profiles), f"Links were not measured: {note}"
 
 
-def _cautions(profiles: Sequence[Profile]) -> list[str]:
-    """What to say of profiles that were not measured, or not on a quiet machine."""
+def _profile_notes(profiles: Sequence[Profile]) -> list[str]:
+    """Return notes on profiles that were not measured, or not on a quiet machine."""
     from penstock.costs.sizes import doubts
 
-    own = (note for one in profiles for note in one.notes)
-    return list(dict.fromkeys((*own, *(note for one in profiles for note in doubts(one)))))
+    notes = (note for profile in profiles for note in profile.notes)
+    return list(dict.fromkeys((*notes, *(note for profile in profiles for note in doubts(profile)))))
 
 
-def _to_follow(plan: Plan, file: Path) -> str:
-    """How a script follows the plan, to the letter."""
+def _usage(plan: Plan, file: Path) -> str:
+    """Return the code with which a script follows the plan."""
     choice = plan.choice
     if choice.replicas == 1:
         return f": penstock.pipeline(..., plan={str(file)!r}), or any script by penstock run --plan {file} train.py"
     rows = choice.microbatches * choice.rows
-    made, _, _ = plan.mesh.partition("(")
+    constructor, _, _ = plan.mesh.partition("(")
     return (
-        f" for penstock run --plan {file} train.py. Its replicas need a mesh, and each its own {rows} of a batch's "
-        f"{choice.replicas * rows} rows; in the script:\n"
-        f"  from torch.distributed.device_mesh import {made}\n"
+        f" for penstock run --plan {file} train.py. Its replicas need a mesh, and each takes {rows} of the "
+        f"{choice.replicas * rows} samples of a batch; in the script:\n"
+        f"  from torch.distributed.device_mesh import {constructor}\n"
         f"  mesh = {plan.mesh}\n"
         f'  x, y = (whole.chunk({choice.replicas})[mesh.get_local_rank("dp")] for whole in (x, y))\n'
         "  penstock.pipeline(model, (x,), ..., mesh=mesh)"
     )
 
 
-def _beyond(sizes: Sizes, rows: int) -> list[str]:
-    """What to say of microbatches of a size beyond those in the profiles; nothing if it is among them."""
-    known = sorted(sizes.profiles)
-    if known[0] <= rows <= known[-1]:
+def _extrapolation_note(sizes: Sizes, rows: int) -> list[str]:
+    """Return a note if a microbatch size is outside those of the profiles."""
+    measured = sorted(sizes.profiles)
+    if measured[0] <= rows <= measured[-1]:
         return []
-    seen = f"{known[0]} to {known[-1]}" if len(known) > 1 else str(known[0])
-    sure = ",".join(map(str, sorted({rows, *known})))
-    smaller = ", and small microbatches usually take longer" if rows < known[0] else ""
+    covered = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
+    wanted = ",".join(map(str, sorted({rows, *measured})))
+    smaller = ", and small microbatches usually take longer" if rows < measured[0] else ""
     return [
-        f"the best plan has microbatches of {counted(rows, 'row')}, and the profile knows those of {seen}: its times "
-        f"are extended from there{smaller}; add --microbatch-sizes {sure} to `penstock profile` to be sure"
+        f"the best plan has microbatches of {counted(rows, 'sample')}, but the profile only of {covered}: times are "
+        f"extrapolated{smaller}; add --microbatch-sizes {wanted} to `penstock profile` to be sure"
     ]
 
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:
-    """Those in the files, or measured, or estimated for the device that was named."""
+    """Read the files, measure TARGET, or estimate it for --device."""
     devices, device = cluster.read().devices, cluster.kind  # raises before anything is measured
     if target is None and not files:
-        raise ArgumentError("pass a TARGET to measure, or --profile with what was measured")
+        raise ArgumentError("pass a TARGET to measure, or --profile")
     from penstock.costs.sizes import rows_of
     from penstock.pipe.profiling import input_device
 
-    def measure(given: Target) -> list[Profile]:
+    def measure(target: Target) -> list[Profile]:
         estimate = {} if device is None else {"device": device, "calibrate": cluster.calibrate or ()}
-        options = {"budget_seconds": 1.0, "target": given.target, **estimate}
-        if device is None and input_device((given.args, given.kwargs), given.model).type == "cpu":
-            compute_as_ranks(min(cluster.per_host or devices, devices))
-        whole = profile_target(given, microbatches=1, **options)
-        pieces = min(8, rows_of(whole))
-        return [whole] if pieces == 1 else [whole, profile_target(given, microbatches=pieces, **options)]
+        options = {"budget_seconds": 1.0, "target": target.target, **estimate}
+        if device is None and input_device((target.args, target.kwargs), target.model).type == "cpu":
+            compute_as_ranks(min(cluster.devices_per_host or devices, devices))
+        full = profile_target(target, microbatches=1, **options)
+        count = min(8, rows_of(full))
+        return [full] if count == 1 else [full, profile_target(target, microbatches=count, **options)]
 
-    found = profiles_of(target, files, measure, weights=device is None)
-    for profile in found:
+    profiles = profiles_of(target, files, measure, weights=device is None)
+    for profile in profiles:
         if device is not None and profile.device != device.type:
             raise ArgumentError(
                 f"--device {device.key}: the profile is of {profile.device_name or profile.device} ({profile.device}), "
                 f"not of {device.name} ({device.type}); estimate one: penstock profile TARGET --device {device.key}"
             )
-    return found
+    return profiles

@@ -1,4 +1,4 @@
-"""`penstock profile`: measures what each part of a model costs on this device, or estimates it for another."""
+"""`penstock profile`: measures the costs of each part of a model on this device, or estimates them for another."""
 
 from __future__ import annotations
 
@@ -14,50 +14,48 @@ from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import check_count, integers, option, output_option, screen
-from penstock.cli._target import LEAVES, OF_BATCH, OPENS, TARGET, loaded, names, profile_target
+from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, loaded, names, profile_target
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
     from penstock.costs import Profile, UnitCost
 
-BUDGET_SECONDS = 2.0
+TIME_LIMIT = 2.0
 
 
 def profile(
     target: str = TARGET,
     microbatches: int | None = OF_BATCH,
-    microbatch_sizes: str | None = option(
-        "Instead: the rows of each microbatch to measure, such as 1,2,4,8.", metavar="ROWS"
-    ),
+    microbatch_sizes: str | None = option("Microbatch sizes to measure instead, such as 1,2,4,8.", metavar="SAMPLES"),
     device: str | None = option(
-        "Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
+        "Device to run on, such as cuda; default: that of the inputs. Or a device to estimate for without "
         "running: a name from `penstock devices`, such as h100, or the .toml file of another."
     ),
     calibrate: list[str] | None = option(
-        "For an estimate: what was measured on such devices, of any model (--out); repeat it for more.", metavar="FILE"
+        "Profile measured on such a device, of any model, to calibrate an estimate; repeatable.", metavar="FILE"
     ),
-    threads: int | None = option("Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
-    budget_seconds: float = option("How long to measure each size.", default=BUDGET_SECONDS),
+    threads: int | None = option("Threads to measure with, such as those of a rank: cores / ranks. Default: torch's."),
+    time_limit: float = option("Seconds to measure each size for.", default=TIME_LIMIT),
     links: bool = option(
         "Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
         "...`, or torchrun.",
         "--links",
         default=False,
     ),
-    leaves: str | None = LEAVES,
-    opens: str | None = OPENS,
-    out: str | None = output_option("Also write the profile to this file, for --balance.", "--out", "--json"),
+    leaf_modules: str | None = LEAF_MODULES,
+    split_inside: str | None = SPLIT_INSIDE,
+    out: str | None = output_option("Also write the profile to this file, for --balance.", metavar="FILE"),
 ) -> None:
-    """Measure what each part of a model costs: time forward and backward, and memory, for one microbatch.
+    """Measure what each part of a model costs for one microbatch: forward and backward time, and memory.
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`; the loss is not measured. Each module before which the model
-    can be cut is run, in order as in a step (repeated blocks of a large model once
-    for all). `--balance profile.json` of
-    other commands, and `balance=` of `penstock.pipeline`, cut by the file.
+    can be cut is run, in the order of a step; of repeated blocks of a large model,
+    only one is run. `--balance profile.json` of other commands, and `balance=` of
+    `penstock.pipeline`, use the file.
 
     With `--device h100` nothing is run: times are estimated from the operations
-    and bytes of each part and the device's specifications, and marked so.
+    and bytes of each part and the device's specifications, and marked as such.
     """
     from penstock.pipe.profiling import specified
 
@@ -68,80 +66,82 @@ def profile(
     for number in rows or ():
         check_count("--microbatch-sizes", number)
     estimate = specified(device) is not None
-    if estimate and (threads is not None or budget_seconds != BUDGET_SECONDS):
-        unused = f"--threads {threads}" if threads is not None else f"--budget-seconds {budget_seconds:g}"
-        raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; leave it out")
-    with loaded(target, "the model", weights=not estimate) as given:
+    if estimate and (threads is not None or time_limit != TIME_LIMIT):
+        unused = f"--threads {threads}" if threads is not None else f"--time-limit {time_limit:g}"
+        raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; omit it")
+    with loaded(target, "the model", weights=not estimate) as loaded_target:
         import torch
 
         if threads is not None:
             torch.set_num_threads(threads)
-        found = profile_target(
-            given,
+        measured = profile_target(
+            loaded_target,
             microbatches=microbatches,
             microbatch_sizes=rows,
-            leaves=names(leaves),
-            opens=names(opens),
+            leaf_modules=names(leaf_modules),
+            split_inside=names(split_inside),
             device=device,
-            budget_seconds=budget_seconds,
+            budget_seconds=time_limit,
             calibrate=calibrate or (),
             links=links,
-            target=given.target,
+            target=loaded_target.target,
         )
     if not prints:
         return
     console = screen()
-    show(found, console)
+    show(measured, console)
     if out is not None:
-        found.save(out)
+        measured.save(out)
         uses = f"penstock plan --profile {out}, or penstock.pipeline(..., balance={out!r})"
         console.print(Text(f"\nwritten to {out}: {uses}"), soft_wrap=True)
 
 
-def show(found: Profile, console: Console) -> None:
-    """Prints the units, their sums by the rows of a microbatch, the links, and why not to trust them."""
+def show(profile: Profile, console: Console) -> None:
+    """Print the units, their totals by microbatch size, the links, and notes on their quality."""
     from penstock.costs.sizes import doubts
 
-    inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
-    runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
-    if found.action_seconds is not None:
-        runs += f"; the runtime adds {1e6 * found.action_seconds:.0f} us to each forward and backward of a stage"
-    of = f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}"
-    console.print(Text(f"{of}, {runs}", "bold"), soft_wrap=True)
+    inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
+    runs = f"{counted(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
+    if profile.action_seconds is not None:
+        runs += f"; the runtime adds {1e6 * profile.action_seconds:.0f} us to each forward and backward of a stage"
+    head = f"{counted(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
+    console.print(Text(f"{head}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
-    _show_units(found, console)
-    if (split := [unit.split for unit in found.units]) != [*found.units]:
+    _show_units(profile, console)
+    if (split := [unit.split for unit in profile.units]) != [*profile.units]:
         forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
-    if len(rows_of(found.units)) < len(_alike(found.units)):
-        console.print("\nA row ending in * is for several units of one module. --out FILE writes each by itself.")
-    if found.others:
-        console.print("\nall units, by the rows of a microbatch")
-        sizes = found.each_size
-        seconds = [sum(unit.seconds for unit in each.units) for each in sizes]
+    if len(rows_of(profile.units)) < len(_merge_equal(profile.units)):
+        console.print("\nA row ending in * covers several units of one module; --out FILE writes each unit.")
+    if profile.others:
+        console.print("\nall units, by microbatch size")
+        sizes = profile.each_size
+        seconds = [sum(unit.seconds for unit in size.units) for size in sizes]
         columns: dict[str, Iterable[object]] = {
-            "rows": [each.rows for each in sizes],
-            **_columns([each.units for each in sizes]),
-            "rows/s": [f"{each.rows / one:,.0f}" if one else "-" for each, one in zip(sizes, seconds, strict=True)],
-            "keeps": [sized(sum(unit.activation_bytes for unit in each.units)) for each in sizes],
+            "size": [size.rows for size in sizes],
+            **_columns([size.units for size in sizes]),
+            "samples/s": [
+                f"{size.rows / time:,.0f}" if time else "-" for size, time in zip(sizes, seconds, strict=True)
+            ],
+            "activations": [sized(sum(unit.activation_bytes for unit in size.units)) for size in sizes],
         }
         print_columns(console, columns)
-    if found.links:
-        console.print(f"\nlinks between ranks, for messages of {sized(found.links[0].message_bytes)}")
-        rates = [link.bytes_per_second for link in found.links]
+    if profile.links:
+        console.print(f"\nlinks between ranks, for messages of {sized(profile.links[0].message_bytes)}")
+        rates = [link.bytes_per_second for link in profile.links]
         columns = {
-            "from": [link.source for link in found.links],
-            "to": [link.target for link in found.links],
-            "latency us": [f"{1e6 * link.latency_seconds:.1f}" for link in found.links],
+            "from": [link.source for link in profile.links],
+            "to": [link.target for link in profile.links],
+            "latency us": [f"{1e6 * link.latency_seconds:.1f}" for link in profile.links],
             "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
         }
         print_columns(console, columns, left=0)
-    for note in (*found.notes, *doubts(found)):
+    for note in (*profile.notes, *doubts(profile)):
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
 
 def _times(units: Sequence[UnitCost]) -> list[str]:
-    """What F, I and W of all of them take, in milliseconds."""
+    """Return the total time of F, I and W, in milliseconds."""
     parts = ("forward_seconds", "input_gradient_seconds", "weight_gradient_seconds")
     return [f"{1e3 * sum(getattr(unit, part) for unit in units):.3f}" for part in parts]
 
@@ -150,32 +150,32 @@ def _columns(rows: Sequence[Sequence[UnitCost]]) -> dict[str, Iterable[object]]:
     return dict(zip(("F ms", "I ms", "W ms"), zip(*map(_times, rows), strict=True), strict=True))
 
 
-def _show_units(found: Profile, console: Console) -> None:
-    """A row for units that follow each other, and one for all."""
-    shared = _shared([unit.name for unit in found.units])
-    total = sum(unit.seconds for unit in found.units) or 1.0
-    rows = [*rows_of(found.units), *([("all", list(found.units))] if len(found.units) > 1 else [])]
-    measured, units = found.source == "measured", [own for _, own in rows]
+def _show_units(profile: Profile, console: Console) -> None:
+    """Print one row per sequence of equal units, and one for all."""
+    shared = _shared([unit.name for unit in profile.units])
+    total = sum(unit.seconds for unit in profile.units) or 1.0
+    rows = [*rows_of(profile.units), *([("total", list(profile.units))] if len(profile.units) > 1 else [])]
+    measured, units = profile.source == "measured", [row for _, row in rows]
     columns: dict[str, Iterable[object]] = {
         f"in {shared}" if shared else "unit": [name.removeprefix(f"{shared}.") for name, _ in rows],
         **_columns(units),
-        "spread": [f"{max(unit.spread for unit in own):.0%}" if measured else "-" for own in units],
-        "share": [f"{sum(unit.seconds for unit in own) / total:.1%}" for own in units],
-        "keeps": [sized(sum(unit.activation_bytes for unit in own)) for own in units],
-        "holds": [sized(sum(unit.parameter_bytes for unit in own)) for own in units],
-        "gets": [sized(own[0].boundary_bytes) for own in units],
+        "spread": [f"{max(unit.spread for unit in row):.0%}" if measured else "-" for row in units],
+        "% time": [f"{sum(unit.seconds for unit in row) / total:.1%}" for row in units],
+        "activations": [sized(sum(unit.activation_bytes for unit in row)) for row in units],
+        "parameters": [sized(sum(unit.parameter_bytes for unit in row)) for row in units],
+        "input": [sized(row[0].boundary_bytes) for row in units],
     }
     print_columns(console, columns)
 
 
-def rows_of(units: Sequence[UnitCost], most: int = 30) -> list[tuple[str, list[UnitCost]]]:
-    """The rows of a table of at most `most` rows where names allow, each with its name.
+def rows_of(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, list[UnitCost]]]:
+    """Return the rows of a table with their names, at most `max_rows` if names allow.
 
-    Units of one kind that follow each other have one row. If those are too many rows, all units of a module have one.
+    A sequence of equal units has one row. If that makes too many rows, the units of a module have one.
     """
-    rows = _alike(units)
+    rows = _merge_equal(units)
     depth = max((unit.name.count(".") for unit in units), default=0)
-    while len(rows) > most and depth:
+    while len(rows) > max_rows and depth:
         rows = [[*group] for _, group in groupby(units, lambda unit: unit.name.split(".")[:depth])]  # noqa: B023  (called at once)
         depth -= 1
     return [(_name(row), row) for row in rows]
@@ -187,12 +187,12 @@ def _name(units: Sequence[UnitCost]) -> str:
 
 
 def _shared(dotted: Sequence[str]) -> str:
-    """The modules that all of these names are in."""
+    """Return the modules that contain all of these names."""
     parts = [name.split(".")[:-1] for name in dotted]
-    together = takewhile(lambda level: len({*level}) == 1, zip(*parts, strict=False))
-    return ".".join(level[0] for level in together)
+    common = takewhile(lambda level: len({*level}) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in common)
 
 
-def _alike(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
-    """Units that follow each other and are of one kind, together."""
+def _merge_equal(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
+    """Group consecutive units that are equal."""
     return [[*group] for _, group in groupby(units, lambda unit: unit.like or unit.name)]

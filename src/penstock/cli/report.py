@@ -1,4 +1,4 @@
-"""`penstock report`: a run, a trace or a plan as one page to look at."""
+"""`penstock report`: writes a run, a trace or a plan as one page."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from penstock.cli._options import REQUIRED, argument, option, output_option
 from penstock.cli.explain import PredictionOptions, folder_of
 
 EPILOG = """\
-The page is one file without references: send it, or open it from disk. What it says of idle time and of changes is \
-what penstock explain says."""
-"""Printed below the options."""
+The page is one self-contained file: send it, or open it from disk. It shows the same analysis as penstock explain."""
+"""Epilog of the help."""
 
 
 def report(
     run: list[Path] = argument(
-        "The folder of a run; a plan (plan.json); the folder of a run of penstock fabric; or what "
-        "penstock explain reads: timelines, traces of Perfetto or torch's profiler, columns.",
+        "Directory of a run or of a penstock fabric run; a plan (plan.json); or any input of penstock explain: "
+        "timelines, traces of Perfetto or torch's profiler, columns.",
         metavar="RUN...",
         default=REQUIRED,
     ),
     *,
-    step: int | None = option("Which step; by default the one whose time is the median."),
+    step: int | None = option("Number of the step; default: the one with the median time."),
     prediction: PredictionOptions,
     out: Path | None = output_option(
-        "Where the page goes; by default report.html in the folder, or beside the file, named after it.", metavar="FILE"
+        "Page to write; default: report.html in the directory, or next to the file, named after it.", metavar="FILE"
     ),
-    png: Path | None = output_option("A picture of the page as well; needs chromium.", metavar="FILE"),
+    png: Path | None = output_option("Also write a screenshot of the page; requires chromium.", metavar="FILE"),
 ) -> None:
     """Show a run as one page: its summary, every rank's timeline, memory, and the loss.
 
-    The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
+    The timeline pans and zooms by mouse, touch and keys, and shows what each action waited for.
     """
-    from penstock.cli.show import refuse_other
+    from penstock.cli.draw import check_suffix
     from penstock.report.web.page import page
     from penstock.report.web.picture import browser, write_picture
     from penstock.report.web.sources import contents_of, is_fabric
 
-    refuse_other("--out", out, ".html", ".htm")
-    refuse_other("--png", png, ".png")
+    check_suffix("--out", out, ".html", ".htm")
+    check_suffix("--png", png, ".png")
     if png is not None:
         browser(png)  # before anything is written
     if len(run) == 1 and is_fabric(run[0]):
@@ -50,8 +49,8 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        own, folder = prediction == PredictionOptions(), folder_of(run)
-        text = page(contents_of(run, step, None if own else lambda found: prediction.of(found, folder)))
+        is_default, folder = prediction == PredictionOptions(), folder_of(run)
+        text = page(contents_of(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")
@@ -61,7 +60,7 @@ def report(
 
 
 def _target(run: Path) -> Path:
-    """report.html in a folder; beside a file, named after it."""
+    """Return report.html in a directory, or the page next to a file, named after it."""
     if run.is_dir():
         return run / "report.html"
     name = run.name.removesuffix(".gz")

@@ -1,4 +1,4 @@
-"""`penstock run`: runs a script on several ranks of this machine, or on hosts made from it and joined by a network."""
+"""`penstock run`: runs a script on several ranks of this machine, or on hosts emulated on it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from penstock.network.scenario import Event
 
 SETTINGS = {"allow_interspersed_args": False}
-"""Options behind the script are its own."""
+"""Options after the script belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Which ranks run the script, and how."""
+    """Options for the ranks that run the script."""
 
-    ranks: int | None = option("How many processes; each is a rank. By default the plan's.", "--ranks", "-n")
-    plan: Path | None = option("What `penstock plan` wrote: the script's pipeline follows it.", metavar="FILE")
-    threads: int | None = option("Threads per rank; default: cores divided by ranks.", "--threads")
-    module: bool = option("Treat SCRIPT as a module's name, as in python -m.", "--module", "-m", default=False)
+    ranks: int | None = option("Number of ranks, one process each; default: the plan's.", "--ranks", "-n")
+    plan: Path | None = option("Output of `penstock plan`: the script's pipeline follows it.", metavar="FILE")
+    threads: int | None = option("Threads per rank; default: cores / ranks.", "--threads")
+    module: bool = option("Treat SCRIPT as a module name, as in python -m.", "--module", "-m", default=False)
     verify: bool = option("Verify each pipeline in its first step; stop if a value differs.", "--verify", default=False)
     nnodes: str | None = option("", hidden=True)
 
     def count(self) -> int:
-        """How many processes to start, with the plan in their environment."""
+        """Return the number of processes to start, and set the plan in their environment."""
         if self.nnodes is not None:
             raise ArgumentError(
                 f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes "
@@ -47,35 +47,35 @@ class RankOptions:
             )
         if self.plan is None:
             if self.ranks is None:
-                raise ArgumentError("how many processes? Pass --ranks 4, for example, or the --plan that says it")
+                raise ArgumentError("the number of ranks is missing; pass --ranks 4, for example, or --plan")
             return self.ranks
         from penstock.plan.plan import VARIABLE, read_plan
 
-        planned = read_plan(self.plan).choice.devices
-        if self.ranks not in (None, planned):
-            raise ArgumentError(f"--ranks {self.ranks}, but {self.plan} is for {planned} processes; leave --ranks out")
+        devices = read_plan(self.plan).choice.devices
+        if self.ranks not in (None, devices):
+            raise ArgumentError(f"--ranks {self.ranks}, but {self.plan} is for {devices} processes; omit --ranks")
         os.environ[VARIABLE] = str(self.plan.resolve())
-        return planned
+        return devices
 
 
 def run(
     *,
     command: list[str] = argument(
-        "The script, or a module with -m; then its own arguments.", metavar="SCRIPT [ARGUMENTS]", default=REQUIRED
+        "Script, or a module with -m; then its arguments.", metavar="SCRIPT [ARGUMENTS]", default=REQUIRED
     ),
     how: RankOptions,
-    asked: NetworkOptions,
+    network: NetworkOptions,
     hosts: int | None = network_option(
         "Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root)."
     ),
     user: str | None = network_option(
-        "Who runs the script on --hosts; default: root, as only root can make them.", metavar="NAME"
+        "User that runs the script on --hosts; default: root, which creates them.", metavar="NAME"
     ),
 ) -> None:
     """Run a training script once for each rank, on this machine. Arguments after the script are passed on to it.
 
-    With --hosts the ranks run on hosts made out of this machine, joined by
-    links as bad as --link says.
+    With --hosts the ranks run on hosts emulated on this machine, joined by the
+    links that --link describes.
 
     For several machines, run torchrun on each: the same script works.
     """
@@ -84,39 +84,38 @@ def run(
     if how.verify:
         os.environ[VERIFY] = "1"
     if hosts is None:
-        if given := [*asked.given(), *(["--user"] if user else [])]:
+        if unused := [*network.given(), *(["--user"] if user else [])]:
             raise ArgumentError(
-                f"{given[0]} needs --hosts: without it ranks are processes of this machine, and have no links"
+                f"{unused[0]} needs --hosts: without it ranks are processes of this machine, without links"
             )
         raise typer.Exit(launch(command, ranks, how.threads))
     from penstock.network.nodes import Job
 
-    machines, events = asked.machines(hosts)
+    machines, events = network.machines(hosts)
     raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, how.threads), machines, events, user))
 
 
 def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: str | None) -> int:
-    """Makes the hosts, runs the job on them, and reports what the network did. Returns the exit status."""
+    """Create the hosts, run the job on them, and report on the network. Return the exit status."""
     from penstock.network import nodes
-    from penstock.network.checks import why_not
     from penstock.network.fabric.views.network import network_lines
+    from penstock.network.namespaces import why_not
 
-    lacking = why_not()
-    if lacking is not None:
-        raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
+    if (reason := why_not()) is not None:
+        raise FabricError(f"{reason}. Without --hosts and --link, ranks are processes of this machine")
     if user is not None:
         job = replace(job, user=User(user))
     elif name := os.environ.get("SUDO_USER"):
         script = job.command[job.command[0] == "-m"]
-        _say([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
+        _print_notes([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
     with machines:
         described, began = machines.described(), time.monotonic()
-        ended = nodes.run(job, machines, events=events)
-        happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
-        _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
-    return ended.report()
+        outcome = nodes.run(job, machines, events=events)
+        happened, seconds = [str(event) for event in outcome.happened], time.monotonic() - began
+        _print_notes(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
+    return outcome.report()
 
 
-def _say(lines: Iterable[str]) -> None:
+def _print_notes(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"penstock: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`penstock schedules`: lists the schedules, what they require, and what to expect of them."""
+"""`penstock schedules`: lists the schedules, with their requirements and formulas."""
 
 from __future__ import annotations
 
@@ -6,58 +6,58 @@ from typing import Any
 
 from penstock.cli._options import output_option, print_json, screen
 from penstock.report.text import print_columns, table
-from penstock.schedule import Generator, generators
+from penstock.schedule import ScheduleSpec, schedule_specs
 
 _SYMBOLS = (
-    "p ranks, m microbatches, v chunks (stages) per rank, r the rank; F, I and W: how long "
-    "the forward, the input-gradient backward and the weight-gradient backward of a microbatch take on one rank; "
-    "B = I + W; // rounds down; - means there is no formula.\n"
-    "Memory: activations held, counted in one microbatch's on all stages of a rank. Idle time: within the longest "
-    "span of any rank. Bubble: its share of that span. The formulas hold if links cost nothing and m is a multiple of "
-    "p, at least 2p, and for any F, I and W unless they contain an `if`; `penstock simulate` gives figures for any "
-    "numbers and costs."
+    "p ranks, m microbatches, v stages per rank, r the rank; F, I and W: duration of the forward, the input-gradient "
+    "backward and the weight-gradient backward of a microbatch on one rank; B = I + W; // rounds down; - means there "
+    "is no formula.\n"
+    "Memory: activations, in those of one microbatch on all stages of a rank. Idle time: within the longest span of "
+    "any rank. Bubble: its share of that span. The formulas hold if links cost nothing and m is a multiple of p, at "
+    "least 2p, and for any F, I and W unless they contain an `if`; `penstock simulate` computes them for any numbers "
+    "and costs."
 )
 
 _JSON_FIELDS = (
-    *("name", "aliases", "rule", "placement", "chunks", "splits", "rules"),
+    *("name", "aliases", "rule", "placement", "chunks", "splits_backward", "rules"),
     *("memory", "idle", "bubble"),
 )
 
 
 def schedules(as_json: bool = output_option("Print only one JSON list.", "--json", default=False)) -> None:
-    """List the named schedules: what they do, what they require, and formulas for their memory and bubble."""
+    """List the named schedules: order, requirements, and formulas for memory and bubble."""
     if as_json:
-        print_json([_describe(entry) for entry in generators()])
+        print_json([_describe(entry) for entry in schedule_specs()])
         return
     console = screen()
-    what = table("schedule", "stages\na rank", "back-\nward", "order of work", left=4)
-    for entry in generators():
-        asks = [rule.text for rule in entry.rules]
-        needs = f"; needs {', '.join(asks)}" if asks else ""
-        also = f"; also called {', '.join(entry.aliases)}" if entry.aliases else ""
+    lines = table("schedule", "stages\nper rank", "back-\nward", "order", left=4)
+    for entry in schedule_specs():
+        rules = ", ".join(rule.text for rule in entry.rules)
+        needs = f"; needs {rules}" if rules else ""
+        aliases = f"; also called {', '.join(entry.aliases)}" if entry.aliases else ""
         stages = f"{entry.chunks} {entry.placement}"
-        what.add_row(entry.name, stages, "I, W" if entry.splits else "B", f"{entry.rule}{needs}{also}")
-    console.print(what)
+        lines.add_row(entry.name, stages, "I, W" if entry.splits_backward else "B", f"{entry.rule}{needs}{aliases}")
+    console.print(lines)
     console.print()
     columns = {
-        "schedule": [entry.name for entry in generators()],
-        "memory (peak,\nin microbatches)": [formula(entry.memory) for entry in generators()],
-        "idle time\nof a rank": [formula(entry.idle) for entry in generators()],
-        "bubble, where\nF = I = W": [formula(entry.bubble) for entry in generators()],
+        "schedule": [entry.name for entry in schedule_specs()],
+        "memory (peak,\nin microbatches)": [formula(entry.memory) for entry in schedule_specs()],
+        "idle time\nper rank": [formula(entry.idle) for entry in schedule_specs()],
+        "bubble, where\nF = I = W": [formula(entry.bubble) for entry in schedule_specs()],
     }
     print_columns(console, columns, left=4)
     console.print()
     console.print(_SYMBOLS, style="dim", markup=False)
 
 
-def _describe(entry: Generator) -> dict[str, Any]:
-    """An entry of the registry, for JSON. Formulas are Python expressions."""
+def _describe(entry: ScheduleSpec) -> dict[str, Any]:
+    """Convert an entry of the registry for JSON. Formulas are Python expressions."""
     rules = [{"argument": rule.argument, "text": rule.text} for rule in entry.rules]
     return {name: getattr(entry, name) for name in _JSON_FIELDS} | {"aliases": list(entry.aliases), "rules": rules}
 
 
 def formula(text: str | None) -> str:
-    """A formula as it is written by hand: products without a sign, sums without spaces."""
+    """Format a formula as in a text: products without a sign, sums without spaces."""
     if text is None:
         return "-"
     short = text.replace(" else None", "").replace("*", "").replace(" == ", "=")

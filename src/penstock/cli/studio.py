@@ -1,4 +1,4 @@
-"""`penstock studio`: a local page to play with schedules, to open runs, and to watch one."""
+"""`penstock studio`: serves a local page to explore schedules and runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from penstock._base.errors import ArgumentError, require
 from penstock.cli._options import option
 
 EPILOG = """\
-The studio is for this machine alone, unless --host says otherwise. Whoever opens it needs the token in the printed \
-link. It only reads, and nothing outside the runs folder. Over ssh: ssh -L 8470:localhost:8470 HOST."""
-"""Printed below the options."""
+The studio listens on this machine only, unless --host is set, and requires the token in the printed link. It is \
+read-only, and restricted to the runs directory. Over ssh: ssh -L 8470:localhost:8470 HOST."""
+"""Epilog of the help."""
 
 
 def studio(
-    runs: Path = option("Where runs, plans and traces are that can be opened.", metavar="FOLDER", default=Path("runs")),
-    host: str = option("The address to listen on.", default="127.0.0.1"),
+    runs: Path = option("Directory of the runs, plans and traces.", metavar="FOLDER", default=Path("runs")),
+    host: str = option("Address to listen on.", default="127.0.0.1"),
     port: int = option("Port to listen on; 0 picks a free one.", default=8470),
     browser: bool = option("Open it in a browser.", "--open", default=False),
 ) -> None:
-    """Play with schedules in a page, open runs, plans and traces, and watch a run. Ctrl-C ends it."""
+    """Explore schedules, runs, plans and traces in a local web page, and monitor a run. Ctrl-C ends it."""
     require("studio", "starlette", "uvicorn", for_what="penstock studio")
     from penstock.report.studio.app import bind, redirecting
 
@@ -31,7 +31,7 @@ def studio(
     server = bind(host, port, runs)
     print(f"penstock studio: {server.link}   (Ctrl-C ends it)", flush=True)
     if not runs.is_dir():
-        hint = f"penstock.pipeline(run='{runs}/NAME') records a run there"
+        hint = f"penstock.pipeline(run_dir='{runs}/NAME') records a run there"
         print(f"penstock: {runs}: no such folder yet; {hint}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         if browser:

@@ -1,4 +1,4 @@
-"""`penstock top`: a run's progress and the state of each rank."""
+"""`penstock top`: shows a run's progress and the state of each rank."""
 
 from __future__ import annotations
 
@@ -20,62 +20,63 @@ from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, 
 from penstock.report.text import columns_of, print_unbroken
 
 if TYPE_CHECKING:
-    from penstock.trace.runs import RankState, RunRead
+    from penstock.trace.runs import RankState, RecordedRun
     from penstock.trace.runs.progress import Progress
     from penstock.trace.runs.summary import Health
 
 EPILOG = """\
-A rank that is silent has said nothing for 5 s: its process is stopped, gone or out of reach. One that is gone has no \
-process any more, and did not close its pipeline. Ranks of hosts that do not share the folder are shown as rank 0 has \
-heard of them, without their memory."""
-"""Printed below the options."""
+silent: no heartbeat for 5 s, so the process is stopped, dead or unreachable. gone: the process exited without closing \
+its pipeline. Ranks on hosts that do not share the directory are shown as last reported by rank 0, without memory."""
+"""Epilog of the help."""
 
 _REFRESH_SECONDS = 0.5
 _COLORS = dict.fromkeys(("failed", "silent", "gone"), "red") | {"waits": "yellow", "interrupted": "yellow"}
 _COLORS |= {"ended": "dim", "between steps": "dim"}
 _MAX_DAMAGED = 3
-"""Files whose damage is shown."""
+"""Maximum number of corrupted files to list."""
 
 
 def top(
-    run: Path = argument("The folder, as in penstock.pipeline(run='runs/gpt').", metavar="RUN", default=REQUIRED),
+    run: Path = argument(
+        "The run's directory, as in penstock.pipeline(run_dir='runs/gpt').", metavar="RUN", default=REQUIRED
+    ),
     once: bool = option("Print once and exit (the default without a terminal).", "--once", default=False),
     as_json: bool = JSON,
 ) -> None:
     """Show a run's progress and the state of each rank.
 
-    Refreshes until all ranks have ended, or Ctrl-C.
+    Refreshes until all ranks have finished, or Ctrl-C.
     """
-    seen = Seen.of(run)
+    snapshot = RunSnapshot.of(run)
     if as_json:
-        print_json(seen.to_dict())
+        print_json(snapshot.to_dict())
         return
     console = screen()
     if once or not sys.stdout.isatty():
-        show(seen, console)
+        show(snapshot, console)
         return
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
-            live.update(Group(*_parts(seen)), refresh=True)
-            if seen.is_over:
+            live.update(Group(*_parts(snapshot)), refresh=True)
+            if snapshot.is_over:
                 return
             time.sleep(_REFRESH_SECONDS)
-            seen = Seen.of(run)
+            snapshot = RunSnapshot.of(run)
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunSnapshot:
     """A run at one moment."""
 
-    run: RunRead
+    run: RecordedRun
     progress: Progress | None
     ranks: Sequence[tuple[RankState, Health]]
     damaged: Sequence[str] = ()
     now: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, path: Path) -> Seen:
-        """How a run stands now; its progress, by its last steps."""
+    def of(cls, path: Path) -> RunSnapshot:
+        """Read the current state of a run, and its progress from the last steps."""
         from penstock.trace.runs import read_run
         from penstock.trace.runs.progress import Progress
         from penstock.trace.runs.summary import LAST_STEPS_BYTES, health
@@ -87,8 +88,10 @@ class Seen:
 
     @property
     def is_over(self) -> bool:
-        """Whether no rank will say anything any more."""
-        return bool(self.ranks) and all(how in ("ended", "interrupted", "gone", "failed") for _, how in self.ranks)
+        """Whether every rank has finished."""
+        return bool(self.ranks) and all(
+            health in ("ended", "interrupted", "gone", "failed") for _, health in self.ranks
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -103,76 +106,78 @@ class Seen:
             "progress": None if self.progress is None else self.progress.to_dict(),
             "damaged": list(self.damaged),
             "ranks": [
-                {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(_seconds(state), 3)}
-                for state, how in self.ranks
+                {**state.to_dict(), "health": health, "heard": state.heard, "seconds": round(_seconds(state), 3)}
+                for state, health in self.ranks
             ],
         }
 
 
 def _seconds(state: RankState) -> float:
-    """For how long a rank has been in its action, as far as it has said."""
+    """Return the time that a rank has spent in its action, by its last report."""
     return max(0.0, state.written - state.since)
 
 
-def show(seen: Seen, console: Console) -> None:
-    """Prints all of it."""
-    for part in _parts(seen):
+def show(snapshot: RunSnapshot, console: Console) -> None:
+    """Print the snapshot."""
+    for part in _parts(snapshot):
         if isinstance(part, Table):
             print_unbroken(console, part)
         else:
             console.print(part)
 
 
-_WORDS = ("action", "waits for", "process")
-"""Columns that are broken where a screen is narrow; figures never are."""
+_WORDS = ("action", "waiting on", "process")
+"""Columns that may be wrapped on a narrow screen; numbers never are."""
 
 
-def _table(seen: Seen) -> Table:
-    """A row for each rank, without the columns in which nothing is known."""
-    states, health = zip(*seen.ranks, strict=True)
-    replicated = seen.run.about.replicas > 1
+def _table(snapshot: RunSnapshot) -> Table:
+    """Return one row per rank, without columns that are empty."""
+    states, healths = zip(*snapshot.ranks, strict=True)
+    replicated = snapshot.run.about.replicas > 1
 
-    def action(state: RankState, how: Health) -> str | None:
-        return state.action if how in ("computes", "waits") else f"last {state.action}" if state.action else None
+    def action(state: RankState, health: Health) -> str | None:
+        return state.action if health in ("computes", "waits") else f"last {state.action}" if state.action else None
 
-    def seconds(state: RankState, how: Health) -> str | None:
-        quiet = how in ("silent", "gone")
-        return f"{seen.now - state.written if quiet else _seconds(state):.1f} s" if how != "ended" else None
+    def seconds(state: RankState, health: Health) -> str | None:
+        quiet = health in ("silent", "gone")
+        return f"{snapshot.now - state.written if quiet else _seconds(state):.1f} s" if health != "ended" else None
 
-    def whom(state: RankState, how: Health) -> str | None:
-        return ", ".join(in_ranges([f"rank {number}" for number in state.waits_for])) if how == "waits" else None
+    def waiting_on(state: RankState, health: Health) -> str | None:
+        return ", ".join(in_ranges([f"rank {number}" for number in state.waits_for])) if health == "waits" else None
 
-    made = columns_of(
+    lines = columns_of(
         {
-            "repl.": [one.replica if replicated else None for one in states],
-            "rank": [", ".join(in_ranges(map(str, one.ranks))) or None for one in states],
-            "state": [Text(how, _COLORS.get(how, "green")) for how in health],
-            "action": map(action, states, health),
-            "for": map(seconds, states, health),
-            "waits for": map(whom, states, health),
-            "step": [None if one.step is None else f"{one.step:,}" for one in states],
-            "memory": [None if one.rss_bytes is None else sized(one.rss_bytes) for one in states],
-            "device": [None if one.device_bytes is None else sized(one.device_bytes) for one in states],
-            "process": [f"{one.host}:{one.pid}" if one.pid else "(via rank 0)" for one in states],
+            "replica": [state.replica if replicated else None for state in states],
+            "rank": [", ".join(in_ranges(map(str, state.ranks))) or None for state in states],
+            "state": [Text(name, _COLORS.get(name, "green")) for name in healths],
+            "action": map(action, states, healths),
+            "duration": map(seconds, states, healths),
+            "waiting on": map(waiting_on, states, healths),
+            "step": [None if state.step is None else f"{state.step:,}" for state in states],
+            "RSS": [None if state.rss_bytes is None else sized(state.rss_bytes) for state in states],
+            "GPU memory": [None if state.device_bytes is None else sized(state.device_bytes) for state in states],
+            "process": [f"{state.host}:{state.pid}" if state.pid else "(via rank 0)" for state in states],
         },
         left=4,
     )
-    for column in made.columns:
+    for column in lines.columns:
         column.no_wrap = column.header not in _WORDS
-    return made
+    return lines
 
 
-def _parts(seen: Seen) -> list[Text | Table]:
-    """What failed comes before the ranks, of which a screen may have no room for all."""
-    from penstock.trace.runs.summary import troubles
+def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
+    """Return the parts of the screen. Failures precede the ranks, which may not all fit."""
+    from penstock.trace.runs.summary import failure_messages
 
-    about = seen.run.about
+    about = snapshot.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
     return [
-        Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
-        Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
-        *(Text(sentence, "red") for sentence in (*seen.damaged[:_MAX_DAMAGED], *troubles(seen.ranks))),
+        Text.assemble((str(snapshot.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
+        Text(
+            "no step has finished yet" if snapshot.progress is None else snapshot.progress.said(over=snapshot.is_over)
+        ),
+        *(Text(message, "red") for message in (*snapshot.damaged[:_MAX_DAMAGED], *failure_messages(snapshot.ranks))),
         Text(""),
-        _table(seen) if seen.ranks else Text("waiting for the first heartbeat"),
+        _table(snapshot) if snapshot.ranks else Text("waiting for the first heartbeat"),
     ]

@@ -1,4 +1,4 @@
-"""`penstock verify`: compares a pipelined training step of your model with the unsplit model, value by value."""
+"""`penstock verify`: compares pipelined training steps of a model with the unsplit model, value by value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock._base.errors import (
     ArgumentError,
     PartitionError,
     PenstockError,
-    PipelineFailure,
+    RankFailedError,
     VerificationError,
     check_counts,
     formatted,
@@ -26,11 +26,11 @@ from penstock._base.errors import (
 from penstock._base.words import counted
 from penstock.cli._comparison_table import show
 from penstock.cli._options import CUT, JSON, USUAL_OF_BATCH, option, output_option, print_json, screen
-from penstock.cli._order import ALL, weigh
+from penstock.cli._order import ALL, check_size
 from penstock.cli._target import TARGET, SplitOptions, loaded
 from penstock.distributed.launch.processes import launch
-from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import MICROBATCHES, ScheduleSpec, generate, schedule_spec, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 
 if TYPE_CHECKING:
     from penstock.distributed.launch.target import Target
@@ -39,29 +39,26 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.protocol import TransportFactory
 
 ReductionName = Literal["mean", "sum"]
-"""How the loss is reduced over the batch."""
+"""Reduction of the loss over the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case(SplitOptions):
-    """What to verify."""
+    """Options for the pipeline to verify."""
 
     target: str = TARGET
-    ranks: int = option("How many ranks.", "--ranks", "-n", default=2)
+    ranks: int = option("Number of ranks.", "--ranks", "-n", default=2)
     microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
-    reduction: ReductionName | None = option("Whether the loss is a mean over the batch's rows (the default) or a sum.")
-    replicas: int = option(
-        "Pipelines that train together, each on its part of the batch; one process per rank.", default=1
-    )
+    reduction: ReductionName | None = option("Reduction of the loss over the batch; default: mean.")
+    replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
         "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
-        "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes your own "
-        "transport.",
+        "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes a transport.",
         metavar="NAME",
     )
-    exact: bool | None = option("Demand equality to the bit; default: wherever it is promised.", "--exact/--no-exact")
-    whole_batch: bool = option(
-        "Also compare with the whole batch, and say why if it differs.", "--whole-batch/--no-whole-batch", default=True
+    exact: bool | None = option("Require bitwise equality; default: wherever it is promised.", "--exact/--no-exact")
+    full_batch: bool = option(
+        "Also compare with the full batch, and explain a difference.", "--full-batch/--no-full-batch", default=True
     )
 
 
@@ -70,35 +67,34 @@ def verify(
     as_json: bool = JSON,
     show_all: bool = output_option("Print a row for every value.", "--all", default=False),
 ) -> None:
-    """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
+    """Verify that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
     TARGET is a function that returns (model, args, target, loss): args is the
     tuple of the model's inputs, or a pair of that and a dict of keyword inputs;
     loss(output, target) returns a scalar; target and loss may be None if the
     model computes its own loss. If the batch is not in the first dimension, add
-    a dict with batch_dims, split or merge at the end; one with reduction if the
+    a dict with batch_dims, split_fn or merge_fn at the end; one with reduction if the
     batch's loss is another function of the microbatches'. TARGET is called twice,
     with all generators at seed 0, to get two models that share nothing.
 
     With --schedule all, every schedule that takes these ranks and microbatches is
-    verified in one process, on one line each; what the unsplit model does is
-    computed once.
+    verified in one process, on one line each; the unsplit model runs only once.
 
-    The exit status is 0 if everything is equal, 1 if something differs or nothing
-    is proven because the loss is NaN or infinite, and 2 on any other error.
+    The exit status is 0 if everything is equal, 1 if something differs or the
+    result is inconclusive (the loss is NaN or infinite), and 2 on any other error.
     """
     _choice(case.transport)  # raises before any process starts
     check_counts(replicas=case.replicas)
     in_one_process = case.transport == "local" or (case.transport is None and case.replicas == 1)
     if in_one_process and case.replicas > 1:
-        raise ArgumentError(f"--replicas {case.replicas}: a process for each rank; leave --transport local out")
+        raise ArgumentError(f"--replicas {case.replicas}: replicas need one process per rank; omit --transport local")
     if case.schedule == ALL:
         if not in_one_process:
             raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
         _verify_all(case, as_json=as_json)
         return
-    _check_numbers(case, generator(case.schedule))  # raises before anything is loaded
-    (report,) = prove(case, [case.schedule]) if in_one_process else [prove_distributed(case)]
+    _check_numbers(case, schedule_spec(case.schedule))  # raises before anything is loaded
+    (report,) = run_case(case, [case.schedule]) if in_one_process else [run_distributed(case)]
     if as_json:
         print_json(report)
     else:
@@ -108,150 +104,159 @@ def verify(
 
 
 def _verify_all(case: Case, *, as_json: bool) -> None:
-    out, names = sys.stdout, list[str]()  # while the model is loaded, what is printed goes to stderr
-    for entry in generators():
+    out, names = sys.stdout, list[str]()  # while the model is loaded, output goes to stderr
+    for entry in schedule_specs():
         try:
             _check_numbers(case, entry)
             names.append(entry.name)
         except PenstockError as error:
             print(f"{entry.name}: not verified: {error}", file=sys.stderr)
-    found = list[dict[str, Any]]()
-    for report in prove(case, names):
-        found.append(report)
+    reports = list[dict[str, Any]]()
+    for report in run_case(case, names):
+        reports.append(report)
         if not as_json:
             print(f"{report['schedule']:17}{report['summary']}", file=out, flush=True)
-    if not found:
+    if not reports:
         raise ArgumentError("--schedule all: no schedule takes this model on these ranks; see the lines above")
     if as_json:
-        print_json(found)
-    if wrong := [report["schedule"] for report in found if not report["ok"]]:
-        raise VerificationError(f"{len(wrong)} of {counted(len(found), 'schedule')} did not pass: {', '.join(wrong)}")
+        print_json(reports)
+    if failed := [report["schedule"] for report in reports if not report["ok"]]:
+        raise VerificationError(
+            f"{len(failed)} of {counted(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
+        )
 
 
-def _check_numbers(case: Case, entry: Generator) -> None:
-    """Raises ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
+def _check_numbers(case: Case, entry: ScheduleSpec) -> None:
+    """Raise ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
     count = MICROBATCHES if case.microbatches is None else case.microbatches
-    weigh([(entry, Numbers(case.ranks, count, entry.chunks if case.chunks is None else case.chunks))])
-    generate(entry.name, case.ranks, count, case.chunks)
+    check_size(
+        [
+            (
+                entry,
+                ScheduleParams(
+                    case.ranks, count, entry.chunks if case.stages_per_rank is None else case.stages_per_rank
+                ),
+            )
+        ]
+    )
+    generate(entry.name, case.ranks, count, case.stages_per_rank)
 
 
-def prove(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The report of each schedule, as `penstock.Report.to_dict` returns it; of several, only of those that take these
-    numbers and this model. Until the last one, whatever is printed goes to stderr."""
+def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those
+    that do not work with these numbers and this model. Until the last one, output goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.verification.twins import twins
     from penstock.verification.verify import Verification
 
-    refused, is_any = "", False
-    with loaded(case.target, "the model or the loss") as given:
-        calls = iter([lambda: given, given.again])
+    refusal, has_passed = "", False
+    with loaded(case.target, "the model or the loss") as target:
+        calls = iter([lambda: target, target.again])
 
         def make() -> tuple[Any, Any]:
-            made = next(calls)()
-            return made.model, made.loss
+            called = next(calls)()
+            return called.model, called.loss
 
-        mesh, part = None, Microbatch(given.args, given.kwargs, given.target)
+        mesh, part = None, Microbatch(target.args, target.kwargs, target.target)
         if case.replicas > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
             from penstock.partition.units.chain import as_module
 
-            device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
+            device = next((p.device.type for p in as_module(target.model).parameters()), "cpu")
             mesh = init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
-            part = _part(given, case.replicas, mesh.get_local_rank("dp"))
+            part = _part(target, case.replicas, mesh.get_local_rank("dp"))
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
-        options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
-        if case.reduction is not None and given.reduction is not None:
-            raise ArgumentError(
-                f"--reduction {case.reduction}: {case.target} brings a reduction; leave one of them out"
-            )
-        reduction = given.reduction or case.reduction or "mean"
-        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.whole_batch)
+        options |= {"mesh": mesh, "transport": _choice(case.transport), **target.cutting}
+        if case.reduction is not None and target.reduction is not None:
+            raise ArgumentError(f"--reduction {case.reduction}: {case.target} sets a reduction; pass only one")
+        reduction = target.reduction or case.reduction or "mean"
+        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.full_batch)
         for number, schedule in enumerate(schedules, 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)
             try:
                 report = verification.report(schedule).to_dict()
             except PartitionError as error:
-                if len(schedules) == 1 or (not is_any and str(error) == refused):  # whatever the schedule
+                if len(schedules) == 1 or (not has_passed and str(error) == refusal):  # whatever the schedule
                     raise
-                refused = str(error)
-                print(f"{schedule}: not verified: {refused}", file=sys.stderr)
+                refusal = str(error)
+                print(f"{schedule}: not verified: {refusal}", file=sys.stderr)
             else:
-                is_any = True
+                has_passed = True
                 yield report
 
 
 def _choice(name: str | None) -> TransportChoice:
-    """`transport=` of `penstock.verify`. Raises ArgumentError if there is no such choice."""
+    """Return `transport=` of `penstock.verify`. Raise ArgumentError if there is no such choice."""
     from penstock.distributed.launch.target import function_named
 
-    if name in (None, "local", "distributed"):  # where the ranks run; what carries messages, the library chooses
+    if name in (None, "local", "distributed"):  # where the ranks run; the library chooses the transport
         return "auto"
     if name == "staged":
         return "staged"
     if ":" not in name:
         raise ArgumentError(
-            f"--transport {name}: expected local, distributed, staged, or a factory of your own as module:function or "
+            f"--transport {name}: expected local, distributed, staged, or a factory as module:function or "
             "file.py:function"
         )
     factory: TransportFactory = function_named(name, "--transport")
     return factory
 
 
-def _part(given: Target, replicas: int, replica: int) -> Microbatch:
-    """A replica's part of the batch, cut by the same rule as a pipeline cuts its batch."""
+def _part(target: Target, replicas: int, replica: int) -> Microbatch:
+    """Return a replica's part of the batch, cut as a pipeline cuts its batch."""
     from penstock._base.trees import unflatten
     from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
 
-    cutting = Cutting.of(given.cutting.get("batch_dims"), given.cutting.get("split"))
-    batch = cutting.divide(Batch(given.args, given.kwargs, given.target), replicas, "batch", 1)
+    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
+    batch = cutting.divide(Batch(target.args, target.kwargs, target.target), replicas, "batch", 1)
     cut = cutting.cut(batch, replicas, "batch", None, 1)
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
         raise ArgumentError(
-            f"--replicas {replicas}: the batch's {sum(cut.sizes)} rows cannot be divided into {replicas} equal parts; "
-            "change the batch or the number of replicas"
+            f"--replicas {replicas}: the batch of {sum(cut.sizes)} samples has no {replicas} equal parts; change the "
+            "batch or the number of replicas"
         )
     piece = cut.pieces[replica]
     args, kwargs = unflatten(piece.leaves, piece.structure)
-    target = cutting.targets(batch, cut.sizes, None)[replica]
-    return Microbatch(args, kwargs, target)
+    return Microbatch(args, kwargs, cutting.targets(batch, cut.sizes, None)[replica])
 
 
-def prove_distributed(case: Case) -> dict[str, Any]:
-    """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder."""
+def run_distributed(case: Case) -> dict[str, Any]:
+    """Run a case with one process per rank. Each writes its report or its error to a file in a directory."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         threads = None if "OMP_NUM_THREADS" in os.environ else 1  # each rank uses as many as the one-device reference
         status = launch(["-m", "penstock.cli.verify", name], case.ranks * case.replicas, threads)
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
-    errors = sorted((one for one in found if "error" in one), key=lambda one: (one["follows"], one["monotonic_ns"]))
+        results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
+    failed = (result for result in results if "error" in result)
+    errors = sorted(failed, key=lambda result: (result["follows"], result["monotonic_ns"]))
     if errors:
         raise ArgumentError(errors[0]["error"])
-    if status or len(found) < case.ranks * case.replicas:
-        raise PipelineFailure(
-            f"the ranks ended with exit status {status}, and {len(found)} of {case.ranks * case.replicas} compared "
+    if status or len(results) < case.ranks * case.replicas:
+        raise RankFailedError(
+            f"the ranks ended with exit status {status}, and {len(results)} of {case.ranks * case.replicas} compared "
             "anything; see the lines above, and remove whatever ends a process in TARGET"
         )
-    report: dict[str, Any] = found[0]["report"]
+    report: dict[str, Any] = results[0]["report"]
     return report
 
 
 def rank_main(folder: Path) -> int:
-    """Runs one rank of `prove_distributed`. Returns its exit status."""
+    """Run one rank of `run_distributed` and return its exit status."""
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     warnings.formatwarning = formatted
     try:
-        (report,) = prove(case, [case.schedule])
-        left: dict[str, Any] = {"report": report}
+        (report,) = run_case(case, [case.schedule])
+        result: dict[str, Any] = {"report": report}
     except PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             traceback.print_exc()
-        follows = isinstance(error, PipelineFailure)  # another rank's error is the cause
-        left = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
-    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(left), encoding="utf-8")
-    return 2 if "error" in left else 0
+        follows = isinstance(error, RankFailedError)  # another rank's error is the cause
+        result = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
+    return 2 if "error" in result else 0
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from penstock._base.lazy import face
 if TYPE_CHECKING:
     from penstock.costs.costs import WORK as WORK
     from penstock.costs.costs import Costs as Costs
-    from penstock.costs.cuts import Problem as Problem
-    from penstock.costs.cuts import best_starts as best_starts
+    from penstock.costs.cuts import CutProblem as CutProblem
+    from penstock.costs.cuts import best_cuts as best_cuts
     from penstock.costs.cuts import stage_bytes as stage_bytes
     from penstock.costs.cuts import stage_loads as stage_loads
-    from penstock.costs.estimate import estimated as estimated
-    from penstock.costs.estimate import fitted as fitted
+    from penstock.costs.estimate import estimate as estimate
+    from penstock.costs.estimate import fit_efficiency as fit_efficiency
     from penstock.costs.files import read_costs as read_costs
     from penstock.costs.files import read_links as read_links
     from penstock.costs.links import MeasuredLinks as MeasuredLinks
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
     from penstock.costs.outcome import with_one_model as with_one_model
     from penstock.costs.profile import OPTIMIZER_VALUES as OPTIMIZER_VALUES
     from penstock.costs.profile import SPLIT_SECONDS as SPLIT_SECONDS
-    from penstock.costs.profile import MadeFor as MadeFor
     from penstock.costs.profile import MeasuredLink as MeasuredLink
-    from penstock.costs.profile import Operations as Operations
+    from penstock.costs.profile import ModelFingerprint as ModelFingerprint
+    from penstock.costs.profile import OpCounts as OpCounts
     from penstock.costs.profile import Profile as Profile
     from penstock.costs.profile import Tied as Tied
     from penstock.costs.profile import UnitCost as UnitCost
-    from penstock.costs.profile import counted_again as counted_again
     from penstock.costs.profile import first_difference as first_difference
     from penstock.costs.profile import kept_bytes as kept_bytes
     from penstock.costs.profile import read_profile as read_profile
+    from penstock.costs.profile import tied_bytes_overcount as tied_bytes_overcount
     from penstock.costs.profile import ties_of as ties_of
     from penstock.costs.sizes import units_of as units_of
     from penstock.costs.sizes import variation as variation
 
 _HOMES = {
     "costs": "WORK Costs",
-    "cuts": "Problem best_starts stage_bytes stage_loads",
+    "cuts": "CutProblem best_cuts stage_bytes stage_loads",
     "sizes": "units_of variation",
-    "estimate": "estimated fitted",
+    "estimate": "estimate fit_efficiency",
     "files": "read_costs read_links",
     "links": "MeasuredLinks links_in",
     "outcome": "Outcome with_one_model",
     "profile": (
-        "OPTIMIZER_VALUES SPLIT_SECONDS MadeFor MeasuredLink Operations Profile Tied UnitCost counted_again "
-        "first_difference kept_bytes read_profile ties_of"
+        "OPTIMIZER_VALUES SPLIT_SECONDS ModelFingerprint MeasuredLink OpCounts Profile Tied UnitCost "
+        "tied_bytes_overcount first_difference kept_bytes read_profile ties_of"
     ),
 }
 

@@ -67,20 +67,21 @@ class Costs:
         return isinstance(self.stages, UnitsToCut)
 
     def described(self, alike: str, of_stages: str) -> str:
-        """What tables of several schedules say of costs: one of these two texts, or where they were measured."""
+        """Describe costs in tables of several schedules: return one of these two texts, or where they were measured."""
         if isinstance(self.stages, UnitsToCut):
             return f"{self.stages.said}, cut for each schedule where its slowest stage is fastest; seconds and bytes"
         return alike if self.are_alike else of_stages
 
     def origin(self, placement: Placement) -> str:
-        """Where measured costs come from, and where the stages of this placement begin; empty if they were given."""
+        """Describe where measured costs come from, and where the stages of this placement begin; empty if they were
+        passed in."""
         if not isinstance(self.stages, UnitsToCut):
             return ""
         cuts = self.cuts(placement)
         return f"{self.stages.said}; stages begin at {', '.join(cuts)}" if cuts else self.stages.said
 
     def cuts(self, placement: Placement) -> tuple[str, ...]:
-        """Where measured units are cut for this placement; empty if costs were given."""
+        """Return where measured units are cut for this placement; empty if costs were passed in."""
         return self._cut(self.stages, placement.depth)[0] if isinstance(self.stages, UnitsToCut) else ()
 
     def _cut(
@@ -92,7 +93,7 @@ class Costs:
         if stages > len(given.units):
             raise ArgumentError(
                 f"{self.source} has {counted(len(given.units), 'unit')}, at most one stage each, but {name} needs "
-                f"{stages} stages; take fewer, or open modules: penstock profile --opens"
+                f"{stages} stages; take fewer, or open modules: penstock profile --split-inside"
             )
         units = tuple(unit.split for unit in given.units) if splits else given.units
         return stages_of_units(units, stages, LinkCost.slowest(self._each_link), given.action_seconds)
@@ -110,7 +111,8 @@ class Costs:
         return f"{' = '.join([*missing, *given[:1]])} = {value:g}, as {which} {were} not given"
 
     def with_links(self, links: MeasuredLinks) -> Costs:
-        """These costs on a measured network. Raises ArgumentError if they have links already, or no message sizes."""
+        """Return these costs on a measured network. Raise ArgumentError if they have links already, or no message
+        sizes."""
         if self.links != NO_COST:
             raise ArgumentError(f"{self.source} and {links.source} both have links: pass only one of the two")
         costs = replace(self, links=links)
@@ -118,7 +120,7 @@ class Costs:
         return costs
 
     def check_sizes(self, source: str) -> None:
-        """Raises ArgumentError if a link from `source` has a bandwidth but no message has a size."""
+        """Raise ArgumentError if a link from `source` has a bandwidth but no message has a size."""
         if isinstance(self.stages, UnitsToCut):
             return
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
@@ -137,14 +139,13 @@ class Costs:
         return any(link.bytes_per_second < math.inf for link in self._each_link)
 
     def of(self, schedule: Schedule) -> list[OfStage]:
-        """The cost of each of the schedule's stages. Raises ArgumentError: there are costs for more or fewer stages,
-        or for a link of a rank that does not exist."""
+        """Return the cost of each of the schedule's stages. Raise ArgumentError if the number of costs differs from the
+        number of stages, or a link is of a rank that does not exist."""
         return self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
 
     def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
-        """The cost of each stage, copies included; `splits`: of split backwards. Raises the same errors as `of`, with
-        this `name`.
-        """
+        """Return the cost of each stage, copies included. `splits`: of split backwards. Raise the same errors as `of`,
+        with this `name`."""
         depth, given = placement.depth, self.stages
         if isinstance(given, UnitsToCut):
             _, given = self._cut(given, depth, name, splits=splits)
@@ -167,13 +168,13 @@ class Costs:
                 )
 
     def of_ranks(self, chunks: int) -> Costs:
-        """Turns costs per stage into costs per rank, which `for_model_of` divides again. A file's costs stay."""
+        """Turn costs per stage into costs per rank, which `for_model_of` divides again. A file's costs stay."""
         if not isinstance(self.stages, StageCost):
             return self
         return replace(self, stages=divided(self.stages, 1 / chunks))
 
     def for_model_of(self, schedule: Schedule, *, whole: bool = False) -> Costs:
-        """The costs with which a schedule trains the same model as every other schedule.
+        """Return the costs with which a schedule trains the same model as every other schedule.
 
         Numbers then apply to a rank, whose chunks share them equally, or if `whole` to the model, whose stages do. The
         stages in a file are the model's; neighbors are merged if the schedule has fewer. Measured units are cut for
@@ -196,8 +197,8 @@ class Costs:
 
 
 def _joined(stages: Sequence[OfStage]) -> OfStage:
-    """Merges neighboring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
-    of them have costs for different numbers of microbatches."""
+    """Merge neighboring stages into one, for each microbatch if one of them differs by it. Raise ArgumentError: two of
+    them have costs for different numbers of microbatches."""
     if all(isinstance(stage, StageCost) for stage in stages):
         return _sum([cost for stage in stages for cost in each_of(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
@@ -209,7 +210,7 @@ def _joined(stages: Sequence[OfStage]) -> OfStage:
 
 
 def _sum(stages: Sequence[StageCost]) -> StageCost:
-    """What neighboring stages cost together; their output is the last one's."""
+    """Add up neighboring stages; the sum's output is the last one's."""
     values = {f.name: [getattr(stage, f.name) for stage in stages] for f in fields(StageCost)}
     sums: dict[str, Any] = {name: None if None in column else sum(column) for name, column in values.items()}
     return StageCost(**{**sums, "output_bytes": stages[-1].output_bytes})

@@ -31,7 +31,7 @@ ROUNDING = 1 + 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CutProblem:
     """What to divide, and what a stage costs. All sequences have an entry for each unit, if not each stage.
 
     Attributes:
@@ -68,26 +68,25 @@ class Problem:
     waiting: Sequence[int] = ()
 
     def bytes_before(self, stage: int) -> Floats:
-        """What all units before each one, and before the end, would take on this stage."""
+        """Return the memory on this stage of all units before each one, and before the end."""
         return self._bytes_before(self.in_flight[stage] if self.in_flight else 1)
 
     def bytes_again(self, stage: int, begins: Ints) -> Floats:
-        """What units from `begins` to before each one would take on this stage if it ran forwards again."""
+        """Return the memory on this stage of units from `begins` up to each one if it recomputes forwards."""
         before = self._bytes_before(1) + self.waiting[stage] * _totals(np.asarray(self.waiting_bytes))
         received: Floats = self.in_flight[stage] * _column(self.received_bytes, len(self.seconds))[begins]
         return before[None, :] - before[begins] + received
 
     def costs_before(self, stage: int | None = None) -> Floats:
-        """The same for what is balanced, without what crosses; with no stage: where they cost least."""
+        """Return the same for the balanced cost, without what crosses; without a stage: on the cheapest one."""
         if self.balanced == "seconds":
             speed = max(self.speeds, default=1.0) if stage is None or not self.speeds else self.speeds[stage]
             return _totals(_column(self.seconds, len(self.seconds))[:-1]) / speed
         return self._bytes_before(min(self.in_flight, default=1)) if stage is None else self.bytes_before(stage)
 
     def together(self, begins: Ints, ends: Ints) -> Floats:
-        """What units from `begins` to before `ends` take as one stage besides what each of them takes: ties are held
-        once, and one unit runs. Both may have any shape.
-        """
+        """Return the memory that units from `begins` to before `ends` take as one stage beyond the sum of theirs: ties
+        are held once, and one unit runs at a time. Both may have any shape."""
         found = np.zeros(np.broadcast(begins, ends).shape)
         for one, other, size in self.ties:
             found -= size * ((begins <= one) & (other < ends))
@@ -106,7 +105,7 @@ class Problem:
         return found
 
     def crossing(self) -> Floats:
-        """What a cut before each unit costs each of its two stages."""
+        """Return what a cut before each unit costs each of its two stages."""
         if self.balanced == "bytes":
             return np.zeros(len(self.seconds) + 1)
         found = _column(self.crossing_seconds, len(self.seconds))
@@ -119,8 +118,8 @@ class Problem:
         return _totals((held + microbatches * kept)[:-1])
 
 
-def best_starts(problem: Problem, stages: int) -> list[int]:
-    """The unit with which each stage begins. The dearest stage is as cheap as can be, then the sum of squares.
+def best_cuts(problem: CutProblem, stages: int) -> list[int]:
+    """Return the unit with which each stage begins. Minimize the most expensive stage, then the sum of squares.
 
     Raises:
         ArgumentError: there are fewer units than stages, or nothing fits; says what the least limit is.
@@ -143,8 +142,8 @@ def best_starts(problem: Problem, stages: int) -> list[int]:
         bound = max(2 * bound, float(np.diff(least).max()))
 
 
-def stage_loads(problem: Problem, starts: Sequence[int]) -> list[float]:
-    """What each of these stages costs, in what is balanced."""
+def stage_loads(problem: CutProblem, starts: Sequence[int]) -> list[float]:
+    """Return the balanced cost of each of these stages."""
     crossing, found = problem.crossing(), []
     if problem.balanced == "bytes":
         return stage_bytes(problem, starts)
@@ -154,8 +153,8 @@ def stage_loads(problem: Problem, starts: Sequence[int]) -> list[float]:
     return found
 
 
-def stage_bytes(problem: Problem, starts: Sequence[int]) -> list[float]:
-    """What each of these stages takes of memory."""
+def stage_bytes(problem: CutProblem, starts: Sequence[int]) -> list[float]:
+    """Return the memory of each of these stages, in bytes."""
     runs = enumerate(pairwise((*starts, len(problem.seconds))))
     found = []
     for stage, (start, end) in runs:
@@ -164,9 +163,9 @@ def stage_bytes(problem: Problem, starts: Sequence[int]) -> list[float]:
     return found
 
 
-def _nothing_fits(problem: Problem, stages: int) -> str:
+def _nothing_fits(problem: CutProblem, stages: int) -> str:
     freely = replace(problem, crossing_seconds=(), limit_bytes=math.inf, balanced="bytes", speeds=())
-    loads = stage_loads(freely, best_starts(freely, stages))
+    loads = stage_loads(freely, best_cuts(freely, stages))
     return (
         f"memory_limit={problem.limit_bytes:,.0f} bytes: no cut into {stages} stages fits. The least that any needs is "
         f"{max(loads):,.0f} bytes, on stage {int(np.argmax(loads))}. Pass more memory, more stages, smaller "
@@ -174,8 +173,9 @@ def _nothing_fits(problem: Problem, stages: int) -> str:
     )
 
 
-def _table(problem: Problem, longest: int) -> Table:
-    """The costs of stages of up to `longest` units; infinite for those that have none, or take too much memory."""
+def _table(problem: CutProblem, longest: int) -> Table:
+    """Return the costs of stages of up to `longest` units; infinite for those that do not exist or take too much
+    memory."""
     units = len(problem.seconds)
     lengths = np.arange(longest + 1)[:, None]
     ends = np.broadcast_to(np.arange(units + 1), (longest + 1, units + 1))
@@ -209,7 +209,7 @@ def _table(problem: Problem, longest: int) -> Table:
 
 
 def _dearest(table: Table, stages: int, units: int) -> float:
-    """The least cost of the dearest stage; infinite if no row of stages is allowed."""
+    """Return the least cost of the most expensive stage; infinite if no cuts are allowed."""
     best = _at_start(units)
     for stage in range(stages):
         costs = table(stage)
@@ -218,7 +218,7 @@ def _dearest(table: Table, stages: int, units: int) -> float:
 
 
 def _even(table: Table, bound: float, stages: int, units: int) -> list[int]:
-    """The row of stages within the bound with the least sum of squares; of equal ones, that with later cuts."""
+    """Return the cuts within the bound with the least sum of squares; among equal ones, those with later cuts."""
     best = _at_start(units)
     lengths: list[NDArray[Any]] = []
     for stage in range(stages):
@@ -235,7 +235,7 @@ def _even(table: Table, bound: float, stages: int, units: int) -> list[int]:
 
 
 def _at_start(units: int) -> Floats:
-    """What no stages cost, by where they end."""
+    """Return the cost of no stages, by where they end."""
     best = np.full(units + 1, np.inf)
     best[0] = 0.0
     return best
@@ -249,12 +249,12 @@ def _by_length(best: Floats, lengths: int) -> Floats:
 
 
 def _column(values: Sequence[float], units: int) -> Floats:
-    """One value for each unit, and one for the end; zeros if there are none."""
+    """Return one value for each unit, and one for the end; zeros if there are none."""
     found = np.zeros(units + 1)
     found[: len(values)] = values
     return found
 
 
 def _totals(values: Floats) -> Floats:
-    """The sums of the values before each one, and before the end."""
+    """Return the sums of the values before each one, and before the end."""
     return np.concatenate([[0.0], np.cumsum(values)])

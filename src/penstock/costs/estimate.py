@@ -8,23 +8,23 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.costs.hardware import (
-    USUAL,
-    Device,
+    DEFAULT_EFFICIENCY,
+    DeviceSpec,
     Efficiency,
     Measurement,
     Operation,
-    calibrated,
-    reported_as,
+    calibrate,
+    device_by_reported_name,
     seconds_of,
 )
-from penstock.costs.profile import OPTIMIZER_VALUES, Operations, Profile, UnitCost
+from penstock.costs.profile import OPTIMIZER_VALUES, OpCounts, Profile, UnitCost
 
 _MOVED = 7
 """Values that AdamW reads or writes for each that is trained: it and its state, there and back, and the gradient."""
 
 
-def estimated(counted: Profile, device: Device, efficiency: Efficiency = USUAL) -> Profile:
-    """The profile with all times estimated for this device, for all its sizes. Bytes stay as they are.
+def estimate(counted: Profile, device: DeviceSpec, efficiency: Efficiency = DEFAULT_EFFICIENCY) -> Profile:
+    """Return the profile with all times estimated for this device, at all its sizes. Bytes stay as they are.
 
     Raises:
         ArgumentError: the profile has no operations, or the device no peak for a dtype of theirs.
@@ -39,20 +39,22 @@ def estimated(counted: Profile, device: Device, efficiency: Efficiency = USUAL) 
         source="estimate",
         runs=0,
         links=(),
-        optimizer_byte_seconds=_MOVED / OPTIMIZER_VALUES / (device.bytes_per_second * efficiency.bandwidth_fraction),
+        optimizer_byte_seconds=_MOVED / OPTIMIZER_VALUES / (device.bytes_per_second * efficiency.bandwidth_efficiency),
         notes=(*counted.notes, f"not measured: an estimate from what {device.name} can do at most: {efficiency.text}"),
     )
 
 
-def fitted(measured: Iterable[Profile], device: Device, start: Efficiency = USUAL) -> Efficiency:
-    """The constants with which estimates are closest to what these profiles measured on devices of this kind.
+def fit_efficiency(
+    measured: Iterable[Profile], device: DeviceSpec, start: Efficiency = DEFAULT_EFFICIENCY
+) -> Efficiency:
+    """Fit the constants with which estimates are closest to what these profiles measured on devices of this kind.
 
     Raises:
         ArgumentError: a profile is an estimate itself, is of another kind of device, or has no operations.
     """
     found: list[Measurement] = []
     for profile in measured:
-        name, of = profile.device_name or profile.device, reported_as(profile.device_name)
+        name, of = profile.device_name or profile.device, device_by_reported_name(profile.device_name)
         if profile.source != "measured":
             raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
         if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
@@ -62,10 +64,10 @@ def fitted(measured: Iterable[Profile], device: Device, start: Efficiency = USUA
             )
         for each in profile.each_size:
             found += _measurements(each.units)
-    return calibrated(found, device, start)
+    return calibrate(found, device, start)
 
 
-def _units(units: Sequence[UnitCost], device: Device, efficiency: Efficiency) -> tuple[UnitCost, ...]:
+def _units(units: Sequence[UnitCost], device: DeviceSpec, efficiency: Efficiency) -> tuple[UnitCost, ...]:
     times: dict[str, dict[str, Any]] = {}
     for unit in units:
         if not unit.like or unit.operations is not None:
@@ -73,7 +75,7 @@ def _units(units: Sequence[UnitCost], device: Device, efficiency: Efficiency) ->
     return tuple(replace(u, **times[u.like or u.name], recompute_seconds=None, spread=0.0) for u in units)
 
 
-def _times(done: Operations, device: Device, efficiency: Efficiency) -> dict[str, float]:
+def _times(done: OpCounts, device: DeviceSpec, efficiency: Efficiency) -> dict[str, float]:
     """F, I and W: what the whole backward takes besides I."""
 
     def seconds(operations: Sequence[Operation]) -> float:
@@ -89,7 +91,7 @@ def _times(done: Operations, device: Device, efficiency: Efficiency) -> dict[str
 
 
 def _measurements(units: Sequence[UnitCost]) -> list[Measurement]:
-    """What each kind of unit did in its forward, its backward, and the part of it that is I, and what that took."""
+    """Return what each kind of unit did in its forward, its backward and the I part of it, and how long that took."""
     found = []
     for unit in units:
         if unit.like:
@@ -103,7 +105,7 @@ def _measurements(units: Sequence[UnitCost]) -> list[Measurement]:
     return found
 
 
-def _operations_of(unit: UnitCost) -> Operations:
+def _operations_of(unit: UnitCost) -> OpCounts:
     if unit.operations is None:
         raise ArgumentError(
             f"unit {unit.name!r}: the profile does not say what it does, only what it took, so that nothing can be "

@@ -67,7 +67,7 @@ class _Link:
 
 
 def read_costs(path: Path) -> Costs:
-    """Reads the file given to --costs. Raises ArgumentError if it is not valid."""
+    """Read the file given to --costs. Raise ArgumentError if it is not valid."""
     where = f"--costs {path}"
     data = read_json(path, where)
     given = validate(_CostsFile, data if isinstance(data, dict) else {"stages": data}, where)
@@ -83,7 +83,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def read_links(path: Path) -> MeasuredLinks:
-    """Reads the file given to --links. Raises ArgumentError if it is not valid."""
+    """Read the file given to --links. Raise ArgumentError if it is not valid."""
     where = f"--links {path}"
     given = validate(_LinksFile, read_json(path, where), where)
     every = None if given.all is None else _link(given.all, f"{where}, all")
@@ -93,7 +93,7 @@ def read_links(path: Path) -> MeasuredLinks:
 
 
 def _stage(entry: Mapping[str, Any], where: str) -> OfStage:
-    """A stage's cost, or one for each microbatch if some of its numbers are lists."""
+    """Parse a stage's cost, or one for each microbatch if some of its numbers are lists."""
     lists = {key: value for key, value in entry.items() if isinstance(value, list)}
     if not lists:
         return _cost(entry, where)

@@ -48,7 +48,7 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
         return [*self.pairs.values(), *([self.every] if self.every else [])]
 
     def check(self, ranks: int, name: str) -> None:
-        """Raises ArgumentError if there are fewer hosts than ranks and no cost for the other pairs."""
+        """Raise ArgumentError if there are fewer hosts than ranks and no cost for the other pairs."""
         hosts = max(map(max, self.pairs), default=-1) + 1
         if self.every is None and hosts < ranks:
             raise ArgumentError(
@@ -65,22 +65,22 @@ USUAL_LINK = LinkCost(10e-6, 25e9)
 
 
 def usual_link(device: str) -> LinkCost:
-    """What a message between two ranks is taken to cost if nobody says. `device`: the type of theirs."""
+    """Return the assumed cost of a message between two ranks of this `device` type."""
     return USUAL_LINKS.get(device, USUAL_LINK)
 
 
 def assumed(link: LinkCost) -> str:
-    """What is said where nobody measured links."""
-    return f"a message is taken to cost {1e6 * link.latency_seconds:.4g} us and {link.bytes_per_second / 1e9:.4g} GB/s"
+    """Describe the costs assumed for links that were not measured."""
+    return f"assuming {1e6 * link.latency_seconds:.4g} us latency and {link.bytes_per_second / 1e9:.4g} GB/s"
 
 
 def slowest_link(profile: Profile) -> LinkCost | None:
-    """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
+    """Return a link with the longest latency and the least bandwidth of all measured ones; None if there are none."""
     return LinkCost.slowest([link_cost(link) for link in profile.links]) if profile.links else None
 
 
 def link_cost(link: MeasuredLink) -> LinkCost:
-    """The same, as the simulator takes it."""
+    """Convert a measured link to the simulator's."""
     return LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
 
 
@@ -90,6 +90,6 @@ def link_of(profile: Profile) -> LinkCost:
 
 
 def links_in(profile: Profile, source: str) -> MeasuredLinks:
-    """The links that a profile measured; every pair that it did not measure has the slowest of them."""
+    """Return the links that a profile measured; every pair that it did not measure has the slowest of them."""
     pairs = {(link.source, link.target): link_cost(link) for link in profile.links}
     return MeasuredLinks(pairs, slowest_link(profile), source)

@@ -11,19 +11,19 @@ from penstock.costs.costs import Costs
 from penstock.schedule import Op, Schedule
 from penstock.simulate import memory
 from penstock.simulate.costs import each_of
-from penstock.simulate.figures import Figures
+from penstock.simulate.figures import SimulationSummary
 from penstock.simulate.simulator import timed
 
 
 @dataclass(frozen=True)
-class Outcome(Figures):
+class Outcome(SimulationSummary):
     """A schedule simulated with `costs`, which say where its numbers come from and what their units are."""
 
     costs: Costs = field(kw_only=True)
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs) -> Outcome:
-        """Simulates a schedule. Raises ArgumentError if the costs do not fit its stages and links."""
+        """Simulate a schedule. Raise ArgumentError if the costs do not fit its stages and links."""
         by_stage = costs.of(schedule)
         if any(cost.unsharded_bytes for stage in by_stage for cost in each_of(stage)) and not _gathers(schedule):
             raise ArgumentError(
@@ -54,7 +54,7 @@ class Outcome(Figures):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the metrics, for JSON."""
         found = super().to_dict()
         if self.costs.are_measured:
             found["costs"] = self.costs.origin(self.schedule.placement)
@@ -78,7 +78,7 @@ def with_one_model(
     costs: Costs, schedules: Mapping[Key, Schedule], left_out: Mapping[Key, str], *, whole: bool = False
 ) -> tuple[dict[Key, Outcome], dict[Key, str]]:
     """Schedules that train the same model, simulated, and why others are left out: as in `left_out`, or since the costs
-    do not fit them. `whole`: as for `Costs.for_model_of`. Raises ArgumentError if they fit none."""
+    do not fit them. `whole`: as for `Costs.for_model_of`. Raise ArgumentError if they fit none."""
     found, reasons = dict[Key, Outcome](), dict(left_out)
     for key, schedule in schedules.items():
         try:

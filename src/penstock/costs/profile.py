@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Operations:
+class OpCounts:
     """What one microbatch makes a unit do, counted on tensors without memory.
 
     Attributes:
@@ -110,7 +110,7 @@ class UnitCost:
     spread: float = 0.0
     like: str = ""
     recompute_seconds: float | None = None
-    operations: Operations | None = None
+    operations: OpCounts | None = None
     split_forward_seconds: float | None = None
     split_input_gradient_seconds: float | None = None
     split_weight_gradient_seconds: float | None = None
@@ -155,17 +155,15 @@ class UnitCost:
 
 
 def kept_bytes(units: Sequence[UnitCost]) -> list[float]:
-    """What a microbatch takes from its forward to its backward, besides the model's inputs, of the first unit of these
-    consecutive ones, of the first two, and so on.
-    """
+    """Return the activation bytes per microbatch, besides the model's inputs, of the first of these consecutive units,
+    of the first two, and so on."""
     later = [0.0, *(min(unit.shared_bytes, unit.in_flight_bytes) for unit in units[1:])]
     return [*accumulate(unit.in_flight_bytes - shared for unit, shared in zip(units, later, strict=True))]
 
 
-def counted_again(units: Iterable[UnitCost]) -> tuple[float, float, float]:
-    """What these units have too much if one device has them all, since it holds what is tied once: of
-    `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`.
-    """
+def tied_bytes_overcount(units: Iterable[UnitCost]) -> tuple[float, float, float]:
+    """Return the `parameter_bytes`, `gradient_bytes` and `optimizer_bytes` that these units count more than once if
+    they are all on one device, which holds tied parameters once."""
     parameters, gradients, states = (
         sum(column) for column in zip((0.0,) * 3, *(p for *_, p in _ties(units)), strict=True)
     )
@@ -173,7 +171,8 @@ def counted_again(units: Iterable[UnitCost]) -> tuple[float, float, float]:
 
 
 def ties_of(units: Iterable[UnitCost]) -> list[tuple[int, int, float]]:
-    """For each tied parameter, each two units in a row that hold it, and what a device with both holds too much."""
+    """Return, for each tied parameter, each two consecutive units that hold it, and the bytes that a device with both
+    would count twice."""
     return [(one, other, sum(parts)) for one, other, parts in _ties(units)]
 
 
@@ -189,7 +188,7 @@ def _ties(units: Iterable[UnitCost]) -> Iterator[tuple[int, int, tuple[float, fl
 
 
 @dataclass(frozen=True, slots=True)
-class MadeFor:
+class ModelFingerprint:
     """What a profile or a plan is made for.
 
     Attributes:
@@ -302,7 +301,7 @@ class Profile:
             if [unit.name for unit in other.units] != names:
                 raise ArgumentError(
                     f"microbatches of {other.rows} and {self.rows} rows have different units; make the profile with "
-                    "opens= or leaves= that are the same for both"
+                    "split_inside= or leaf_modules= that are the same for both"
                 )
         sizes = [self.rows, *(other.rows for other in self.others)]
         if len({*sizes}) < len(sizes) or (self.others and min(sizes) < 1):
@@ -318,7 +317,7 @@ class Profile:
         return tuple(sorted([*same, replace(self, others=())], key=lambda one: one.rows))
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
-        """This profile, with those of microbatches of other sizes."""
+        """Return this profile together with those of other microbatch sizes."""
         sizes = (OtherSize(one.rows, one.units, one.inputs, one.runs) for one in others)
         return replace(self, others=(*self.others, *sizes))
 
@@ -329,15 +328,15 @@ class Profile:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def made_for(self) -> MadeFor:
+    def made_for(self) -> ModelFingerprint:
         """What it is a profile of."""
         threads = self.threads if (self.device, self.source) == ("cpu", "measured") else 0
-        return MadeFor(self.parameters, self.device, self.dtype, threads)
+        return ModelFingerprint(self.parameters, self.device, self.dtype, threads)
 
     def check_for(
-        self, here: MadeFor, what: str = "balance: the profile", remedy: str = ", or use balance='time'"
+        self, here: ModelFingerprint, what: str = "balance: the profile", remedy: str = ", or use balance='time'"
     ) -> None:
-        """Refuses a profile of something else. `what`, `remedy`: the beginning and the end of the message.
+        """Refuse a profile of something else. `what`, `remedy`: the beginning and the end of the message.
 
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
@@ -355,7 +354,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, given: Any, what: str = "the profile") -> Profile:
-        """The profile that `to_dict` wrote.
+        """Read the profile that `to_dict` wrote.
 
         Raises:
             ArgumentError: it is of another version, misses something, has something unknown, or was changed by hand.
@@ -371,18 +370,18 @@ class Profile:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as JSON. Raises ArgumentError if the file cannot be written."""
+        """Write it as JSON. Raise ArgumentError if the file cannot be written."""
         write_json(path, self.to_dict())
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """The profile in a file of JSON. Raises ArgumentError if there is none."""
+    """Read a profile from a JSON file. Raise ArgumentError if there is none."""
     what = f"profile {os.fspath(path)!r}"
     return Profile.from_dict(read_json(path, what), what)
 
 
 def amounts(cost: Any) -> dict[str, Any]:
-    """The seconds and bytes among a dataclass's fields, with their defaults."""
+    """Return the fields of a dataclass that are seconds or bytes, with their defaults."""
     return {each.name: each.default for each in fields(cost) if "seconds" in each.name or "bytes" in each.name}
 
 
@@ -396,8 +395,9 @@ def check_numbers(what: str, value: Any) -> None:
             raise ArgumentError(f"{what}: {name}={quoted(number)}; expected a number of 0 or more")
 
 
-def first_difference(made: MadeFor, here: MadeFor) -> str:
-    """The first difference between what something was made for and a model on a device; empty if there is none."""
+def first_difference(made: ModelFingerprint, here: ModelFingerprint) -> str:
+    """Return the first difference between what something was made for and a model on a device; empty if there is
+    none."""
     for name, shape in here.parameters.items():
         if name not in made.parameters:
             return f"it has no parameter {name!r}"

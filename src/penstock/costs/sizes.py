@@ -53,7 +53,9 @@ class Sizes:
         for other in others:
             other.check_for(first.made_for)
             if [unit.name for unit in other.units] != [unit.name for unit in first.units]:
-                raise ArgumentError("profiles: they have different units; make them with the same opens= and leaves=")
+                raise ArgumentError(
+                    "profiles: they have different units; make them with the same split_inside= and leaf_modules="
+                )
         object.__setattr__(self, "profiles", _split_alike(self.profiles))
 
     @classmethod
@@ -84,7 +86,7 @@ class Sizes:
         return FARTHEST * max(self.profiles)
 
     def shared_by(self, replicas: int) -> Sizes:
-        """What each of so many replicas has of the costs."""
+        """Divide the costs among this many replicas."""
         if not self.shares_optimizer or replicas == 1:
             return self
         found = {}
@@ -94,7 +96,7 @@ class Sizes:
         return Sizes(found)
 
     def at(self, rows: int) -> tuple[UnitCost, ...]:
-        """What each unit costs with microbatches of that many rows."""
+        """Return the cost of each unit at this microbatch size."""
         if rows in self.profiles:
             return self.profiles[rows].units
         sizes = sorted(self.profiles)
@@ -114,7 +116,7 @@ class Sizes:
 
 
 def rows_of(profile: Profile) -> int:
-    """The rows of the microbatch that was measured; if the profile does not say, the first dimension of most inputs.
+    """Return the microbatch size that was measured; if the profile does not say, the first dimension of most inputs.
 
     Raises:
         ArgumentError: it has no inputs either.
@@ -129,7 +131,7 @@ def rows_of(profile: Profile) -> int:
 
 
 def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
-    """Without what was measured of split backwards of units for which not all sizes have it."""
+    """Drop the measurements of split backwards of units that not all sizes have."""
 
     def known(unit: UnitCost) -> list[bool]:
         return [getattr(unit, name) is not None for name in OF_SPLITS]
@@ -144,7 +146,7 @@ def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
 
 
 def _growing(unit: UnitCost) -> dict[str, Any]:
-    """What depends on the number of rows, by name."""
+    """Return the fields that depend on the microbatch size, by name."""
     known = {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
     if unit.weight_gradient_bytes is None:  # stays unknown
         del known["weight_gradient_bytes"]
@@ -156,7 +158,7 @@ def _scaled(unit: UnitCost, factor: float) -> UnitCost:
 
 
 def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
-    """On the line through two; never below zero."""
+    """Interpolate on the line through two costs; never below zero."""
     above = _growing(high)
     return replace(low, **{name: max(0.0, a + share * (above[name] - a)) for name, a in _growing(low).items()})
 
@@ -201,22 +203,23 @@ def _seconds(size: Profile) -> float:
 
 
 def variation(profile: Profile) -> float:
-    """How much its times vary from run to run, as a fraction: of its sizes the most, of units by the time of each."""
+    """Return the run-to-run variation of the profile's times, as a fraction: the largest over its sizes, weighting
+    units by time."""
     totals = [(_seconds(size), sum(unit.seconds * unit.spread for unit in size.units)) for size in profile.each_size]
     return max(spread / seconds if seconds else 0.0 for seconds, spread in totals)
 
 
 def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
-    """The units of a profile for microbatches of that many rows; None: of those that it is of. Raises ArgumentError: it
-    does not say how many rows it is of, or they are far fewer."""
+    """Return the units of a profile at this microbatch size; None: at the size it was measured with. Raise
+    ArgumentError if the profile does not say which size that is, or it is far smaller."""
     units, size = profile.units, ", ".join(profile.inputs.values())
     if rows is not None:
         sizes = Sizes.of([profile])
         if not 1 <= rows <= sizes.largest:
             measured = ", ".join(map(str, sorted(sizes.profiles)))
             raise ArgumentError(
-                f"--rows {rows}: {source} has microbatches of {measured} rows, which tell of 1 to {sizes.largest}; "
-                "measure others: penstock profile --microbatch-sizes"
+                f"--microbatch-size {rows}: {source} has microbatches of {measured} rows, "
+                f"which cover 1 to {sizes.largest}; measure others: penstock profile --microbatch-sizes"
             )
         units, size = sizes.at(rows), counted(rows, "row")
         if rows not in sizes.profiles:

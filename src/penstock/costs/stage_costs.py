@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
-from penstock.costs.cuts import Problem, best_starts
-from penstock.costs.profile import UnitCost, counted_again, kept_bytes, ties_of
+from penstock.costs.cuts import CutProblem, best_cuts
+from penstock.costs.profile import UnitCost, kept_bytes, tied_bytes_overcount, ties_of
 from penstock.simulate.costs import LinkCost, StageCost
 
 
 def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
-    """What it takes to send what crosses a cut before this unit, there and back."""
+    """Return the seconds it takes to send what crosses a cut before this unit, there and back."""
     return sum(link.seconds(size) for size in (unit.boundary_bytes, unit.boundary_gradient_bytes) if size)
 
 
@@ -21,23 +21,23 @@ def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
 def stages_of_units(
     units: tuple[UnitCost, ...], stages: int, link: LinkCost, action_seconds: float = 0.0
 ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
-    """The units cut where `balance="time"` cuts them, so that the slowest stage is as fast as can be: the unit with
-    which each stage but the first begins, and what each stage costs.
+    """Cut the units where `balance="time"` does, to minimize the slowest stage: return the unit with which each stage
+    but the first begins, and each stage's cost.
 
     Raises:
         ArgumentError: there are fewer units than stages.
     """
-    starts = best_starts(problem_of(units, link), stages)
+    starts = best_cuts(problem_of(units, link), stages)
     return tuple(units[start].name for start in starts[1:]), priced(units, starts, action_seconds)
 
 
-def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> Problem:
-    """What to balance: each unit's time, and what crosses a cut before it. `speeds`: of each stage's device."""
-    return Problem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
+def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> CutProblem:
+    """Build the cut problem: each unit's time, and what crosses a cut before it. `speeds`: of each stage's device."""
+    return CutProblem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
 
 
-def with_memory(problem: Problem, units: Sequence[UnitCost], microbatches: int) -> Problem:
-    """The same with what units hold, keep and take while so many microbatches of a step go through them."""
+def with_memory(problem: CutProblem, units: Sequence[UnitCost], microbatches: int) -> CutProblem:
+    """Add the memory of units while this many microbatches of a step go through them."""
     batch = [microbatches * (unit.input_bytes + unit.target_bytes) for unit in units]
     return replace(
         problem,
@@ -51,7 +51,7 @@ def with_memory(problem: Problem, units: Sequence[UnitCost], microbatches: int) 
 def priced(
     units: Sequence[UnitCost], starts: Sequence[int], action_seconds: float = 0.0, speeds: Sequence[float] = ()
 ) -> tuple[StageCost, ...]:
-    """What each stage that begins with one of these units costs: the one price list of plans, simulations, searches and
+    """Price each stage that begins with one of these units: the one price list of plans, simulations, searches and
     explanations.
 
     Args:
@@ -69,7 +69,7 @@ def priced(
 def stage_cost(
     units: Sequence[UnitCost], output_bytes: float, speed: float = 1.0, action_seconds: float = 0.0
 ) -> StageCost:
-    """What consecutive units cost as one stage that sends so much to the next.
+    """Return the cost of consecutive units as one stage that sends this much to the next.
 
     Args:
         speed: of its device; 1: that of the device of the profile.
@@ -78,7 +78,7 @@ def stage_cost(
     activations = kept_bytes(units)[-1]
     measured = all(unit.weight_gradient_bytes is not None for unit in units)
     waiting = sum(unit.waiting_bytes for unit in units) if measured else activations
-    parameters, gradients, states = counted_again(units)
+    parameters, gradients, states = tied_bytes_overcount(units)
     return StageCost(
         sum(unit.forward_seconds for unit in units) / speed + action_seconds,
         sum(unit.input_gradient_seconds for unit in units) / speed + action_seconds,

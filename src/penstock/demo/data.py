@@ -31,20 +31,20 @@ class Corpus:
     held_out: Tensor
 
     def batch(self, step: int, rows: int, context: int) -> Batch:
-        """The batch for a training step: windows at random positions, the same ones in every process."""
+        """Return the batch for a training step: windows at random positions, the same ones in every process."""
         places = torch.Generator().manual_seed(step)
         starts = torch.randint(len(self.train) - context, (rows,), generator=places)
         return _windows(self.train, starts.tolist(), context)
 
     def held_out_batches(self, count: int, rows: int, context: int) -> list[Batch]:
-        """Windows spread evenly over the held-out text."""
+        """Return windows spread evenly over the held-out text."""
         stride = (len(self.held_out) - context) // (count * rows)
         starts = range(0, count * rows * stride, stride)
         return [_windows(self.held_out, starts[i * rows : (i + 1) * rows], context) for i in range(count)]
 
 
 def standard_library(most_bytes: int = MAX_BYTES) -> Corpus:
-    """Reads Python's standard library: its modules in alphabetical order, without tests."""
+    """Read Python's standard library: its modules in alphabetical order, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     left = most_bytes

@@ -31,7 +31,7 @@ class Block(nn.Module):
         return x + change
 
     def attend(self, x: Tensor) -> Tensor:
-        """Lets each position attend to itself and to earlier ones."""
+        """Let each position attend to itself and to earlier ones."""
         split = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
         output: Tensor = self.attention_output(attended.transpose(1, 2).flatten(2))
@@ -63,7 +63,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=width**-0.5)  # so that bytes soon become distinct
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps bytes to logits for each next byte: (batch, time) -> (batch, time, 256)."""
+        """Map bytes to logits for each next byte: (batch, time) -> (batch, time, 256)."""
         x = self.dropout(self.embedding(tokens) + self.position[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x)
@@ -72,5 +72,6 @@ class GPT(nn.Module):
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of (batch, time, 256) logits, in nats per byte: ln 256 = 5.55 for guessing, 0 if certain."""
+    """Return the cross-entropy of (batch, time, 256) logits, in nats per byte: ln 256 = 5.55 for guessing, 0 if
+    certain."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

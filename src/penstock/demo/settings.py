@@ -36,7 +36,7 @@ class Settings:
     out: Path = Path("runs/demo")
 
     def order(self) -> Schedule:
-        """The schedule.
+        """Return the schedule.
 
         Raises:
             ArgumentError: an option is out of range.
@@ -57,6 +57,6 @@ class Settings:
         return generate(self.schedule, self.ranks, self.microbatches)
 
     def arguments(self) -> list[str]:
-        """The command-line arguments for `python -m penstock.demo`."""
+        """Return the command-line arguments for `python -m penstock.demo`."""
         options = {"schedule": self.schedule, "microbatches": self.microbatches, "steps": self.steps, "out": self.out}
         return [f"--{name}={value}" for name, value in options.items()]

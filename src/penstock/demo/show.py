@@ -16,7 +16,7 @@ from rich.markup import escape
 from penstock._base.process import cores
 from penstock.demo.model import VOCABULARY
 from penstock.demo.settings import Settings
-from penstock.schedule import Op, Schedule, generators
+from penstock.schedule import Op, Schedule, schedule_specs
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
@@ -44,8 +44,8 @@ class Bubble:
 
 
 def compare(schedule: Schedule, timelines: Sequence[Timeline]) -> Bubble:
-    """Compares the bubble of a few timed steps with its predictions."""
-    formulas = {generator.name: generator.bubble or "" for generator in generators()}
+    """Compare the bubble of a few timed steps with its predictions."""
+    formulas = {generator.name: generator.bubble or "" for generator in schedule_specs()}
     return Bubble(
         median(timeline.bubble_rate for timeline in timelines),
         simulate(schedule, stage_costs(schedule, timelines)).bubble_rate,
@@ -55,7 +55,7 @@ def compare(schedule: Schedule, timelines: Sequence[Timeline]) -> Bubble:
 
 
 def stage_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> list[StageCost]:
-    """The mean time of each stage's forward and backward, in seconds."""
+    """Return the mean time of each stage's forward and backward, in seconds."""
     seconds: dict[tuple[int, Op], list[float]] = {}
     for timeline in timelines:
         for span in timeline:
@@ -71,12 +71,12 @@ def stage_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> list[Stage
 
 
 def heading(console: Console, number: str, text: str) -> None:
-    """Prints the title of one of the three parts."""
+    """Print the title of one of the three parts."""
     console.print(f"\n[bold]{number}. {text}[/bold]")
 
 
 def paragraph(console: Console, text: str) -> None:
-    """Prints text below a heading."""
+    """Print text below a heading."""
     console.print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  "), soft_wrap=True, markup=False)
 
 
@@ -88,7 +88,7 @@ def result(
     bubble: Bubble,
     memory_bytes: Sequence[int],
 ) -> None:
-    """Prints the result: how well the model learned, where the time went, and where to look next.
+    """Print the result: how well the model learned, where the time went, and where to look next.
 
     Args:
         console: where to print.
@@ -122,6 +122,6 @@ def result(
 
 
 def peak_memory_bytes() -> int:
-    """This process's peak memory, in bytes."""
+    """Return this process's peak memory, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -25,7 +25,7 @@ from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
 from penstock.report import write_perfetto
 from penstock.schedule.timeline import Timeline
-from penstock.trace.runs import RunFolder
+from penstock.trace.runs import RunConfig
 
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
@@ -36,7 +36,7 @@ LINE_EVERY = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Verifies one step, trains, and shows the result. Every process runs this; only the first one prints."""
+    """Verify one step, trains, and show the result. Every process runs this; only the first one prints."""
     settings = parse(arguments)
     first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not first, highlight=False)
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         schedule=settings.schedule,
         microbatches=settings.microbatches,
         loss_fn=loss,
-        run=RunFolder(settings.out, settings.steps, TIMED_EVERY),
+        run_dir=RunConfig(settings.out, settings.steps, TIMED_EVERY),
     ) as pipe:
         held_out = corpus.held_out_batches(HELD_OUT_BATCHES, ROWS, CONTEXT)
         before = evaluate(pipe, held_out)
         show.heading(console, "2", f"Train: {settings.steps} steps of {ROWS} rows of {CONTEXT} bytes")
         rates, timelines = train(pipe, settings, corpus, console)
         after = evaluate(pipe, held_out)
-        memory_bytes = pipe.gather(show.peak_memory_bytes())
+        memory_bytes = pipe.all_gather_object(show.peak_memory_bytes())
 
     show.heading(console, "3", "Result")
     show.result(console, settings, (before, after), median(rates), show.compare(pipe.schedule, timelines), memory_bytes)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_perfetto(timelines[-1], settings.out / show.TIMELINE)
 
 
-def verify(settings: Settings, corpus: Corpus) -> penstock.Report:
+def verify(settings: Settings, corpus: Corpus) -> penstock.VerificationReport:
     """Proves, in these very processes, that a step of the pipeline equals a step of the unsplit model.
 
     Leaves out the comparison with the whole batch, which would take more memory than the training whose peak is shown.
@@ -85,14 +85,14 @@ def verify(settings: Settings, corpus: Corpus) -> penstock.Report:
         loss_fn=loss,
         schedule=settings.schedule,
         microbatches=settings.microbatches,
-        whole_batch=False,
-    ).check()
+        full_batch=False,
+    ).raise_if_failed()
 
 
 def train(
     pipe: penstock.Pipeline, settings: Settings, corpus: Corpus, console: Console
 ) -> tuple[list[float], list[Timeline]]:
-    """The training loop. Returns each step's tokens per second, and the timelines of the steps that were timed."""
+    """Train; return each step's tokens per second, and the timelines of the steps that were timed."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_decay(step, settings.steps))
     speeds: list[float] = []
@@ -115,7 +115,7 @@ def train(
 
 
 def evaluate(pipe: penstock.Pipeline, batches: Sequence[Batch]) -> float:
-    """The mean loss on held-out text, in nats per byte."""
+    """Return the mean loss on held-out text, in nats per byte."""
     losses = []
     for batch in batches:
         inputs, target = feed(pipe, batch)
@@ -124,18 +124,19 @@ def evaluate(pipe: penstock.Pipeline, batches: Sequence[Batch]) -> float:
 
 
 def feed(pipe: penstock.Pipeline, batch: Batch) -> tuple[tuple[Any, ...], Any]:
-    """The inputs and targets that this process needs: only the first stage reads inputs, only the last one targets."""
+    """Return the inputs and targets that this process needs: only the first stage reads inputs, only the last one
+    targets."""
     inputs, targets = batch
     return (inputs,) if pipe.needs_inputs else (), targets if pipe.needs_targets else None
 
 
 def warmup_and_decay(step: int, steps: int) -> float:
-    """The share of the full learning rate: a linear warm-up, then a linear decay to the last step."""
+    """Return the share of the full learning rate: a linear warm-up, then a linear decay to the last step."""
     return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
-    """Parses the options; `ranks` is the number of processes that were started."""
+    """Parse the options; `ranks` is the number of processes that were started."""
     default = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default=default.schedule)

@@ -10,7 +10,7 @@ rank names the same cause:
 (1, 'rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 runs 1F0 (40 s so far)')
 
 launch/         starts a job's processes, and says how they ended; what to run; the step that they are at
-world.py        which processes take part; rendezvous.py, joining.py: how they meet, and who is missing
+world.py        which processes take part; joining.py: how they meet, and who is missing
 groups.py       torch's process groups; broadcasts.py: small values between ranks of one machine
 watchdog.py     ends this rank when another one fails, by what it hears from heartbeat_server.py on rank 0
 failure.py      what a rank does, and why a run ends, in words; failure_detector.py: who is lost, after which time

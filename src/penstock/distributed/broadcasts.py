@@ -20,7 +20,7 @@ to arrive, so that unread values do not pile up."""
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Receives exactly `size` bytes. Raises ConnectionError if the other end closes first."""
+    """Receive exactly `size` bytes. Raise ConnectionError if the other end closes first."""
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
@@ -40,7 +40,7 @@ class Broadcasts:
         self._lock = threading.Lock()
 
     def start(self, value: Tensor, source_rank: int) -> Broadcast:
-        """Starts to copy a contiguous float64 tensor on the CPU, in place, from one rank to all."""
+        """Start to copy a contiguous float64 tensor on the CPU, in place, from one rank to all."""
         broadcast = Broadcast(self, value, source_rank)
         if source_rank == self._rank:
             broadcast.here = True
@@ -55,7 +55,7 @@ class Broadcasts:
         return broadcast
 
     def receive(self, awaited: Broadcast, source_rank: int) -> None:
-        """Waits until a value from a rank has arrived. They arrive in order, whichever thread waits."""
+        """Wait until a value from a rank has arrived. They arrive in order, whichever thread waits."""
         with self._lock:
             while not awaited.here:
                 self._receive_next(source_rank)
@@ -68,7 +68,7 @@ class Broadcasts:
         self._arriving[source_rank].popleft()
 
     def close(self) -> None:
-        """Waits for values in flight, and closes the sockets."""
+        """Wait for values in flight, and close the sockets."""
         for arriving in self._arriving.values():
             if arriving:
                 arriving[-1].wait()
@@ -86,6 +86,6 @@ class Broadcast:
         self._source = source_rank
 
     def wait(self) -> None:
-        """Waits until the value has arrived."""
+        """Wait until the value has arrived."""
         if not self.here:
             self._broadcasts.receive(self, self._source)

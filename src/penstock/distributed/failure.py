@@ -1,13 +1,14 @@
 """What a rank is doing, and how a run ends when a rank cannot continue.
 
-Plain values, without torch: ranks exchange them as JSON, and users see them as one line.
+Plain values, without torch: ranks exchange them as JSON, in which they are lists, and users see them as one line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from penstock._base.words import in_a_line, line_of
 
@@ -17,8 +18,7 @@ _MAX_CHARACTERS = 2000
 _MAX_TOLD = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """What a rank's main thread is doing: an action, a wait for other ranks, or nothing of Penstock's (no text).
 
     Attributes:
@@ -28,6 +28,12 @@ class Position:
 
     action: str = ""
     peers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_list(cls, read: Sequence[Any]) -> Position:
+        """Read one from JSON. Raise ValueError or TypeError for anything else."""
+        action, peers = read
+        return cls(line_of(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
 
     def __str__(self) -> str:
         if self.peers:
@@ -44,8 +50,7 @@ class Watched(Protocol):
     position: Position
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Why a pipeline cannot continue. If there are several failures, every rank gives the first one as the cause.
 
     Attributes:
@@ -61,15 +66,20 @@ class Failure:
     error: str
     kind: Kind = "raised"
 
-    def __post_init__(self) -> None:  # its texts may come from another rank
-        object.__setattr__(self, "action", None if self.action is None else line_of(self.action, _MAX_CHARACTERS))
-        object.__setattr__(self, "error", line_of(self.error, 2 * _MAX_CHARACTERS))
-
     @classmethod
     def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
-        """The failure of a rank that raised `error`, and where its device was."""
+        """Build the failure of a rank that raised `error`, and where its device was."""
         where = "" if device is None else f"; {device}"
         return cls(rank, action or None, line_of(in_a_line(error), _MAX_CHARACTERS) + where, "raised")
+
+    @classmethod
+    def from_list(cls, read: Sequence[Any]) -> Failure:
+        """Read one from JSON. Raise ValueError or TypeError for anything else."""
+        rank, action, error, kind = read
+        if kind not in get_args(Kind):
+            raise ValueError(f"not a kind of failure: {kind!r}")
+        at = None if action is None else line_of(str(action), _MAX_CHARACTERS)
+        return cls(int(rank), at, line_of(str(error), 2 * _MAX_CHARACTERS), kind)
 
     def __str__(self) -> str:
         where = f"at {self.action}" if self.action else "outside of a step"
@@ -81,20 +91,8 @@ class Failure:
         }
         return f"rank {self.rank} {how[self.kind]}: {self.error}"
 
-    def to_list(self) -> list[Any]:
-        return [self.rank, self.action, self.error, self.kind]
 
-    @classmethod
-    def from_list(cls, read: Sequence[Any]) -> Failure:
-        """Reads what `to_list` wrote. Raises ValueError or TypeError for anything else."""
-        rank, action, error, kind = read
-        if kind not in get_args(Kind):
-            raise ValueError(f"not a kind of failure: {kind!r}")
-        return cls(int(rank), None if action is None else str(action), str(error), kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
+class Behind(NamedTuple):
     """A device that has not caught up with its host.
 
     Attributes:
@@ -109,8 +107,7 @@ class Behind:
         return f"its device {self.position}" + (f", after {self.finished}" if self.finished else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Sighting:
+class Sighting(NamedTuple):
     """A rank as its last beat showed it.
 
     Attributes:
@@ -124,6 +121,16 @@ class Sighting:
     seconds: float = 0.0
     left: bool = False
     device: Behind | None = None
+
+    @classmethod
+    def from_list(cls, read: Sequence[Any]) -> Sighting:
+        """Read one from JSON. Raise ValueError or TypeError for anything else."""
+        position, seconds, left, device = read
+        behind = None
+        if device is not None:
+            where, finished = device
+            behind = Behind(Position.from_list(where), line_of(str(finished), _MAX_CHARACTERS))
+        return cls(Position.from_list(position), float(seconds), bool(left), behind)
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -144,31 +151,9 @@ class Sighting:
         """Whether it waits for no more than these ranks."""
         return len(self.peers) <= 2 * ranks and all(0 <= peer < ranks for peer in self.peers)
 
-    def to_list(self) -> list[Any]:
-        device = self.device and [*_plain(self.device.position), self.device.finished]
-        return [*_plain(self.position), self.seconds, self.left, device]
-
-    @classmethod
-    def from_list(cls, read: Sequence[Any]) -> Sighting:
-        """Reads what `to_list` wrote. Raises ValueError or TypeError for anything else."""
-        action, peers, seconds, left, device = read
-        behind = None
-        if device is not None:
-            *where, finished = device
-            behind = Behind(_position(*where), line_of(str(finished), _MAX_CHARACTERS))
-        return cls(_position(action, peers), float(seconds), bool(left), behind)
-
-
-def _plain(position: Position) -> list[Any]:
-    return [position.action, list(position.peers)]
-
-
-def _position(action: Any, peers: Any) -> Position:
-    return Position(line_of(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
-
 
 def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
-    """Follows waits from `rank` to the rank at their end.
+    """Follow waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
     step". A rank whose device is behind is where its device is. Of several peers it follows the first one that is not
@@ -195,7 +180,7 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
 
 
 def long_action(rank: int, sightings: Sequence[Sighting], partners: Sequence[int]) -> str:
-    """What there is to say of a rank that has been in one action for long, and does not wait as far as is known.
+    """Describe a rank that has been in one action for long, and does not wait as far as is known.
 
     Of its `partners`, with which it may meet in a collective within an action, those that are elsewhere are named.
     """
@@ -216,12 +201,18 @@ def _subject(rank: int, sighting: Sighting) -> str:
 
 
 def _aside(sighting: Sighting, *more: str) -> str:
-    """In parentheses: `more`, what a device that is behind has finished last, and where its host is."""
+    """Format in parentheses `more`, what a device that is behind has finished last, and where its host is."""
     notes = [*more]
     if sighting.device is not None:
         notes += [f"it has finished {sighting.device.finished}"] if sighting.device.finished else []
         notes += [f"the host {sighting.position}"] if sighting.position != sighting.doing else []
     return f" ({'; '.join(notes)})" if notes else ""
+
+
+def say(words: str) -> None:
+    """Print one line for the user. What cannot be written is lost."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"penstock: {words}\n")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -101,12 +101,12 @@ class FailureDetector:
         return [entry.sighting for entry in self._ranks]
 
     def join(self, rank: int, process: Process) -> None:
-        """Records that `rank` has joined, or is back after its connection broke."""
+        """Record that `rank` has joined, or is back after its connection broke."""
         entry = self._ranks[rank]
         entry.process, entry.gone, entry.heard = process, None, self._clock()
 
     def beat(self, rank: int, sighting: Sighting) -> None:
-        """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
+        """Record a sign of life from `rank`; its last if `left`. Raise ValueError if it waits for an unknown rank."""
         if not sighting.fits(len(self._ranks)):
             raise ValueError(f"rank {rank} {sighting.doing}, but the ranks are 0 to {len(self._ranks) - 1}")
         entry = self._ranks[rank]
@@ -117,22 +117,18 @@ class FailureDetector:
             entry.left = entry.heard
 
     def hang_up(self, rank: int) -> None:
-        """Records that the connection of `rank` closed. Unless it said goodbye, its process is most likely gone."""
+        """Record that the connection of `rank` closed. Unless it said goodbye, its process is most likely gone."""
         if self._ranks[rank].left is None:
             self._ranks[rank].gone = self._clock()
 
-    def accuse(self, failure: Failure) -> bool:
-        """Records why the run ends. Returns False if another cause was recorded before. Raises ValueError if it names
-        an unknown rank."""
+    def accuse(self, failure: Failure) -> None:
+        """Record why the run ends, unless it is known. Raise ValueError if it names an unknown rank."""
         if not 0 <= failure.rank < len(self._ranks):
             raise ValueError(f"rank {failure.rank} {failure.kind}, but the ranks are 0 to {len(self._ranks) - 1}")
-        if self.failure is None:
-            self.failure = failure
-            return True
-        return False
+        self.failure = self.failure or failure
 
     def judge(self) -> None:
-        """Records the first rank that another waits for in vain. Must be called every beat."""
+        """Record the first rank that another waits for in vain. Must be called every beat."""
         now = self._clock()
         asleep, self._judged = self._patience.overslept(now - self._judged), now
         if asleep:  # this process itself was stopped: what other ranks sent meanwhile is still unread
@@ -162,16 +158,13 @@ class FailureDetector:
             self.accuse(Failure(peer, entry.sighting.doing.action or None, what, "lost"))
 
     def _accuse_first_gone(self) -> None:
-        """Accuses the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
-        gone = {
-            rank: entry.gone for rank, entry in enumerate(self._ranks) if entry.gone is not None and entry.left is None
-        }
-        first = min(gone, key=gone.__getitem__)
-        action = self._ranks[first].sighting.doing.action or None
-        self.accuse(Failure(first, action, GONE, "lost"))
+        """Accuse the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
+        ranks = enumerate(self._ranks)
+        _, first = min((entry.gone, rank) for rank, entry in ranks if entry.gone is not None and entry.left is None)
+        self.accuse(Failure(first, self._ranks[first].sighting.doing.action or None, GONE, "lost"))
 
     def _lost(self, entry: _RankState) -> str | None:
-        """What the silence of a rank that has joined means; None while it may be alive."""
+        """Return what the silence of a rank that has joined means; None while it may be alive."""
         seconds = self._clock() - entry.heard
         if entry.process is None or seconds < self._patience.stall_seconds:
             return None
@@ -179,7 +172,8 @@ class FailureDetector:
 
 
 def silence(seconds: float, state: ProcessState, patience: Patience) -> str | None:
-    """What a rank's silence means after `stall_seconds`; None if its process may be running but unable to answer."""
+    """Return what a rank's silence means after `stall_seconds`; None if its process may be running but unable to
+    answer."""
     match state:
         case "running":
             return None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from penstock._base.compat import bound_to, is_bound, set_limit
-from penstock._base.errors import ArgumentError, ClosedError
+from penstock._base.errors import ArgumentError, PipelineClosedError
 from penstock.distributed.world import World
 
 Way = tuple[int, int]
@@ -45,7 +45,7 @@ class GroupOptions:
     backend_options: Any = None
 
     def check(self, backend: str) -> None:
-        """Raises ArgumentError if groups of this backend cannot have these options."""
+        """Raise ArgumentError if groups of this backend cannot have these options."""
         if self.backend_options is None:
             return
         given = type(self.backend_options)
@@ -62,7 +62,7 @@ class GroupOptions:
             )
 
     def arguments(self, backend: str) -> dict[str, Any]:
-        """These options as arguments of `torch.distributed.new_group`."""
+        """Return these options as arguments of `torch.distributed.new_group`."""
         arguments: dict[str, Any] = {"timeout": timedelta(seconds=self.seconds)}
         if self.backend_options is not None and backend != "gloo":
             options = copy.deepcopy(self.backend_options)  # torch writes each group's name and ranks into it
@@ -82,7 +82,8 @@ class Groups:
     makes equally many, and `close` leaves them to torch until the process ends.
 
     A gloo group has threads that wake up a hundred times a second until the last reference to the group is gone. So
-    nothing else keeps one: code that uses a group asks for it here each time. After `close` this raises ClosedError.
+    nothing else keeps one: code that uses a group asks for it here each time. After `close` this raises
+    PipelineClosedError.
 
     Attributes:
         members: the global rank of each of the pipeline's ranks.
@@ -110,12 +111,8 @@ class Groups:
         if len(world.replicas) > 1:
             roles["weights"] = self._one_of(world.replica_sets, "gloo")
 
-    def check(self) -> None:
-        """Raises ArgumentError if groups of the backend cannot have the user's options."""
-        self._options.check(self.backend)
-
     def open(self, *, late: bool) -> None:
-        """Creates the groups that carry tensors. Call it once the ranks have agreed on the backend: with another on one
+        """Create the groups that carry tensors. Call it once the ranks have agreed on the backend: with another on one
         of them, they would wait for each other. `late`: losses are sent while the main threads exchange other values,
         so they have a group of their own."""
         roles, world = self._roles, self._world
@@ -130,12 +127,13 @@ class Groups:
             roles["column"] = self._one_of(world.columns, self.backend)
 
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
-        """The group in which one rank of the pipeline sends to another. It carries no other messages of the two."""
+        """Return the group in which one rank of the pipeline sends to another. It carries no other messages of the
+        two."""
         pair = self._ways.get((source_rank, target_rank))
         return self["up" if source_rank < target_rank else "down"] if pair is None else pair
 
     def pair(self, ways: Iterable[Way]) -> None:
-        """Gives each of these ways that has none a group of its two ranks.
+        """Give each of these ways that has none a group of its two ranks.
 
         Then nothing else is on that group's communicator, even if the whole group has only one. The ranks of all
         pipelines of the mesh call it together.
@@ -150,7 +148,7 @@ class Groups:
                 self._ways[here] = self._one_of(parts, self.backend)
 
     def make(self, holders: Sequence[int]) -> None:
-        """Makes the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
+        """Make the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
         key = tuple(sorted(holders))
         if key in self._made:
             return
@@ -162,7 +160,7 @@ class Groups:
             self._skip(parts)
 
     def close(self) -> None:
-        """Ends the use of the groups. If the mesh is the whole job, they are destroyed, and their threads end."""
+        """End the use of the groups. If the mesh is the whole job, they are destroyed, and their threads end."""
         self._roles.clear()
         self._ways.clear()
         while self._own:
@@ -171,13 +169,13 @@ class Groups:
                 dist.destroy_process_group(group)
 
     def __getitem__(self, role: Role | tuple[int, ...]) -> dist.ProcessGroup:
-        """The group in a role, or one of these holders of a parameter, made by `make`."""
+        """Return the group in a role, or one of these holders of a parameter, made by `make`."""
         if not self._own:
-            raise ClosedError("this pipeline was closed; make a new one")
+            raise PipelineClosedError("this pipeline was closed; make a new one")
         return self._roles[role]
 
     def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
-        """Makes a group of each of these sets of global ranks if this process takes part. Returns its own."""
+        """Make a group of each of these sets of global ranks if this process takes part. Return its own."""
         own: dist.ProcessGroup | None = None
         for members in parts:
             here = dist.get_rank() in members
@@ -189,7 +187,7 @@ class Groups:
         return own
 
     def _skip(self, parts: Sequence[Sequence[int]]) -> None:
-        """Takes part in making groups of others, or makes one of its own so that all ranks have equally many."""
+        """Take part in making groups of others, or makes one of its own so that all ranks have equally many."""
         if self._is_part:
             self._one_of([[dist.get_rank()]], "gloo")
         else:
@@ -209,7 +207,7 @@ def is_part_of_job(members: Sequence[int]) -> bool:
 def new_group(
     members: Sequence[int], backend: str, options: GroupOptions = GroupOptions(), *, members_only: bool
 ) -> dist.ProcessGroup:
-    """Makes a process group that shares nothing with the default group.
+    """Make a process group that shares nothing with the default group.
 
     If the user gave the default group a device (`init_process_group(device_id=...)`), torch splits groups from it. All
     processes of the job must then take part in making each group, or they wait forever: those that are no members even
@@ -227,7 +225,7 @@ def new_group(
 
 
 def matchings(ways: Iterable[Way]) -> list[list[Way]]:
-    """Divides ways into sets in each of which no rank occurs twice, so that their groups can be made at once."""
+    """Divide ways into sets in each of which no rank occurs twice, so that their groups can be made at once."""
     found: list[list[Way]] = []
     for way in sorted(ways):
         for matching in found:

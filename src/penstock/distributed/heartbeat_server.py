@@ -28,12 +28,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import Any
 
-from penstock._base.errors import PipelineFailure
 from penstock._base.process import Process
 from penstock.distributed import host_clock
-from penstock.distributed.failure import Failure, Sighting
+from penstock.distributed.failure import Failure, Sighting, name_ranks, say
 from penstock.distributed.failure_detector import FailureDetector, Patience
 
 _MAX_BYTES = 1 << 20
@@ -67,16 +67,16 @@ class Connection:
         return str(self.link.getpeername()[0])
 
     def send(self, message: dict[str, Any], greeting: str = "") -> None:
-        """Sends a message. Raises OSError if the other side is gone, or so slow to read that its buffers are full."""
+        """Send a message. Raise OSError if the other side is gone, or so slow to read that its buffers are full."""
         with self._sending, self._noting():
             self.link.sendall(f"{greeting}{json.dumps(message)}\n".encode())
 
     def receive(self) -> list[dict[str, Any]]:
-        """Waits for bytes and returns the messages that they complete. Raises as `receive_lines` and `parse` do."""
+        """Wait for bytes and return the messages that they complete. Raise as `receive_lines` and `parse` do."""
         return parse(self.receive_lines())
 
     def receive_lines(self, most_bytes: int = _MAX_BYTES) -> list[bytes]:
-        """Waits for bytes and returns the lines that they complete.
+        """Wait for bytes and return the lines that they complete.
 
         Raises TimeoutError if nothing came in time, ConnectionError if the other side is gone, another OSError if it
         cannot be reached, and ValueError if it sent more than `most_bytes` without completing one.
@@ -95,7 +95,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """Keeps the error that ended the connection: the kernel tells it once, and then only that it is closed."""
+        """Keep the error that ended the connection: the kernel tells it once, and then only that it is closed."""
         try:
             yield
         except OSError as error:
@@ -107,7 +107,7 @@ class Connection:
 
 
 def parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Reads messages, one per line. Raises ValueError if one is anything but a JSON object, RecursionError too."""
+    """Read messages, one per line. Raise ValueError if one is anything but a JSON object, RecursionError too."""
     messages = [json.loads(line) for line in lines]
     if not all(isinstance(message, dict) for message in messages):
         raise ValueError("a message that is not an object")
@@ -121,49 +121,51 @@ class HeartbeatServer:
         alone = _on_one_machine()
         self._ranks = ranks
         self._detector = FailureDetector(ranks, patience)
-        self._beat_seconds = patience.beat_seconds
+        self._patience = patience
         self._token = secrets.token_hex(16)
         self._listener = _listen(alone)
         self._selector = selectors.DefaultSelector()
         self._open: list[Connection] = []
         self._connections: dict[int, Connection] = {}  # to each rank, the last that it joined on
         self._stopping = threading.Event()
-        self._unaware: set[int] = set()
+        self._unaware: set[int] | None = None  # the ranks that have yet to note the failure, once they were told
         self._noted = threading.Event()
-        process = Process.here()
         self.address: Address = {
             "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
             "port": self._listener.getsockname()[1],
             "token": self._token,
-            "process": [process.machine, process.pid, process.started],
+            "process": astuple(Process.here()),
             "clock": host_clock.clock_name(),
         }
         self._thread = threading.Thread(target=self._serve, name="penstock-detector", daemon=True)
         self._thread.start()
 
-    def join(self, seconds: float) -> bool:
-        """Waits until no rank needs this server. Returns whether that happened in time."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    @property
-    def remaining(self) -> list[int]:
-        """The ranks that may still need this server. Any thread may ask."""
-        return self._detector.remaining
+    def await_leaving(self) -> None:
+        """Wait until no rank needs this server, which ends with its process, and say so if that takes long."""
+        began = warned = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(min(1.0, self._patience.warn_seconds))
+            now = time.monotonic()
+            if now - warned >= self._patience.warn_seconds and (ranks := self._detector.remaining):
+                warned = now
+                say(
+                    f"rank 0 has reached the end of its program, and has waited {now - began:.0f} s for "
+                    f"{name_ranks(ranks)} to close the pipeline"
+                )
 
     def await_noted(self, seconds: float) -> None:
-        """Waits until all ranks know why the run failed: when this process ends, its last messages may be lost."""
+        """Wait until all ranks know why the run failed: when this process ends, its last messages may be lost."""
         self._noted.wait(seconds)
 
     def stop(self) -> None:
-        """Ends the thread even though ranks may still need it."""
+        """End the thread even though ranks may still need it."""
         self._stopping.set()
 
     def _serve(self) -> None:
         with self._listener, self._selector:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
             while self._detector.remaining and not self._stopping.is_set():
-                for key, _ in self._selector.select(self._beat_seconds / 2):
+                for key, _ in self._selector.select(self._patience.beat_seconds / 2):
                     if key.data is None:
                         self._accept()
                     elif key.data in self._open:  # not dropped meanwhile
@@ -171,10 +173,10 @@ class HeartbeatServer:
                 for guest in self._from(None):
                     if time.monotonic() - guest.opened > _GREETING_SECONDS:
                         self._drop(guest)
-                known = self._detector.failure
                 self._detector.judge()
-                if known is None and self._detector.failure is not None:
-                    self._announce(self._detector.failure)
+                if self._unaware is None and (failure := self._detector.failure) is not None:
+                    self._unaware = set(self._connections) - ({failure.rank} if failure.kind == "lost" else set())
+                    self._tell(failure=failure)
             for connection in self._open:
                 connection.close()
 
@@ -182,7 +184,7 @@ class HeartbeatServer:
         try:
             link, _ = self._listener.accept()
         except OSError:  # this process has no file descriptor left, for example; the selector asks again at once
-            time.sleep(self._beat_seconds / 2)
+            time.sleep(self._patience.beat_seconds / 2)
             return
         link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
         self._open.append(Connection(link))
@@ -191,7 +193,7 @@ class HeartbeatServer:
             self._drop(guest)
 
     def _from(self, rank: int | None) -> list[Connection]:
-        """The open connections of a rank, or the guests; oldest first."""
+        """Return the open connections of a rank, or the guests; oldest first."""
         return [connection for connection in self._open if connection.rank == rank]
 
     def _read(self, connection: Connection) -> None:
@@ -207,7 +209,7 @@ class HeartbeatServer:
             self._drop(connection)
 
     def _admit(self, connection: Connection, greeting: bytes) -> None:
-        """Makes a guest a rank's connection. A rank that returns may have left others open: the oldest are closed."""
+        """Make a guest a rank's connection. A rank that returns may have left others open: the oldest are closed."""
         token, _, number = greeting.partition(b" ")
         if not (hmac.compare_digest(token, self._token.encode()) and number.isdigit() and int(number) < self._ranks):
             raise ValueError("not one of our ranks")
@@ -227,29 +229,23 @@ class HeartbeatServer:
             if not detector.absent:
                 self._tell(absent=[])
         if "failure" in message:
-            failure = Failure.from_list(message["failure"])
-            if detector.accuse(failure):
-                self._announce(failure)
+            detector.accuse(Failure.from_list(message["failure"]))
         if "noted" in message:
             self._note(rank)
         if "beat" in message:
             detector.beat(rank, Sighting.from_list(message["beat"]))
-            answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in detector.sightings]}
+            answer: dict[str, Any] = {"sightings": detector.sightings}
             if detector.absent:
                 answer["absent"] = detector.absent
             if detector.failure is not None:
-                answer["failure"] = detector.failure.to_list()
+                answer["failure"] = detector.failure
             connection.send(answer)
 
-    def _announce(self, failure: Failure) -> None:
-        lost = {failure.rank} if failure.kind == "lost" else set()
-        self._unaware = set(self._connections) - lost
-        self._tell(failure=failure.to_list())
-
     def _note(self, rank: int) -> None:
-        self._unaware.discard(rank)
-        if self._detector.failure is not None and not self._unaware:
-            self._noted.set()
+        if self._unaware is not None:
+            self._unaware.discard(rank)
+            if not self._unaware:
+                self._noted.set()
 
     def _tell(self, **message: Any) -> None:
         for connection in self._connections.values():
@@ -269,7 +265,7 @@ class HeartbeatServer:
 
 
 def connect(address: Address, rank: int, seconds: float) -> Connection:
-    """Joins the detector at `address` as `rank`. Raises OSError if none of its hosts answers within `seconds`."""
+    """Join the detector at `address` as `rank`. Raise OSError if none of its hosts answers within `seconds`."""
     process = Process.here()
     hosts: list[str] = address["hosts"]
     if address["process"][0] == process.machine:
@@ -284,22 +280,10 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(link)
         with contextlib.suppress(ConnectionError):  # whoever receives learns of it
-            connection.send({"join": [process.machine, process.pid, process.started]}, f"{address['token']} {rank}\n")
+            connection.send({"join": astuple(process)}, f"{address['token']} {rank}\n")
         return connection
     assert problem is not None
     raise problem
-
-
-def reach(address: Address, rank: int, seconds: float) -> Connection:
-    """`connect` for the first time. Raises PipelineFailure if none of its hosts answers within `seconds`."""
-    try:
-        return connect(address, rank, seconds)
-    except OSError as error:
-        where = f"{' or '.join(address['hosts'])}, port {address['port']}"
-        raise PipelineFailure(
-            f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
-            f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
-        ) from error
 
 
 def _on_one_machine() -> bool:
@@ -310,14 +294,14 @@ def _on_one_machine() -> bool:
 
 
 def _own_hosts() -> list[str]:
-    """The names by which other machines may know this one, most reliable first."""
+    """Return the names by which other machines may know this one, most reliable first."""
     master = os.environ.get("MASTER_ADDR", "")
     # The pipeline may have no rank on the master's machine, and a pod's host name is known only inside the pod.
     return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
 
 
 def _address_towards(host: str) -> str | None:
-    """The address from which this machine talks to another; None if only this machine can use it."""
+    """Return the address from which this machine talks to another; None if only this machine can use it."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -21,7 +21,7 @@ FEWEST = 8
 
 
 def clock_name() -> str:
-    """What tells this process's clock from others: the running kernel and its time namespace; empty if unknown."""
+    """Return what distinguishes this process's clock: the running kernel and its time namespace; empty if unknown."""
     try:
         return f"{kernel()} {os.readlink('/proc/self/ns/time')}"
     except OSError:  # older than Linux 5.6: all processes have one clock
@@ -55,7 +55,7 @@ class HostOffset:
         return not self._shared and len(self._trips) < FEWEST
 
     def note(self, asked: int, there: int) -> None:
-        """Takes the answer to a question that was asked at `asked` by this clock: the time there."""
+        """Take the answer to a question that was asked at `asked` by this clock: the time there."""
         answered = now_ns()
         if not self._shared:
             self._trips.append((answered - asked, there - (asked + answered) // 2))

@@ -5,33 +5,36 @@ Ranks meet at torch's store, which only tells who has come. The failure detector
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from penstock._base.errors import PipelineFailure
-from penstock._base.process import Process
+from penstock._base.errors import ArgumentError, RankFailedError
+from penstock._base.process import Process, environments
 from penstock._base.words import line_of
-from penstock.distributed.failure import name_ranks
+from penstock.distributed.failure import name_ranks, say
 from penstock.distributed.failure_detector import Patience
-from penstock.distributed.launcher import Launcher
 
-_LOOK_SECONDS = 0.001
-_LONGEST_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.5
 _SEARCH_SECONDS = 5.0
-_FIRST_SECONDS = 15.0
 _MAX_NAMED = 8
 _MAX_CHARACTERS = 200
+_URL = "env://?world_size=-1"
+"""The store of the environment's variables, which does not wait for all ranks then: those that come say who is missing.
+"""
+_REMEDY = "start all ranks with torchrun or penstock run, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
 
 
 class Store(Protocol):
@@ -43,8 +46,47 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
 
 
+def number_of(name: str, least: int, most: int = 1 << 31, remedy: str = _REMEDY) -> int:
+    """Read a number of the environment that torchrun sets. Raise ArgumentError if it is missing or impossible."""
+    given = os.environ.get(name, "")[:80]
+    if not (given.isdecimal() and len(given) < 20 and least <= int(given) <= most):
+        sizes = f"WORLD_SIZE={os.environ.get('WORLD_SIZE', '')[:80]!r}"
+        raise ArgumentError(
+            f"{name}={given!r} in the environment, with {sizes}: expected an integer from {least} to {most}; {remedy}"
+        )
+    return int(given)
+
+
+def start(
+    backend: str, patience: Patience | None = None, caller: str = "penstock.pipeline", seconds: float | None = None
+) -> Any:
+    """Join the processes that torchrun started: calls `init_process_group`, with nothing left from an earlier attempt.
+
+    Args:
+        patience: how long to wait for the other ranks.
+        caller: what each rank has to call, for messages.
+        seconds: how long an operation of the default group may take; None: torch's own limit.
+
+    Returns the store at which the ranks met.
+    """
+    patience = patience or Patience()
+    ranks = number_of("WORLD_SIZE", 1)
+    rank = number_of("RANK", 0, ranks - 1)
+    with Missing(rank, ranks, patience, caller) as missing:
+        missing.address = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT", 1, 65535)
+        limit = timedelta(seconds=patience.join_seconds)
+        store, *_ = next(rendezvous(_URL, timeout=limit))  # without torchrun, rank 0 opens it
+        missing.reached = True
+        place = dist.PrefixStore(attempt() or "default_pg", store)  # type: ignore[attr-defined]  # public, though not re-exported
+        Meeting(place, rank, ranks).await_all(missing)  # torch may wait for them silently
+        missing.ranks = ()
+        timeout = None if seconds is None else timedelta(seconds=seconds)
+        dist.init_process_group(backend, store=place, rank=rank, world_size=ranks, timeout=timeout)
+    return place
+
+
 def attempt() -> str:
-    """A name for this attempt of a job that torchrun restarted; none in the first attempt.
+    """Return a name for this attempt of a job that torchrun restarted; none in the first attempt.
 
     torchrun (since 2.4) gives one store to all attempts of a job. Processes of the next attempt would read what earlier
     ones wrote there: the addresses at which gloo listened, or where rank 0 was.
@@ -58,7 +100,7 @@ def attempt() -> str:
 
 
 def place_of(store: Any, ranks: Sequence[int]) -> Store:
-    """Where the processes of a mesh meet: in the job's store, under a name of their own, and of this attempt.
+    """Return where the processes of a mesh meet: in the job's store, under a name of their own, and of this attempt.
 
     The default group may be the user's, whose store then knows nothing of attempts.
     """
@@ -68,11 +110,44 @@ def place_of(store: Any, ranks: Sequence[int]) -> Store:
     return place
 
 
+class Launcher:
+    """The process that started this one: torchrun's agent on this machine, if there is one.
+
+    Ranks live on when their agent is killed, for lack of memory for example: nobody would restart them, learn how they
+    end, or end them with the job.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    def gone(self) -> str | None:
+        """Explain that the launcher has ended, as this process's parent shows; None while it is there, or if there is
+        none."""
+        if self._pid is None or os.getppid() == self._pid:
+            return None
+        return f"its torchrun agent (process {self._pid}) is gone"
+
+    def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return those of these global ranks that the agent started on this machine and of which no process is left.
+
+        Found by their environment, on Linux; none elsewhere, or where this process does not show its own.
+        """
+        if self._pid is None or not Path("/proc/self/environ").exists():
+            return ()
+        first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+        local = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+        job = {os.fsencode(f"{name}={os.environ.get(name)}") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")}
+        alive = {entry for _, given in environments() if job <= {*given} for entry in given}
+        return tuple(rank for rank in ranks if rank in local and f"RANK={rank}".encode() not in alive) if alive else ()
+
+
 class Missing:
-    """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds`, and once before, that
-    this rank waits. `caller` is what each has to call.
+    """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds` that this rank waits.
 
     A thread says it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
+
+    Args:
+        caller: what each rank has to call.
 
     Attributes:
         ranks: who is missing, as far as is known; empty once all have come and only torch may wait.
@@ -89,10 +164,7 @@ class Missing:
         self._rank, self._patience, self._launcher = rank, patience, Launcher()
         self._began = time.monotonic()
         self._all = range(ranks)
-        self._next = self._began + min(_FIRST_SECONDS, patience.warn_seconds)
-        # A pipeline on part of the job counts its ranks by itself, not as torchrun does.
-        self._others = tuple(range(ranks)) if str(ranks) == os.environ.get("WORLD_SIZE") else ()
-        self._next_search = self._began + _SEARCH_SECONDS
+        self._next, self._next_search = self._began + patience.warn_seconds, self._began + _SEARCH_SECONDS
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="penstock-joining", daemon=True)
 
@@ -106,18 +178,18 @@ class Missing:
         self._over.set()
         self._thread.join()
         if isinstance(error, dist.DistError) and self.address:
-            raise PipelineFailure(f"rank {self._rank} stops: {self._store_words(str(error))}") from None
+            raise RankFailedError(f"rank {self._rank} stops: {self._store_words(str(error), *self.address)}") from None
 
-    def _store_words(self, error: str) -> str:
-        """What it means that torch's store failed."""
-        where = f"{self.address[0]}:{self.address[1]} (MASTER_ADDR and MASTER_PORT)" if self.address else "?"
+    def _store_words(self, error: str, host: str, port: int) -> str:
+        """Explain what it means that torch's store failed."""
+        where = f"{host}:{port} (MASTER_ADDR and MASTER_PORT)"
         if "EADDRINUSE" in error:
             return (
                 f"another process listens at {where} already: an earlier job, or a second process with "
                 f"RANK={self._rank}; set a free MASTER_PORT, and another RANK for each process"
             )
-        if self.address and not self.reached and "timed out" in error:
-            return f"it cannot reach rank 0 {_state_of(*self.address)}"
+        if not self.reached and "timed out" in error:
+            return f"it cannot reach rank 0 {_state_of(host, port)}"
         last = line_of(error, _MAX_CHARACTERS)
         return f"the store at {where}, which rank 0 or its agent keeps, is gone; see why that has ended ({last})"
 
@@ -128,19 +200,20 @@ class Missing:
         return time.monotonic() + 2 * _LONGEST_LOOK_SECONDS >= min(self._next, end)
 
     def check(self) -> None:
-        """Raises PipelineFailure if this rank has waited for `join_seconds`, or who started it is gone."""
+        """Raise RankFailedError if this rank has waited for `join_seconds`, or who started it is gone."""
         if (without := self._launcher.gone()) is not None:
-            raise PipelineFailure(f"rank {self._rank} stops: {without}")
+            raise RankFailedError(f"rank {self._rank} stops: {without}")
         if time.monotonic() >= self._next_search:
             self._next_search = time.monotonic() + _SEARCH_SECONDS
-            if ended := self._launcher.ended(self._others):
-                have = "has" if len(ended) == 1 else "have"
-                raise PipelineFailure(
-                    f"rank {self._rank} stops: {name_ranks(ended)} {have} ended before all ranks had called "
+            # A pipeline on part of the job counts its ranks by itself, not as torchrun does.
+            is_whole_job = str(len(self._all)) == os.environ.get("WORLD_SIZE")
+            if is_whole_job and (ended := self._launcher.ended(self._all)):
+                raise RankFailedError(
+                    f"rank {self._rank} stops: {name_ranks(ended)} {_have(ended)} ended before all ranks had called "
                     f"{self._caller}, as each has to"
                 )
         if time.monotonic() - self._began >= self._patience.join_seconds:
-            raise PipelineFailure(f"{self._words('waited')}. Each rank has to be started, and to call {self._caller}.")
+            raise RankFailedError(f"{self._words('waited')}. Each rank has to be started, and to call {self._caller}.")
 
     def _repeat(self) -> None:
         while not self._over.wait(self._next - time.monotonic()):
@@ -153,8 +226,7 @@ class Missing:
             return f"{words} in init_process_group, which all ranks have entered"
         if self.address and not self.reached:
             return f"{words} for rank 0 {_state_of(*self.address)}"
-        have = "has" if len(self.ranks) == 1 else "have"
-        words += f" for {name_ranks(self.ranks)}, which {have} not called {self._caller} yet"
+        words += f" for {name_ranks(self.ranks)}, which {_have(self.ranks)} not called {self._caller} yet"
         come = [rank for rank in self._all if rank not in self.ranks]
         if not (self.address and come):
             return words
@@ -172,17 +244,15 @@ class Meeting:
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._number = store.add(f"rank {rank}", 1)
-        self._come = f"come {self._number}"
         self._twin: str | None = f"rank {rank} process {self._number - 1}" if self._number > 1 else None
-        process = Process.here()
-        store.set(f"rank {rank} process {self._number}", json.dumps([process.machine, process.pid, process.started]))
+        store.set(f"rank {rank} process {self._number}", json.dumps(astuple(Process.here())))
 
     def absent(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
+        """Return the ranks that have not come."""
         return tuple(rank for rank in range(self._ranks) if self._store.add(f"rank {rank}", 0) < self._number)
 
     def give(self, value: Any, missing: Missing) -> Any:
-        """Returns rank 0's value, a plain one, on every rank. Raises PipelineFailure if rank 0 does not come."""
+        """Return rank 0's value, a plain one, on every rank. Raise RankFailedError if rank 0 does not come."""
         key = f"meeting {self._number}"
         if self._rank == 0:
             self._store.set(key, json.dumps(value))
@@ -191,36 +261,34 @@ class Meeting:
         return json.loads(self._store.get(key))
 
     def await_all(self, missing: Missing) -> None:
-        """Waits until all ranks have come. Raises PipelineFailure if one does not, or counts the ranks differently."""
-        store, come, alike = self._store, self._come, f"{self._come} of {self._ranks}"
+        """Wait until all ranks have come. Raise RankFailedError if one does not, or counts the ranks differently."""
+        store, come = self._store, f"come {self._number}"
+        alike = f"{come} of {self._ranks}"
         store.add(alike, 1)
-        entry = store.add(come, 1)
-        store.set(f"{come} entry {entry}", json.dumps([self._rank, self._ranks]))
+        store.set(f"{come} entry {store.add(come, 1)}", json.dumps([self._rank, self._ranks]))
 
         def met() -> bool:
             if (entries := store.add(come, 0)) > store.add(alike, 0):
-                self._refuse_sizes(entries)
+                came = (json.loads(store.get(f"{come} entry {entry}")) for entry in range(1, entries + 1))
+                other, its_ranks = next((rank, ranks) for rank, ranks in came if ranks != self._ranks)
+                if self._rank == 0:  # it may hold the store, in which the others have yet to see this
+                    time.sleep(2 * _LONGEST_LOOK_SECONDS)
+                raise RankFailedError(
+                    f"rank {self._rank} stops: it has WORLD_SIZE={self._ranks}, and rank {other}, which came to the "
+                    f"same MASTER_ADDR and MASTER_PORT, has WORLD_SIZE={its_ranks}; set the same WORLD_SIZE on every "
+                    "rank, and another MASTER_PORT for each job"
+                )
             return store.add(alike, 0) >= self._ranks
 
         self._wait(met, missing)
 
-    def _refuse_sizes(self, entries: int) -> None:
-        """Raises PipelineFailure: ranks came with different numbers of ranks."""
-        if self._rank == 0:  # it may hold the store, in which the others have yet to see this
-            time.sleep(2 * _LONGEST_LOOK_SECONDS)
-        keys = [f"{self._come} entry {entry}" for entry in range(1, entries + 1)]
-        came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        sizes = {size: sorted(rank for rank, its_size in came if its_size == size) for _, size in sorted(came)}
-        told = ", ".join(f"{name_ranks(ranks[:_MAX_NAMED])} with WORLD_SIZE={size}" for size, ranks in sizes.items())
-        raise PipelineFailure(f"rank {self._rank} stops: {told}; set the same WORLD_SIZE on every rank")
-
     def _refuse_twin(self) -> None:
-        """Raises PipelineFailure if another process of this machine, which still runs, came earlier as this rank."""
+        """Raise RankFailedError if another process of this machine, which still runs, came earlier as this rank."""
         if self._twin is None or not self._store.check([self._twin]):
             return
         earlier = Process(*json.loads(self._store.get(self._twin)))
         if earlier != Process.here() and earlier.state() == "running":
-            raise PipelineFailure(
+            raise RankFailedError(
                 f"rank {self._rank} stops: process {earlier.pid} has RANK={self._rank}, too; set another RANK for each "
                 "process"
             )
@@ -237,8 +305,12 @@ class Meeting:
             look_seconds = min(1.5 * look_seconds, _LONGEST_LOOK_SECONDS)
 
 
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
 def _state_of(host: str, port: int) -> str:
-    """In words: whether something listens at MASTER_ADDR and MASTER_PORT."""
+    """Describe whether something listens at MASTER_ADDR and MASTER_PORT."""
     where = f"at {host}:{port} (MASTER_ADDR and MASTER_PORT)"
     try:
         socket.create_connection((host, port), timeout=1.0).close()
@@ -247,9 +319,3 @@ def _state_of(host: str, port: int) -> str:
     except OSError as error:
         return f"{where}, where nothing answers ({error}); set the same address and port on every rank"
     return f"{where}, where something listens that is not rank 0, or is too busy; set rank 0's port on every rank"
-
-
-def say(words: str) -> None:
-    """One line for the user. What cannot be written is lost."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"penstock: {words}\n")

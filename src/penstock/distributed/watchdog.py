@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock._base.errors import PipelineFailure
+from penstock._base.errors import RankFailedError
 from penstock._base.process import Process
 from penstock._base.words import in_a_line
 from penstock.distributed import heartbeat_server, host_clock
@@ -29,26 +29,27 @@ from penstock.distributed.failure import (
     Sighting,
     long_action,
     name_ranks,
+    say,
     wait_chain,
 )
 from penstock.distributed.failure_detector import GONE, Patience, silence
 from penstock.distributed.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.distributed.host_clock import HostOffset
-from penstock.distributed.joining import Meeting, Missing, Store, say
+from penstock.distributed.joining import Launcher, Meeting, Missing, Store
 from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note
-from penstock.distributed.launcher import Launcher
 
-_REPORT_SECONDS = 2.0
-_NOTE_SECONDS = 2.0
+_TELL_SECONDS = 2.0
 _FLUSH_SECONDS, _LAST_WORDS_SECONDS = 1.0, 3.0
-_INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
+_INTERRUPTED_SECONDS = 0.3  # instead of `_TELL_SECONDS`, if Ctrl-C ends this rank: it most likely ends the others too
 
 
 class Watchdog:
-    """One rank's view of the others. Made by `connect`; the main thread reports what it does:
+    """One rank's view of the others, made by `connect`; made without arguments it watches nothing, and has no thread.
+
+    The main thread reports what it does:
 
         watchdog.step += 1                    # at the start of a step, so that a repeated position counts as a new one
-        watchdog.check()                      # raises PipelineFailure if another rank failed
+        watchdog.check()                      # raises RankFailedError if another rank failed
         watchdog.position = positions[i]      # a `Position` made beforehand: one assignment, nothing else
         ...                                   # the wait, or the work
         watchdog.position = OUTSIDE           # at the end of the step
@@ -71,12 +72,12 @@ class Watchdog:
 
     def __init__(
         self,
-        rank: int,
-        address: Address | None,
-        connection: Connection | None,
-        patience: Patience,
-        *,
+        rank: int = 0,
         ranks: int = 1,
+        patience: Patience | None = None,
+        address: Address | None = None,
+        connection: Connection | None = None,
+        *,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -84,9 +85,15 @@ class Watchdog:
         self.step = 0
         self.device: Callable[[], Behind | None] = _nothing
         self.behind: Behind | None = None
-        self.offset = HostOffset("" if address is None else address.get("clock", ""))
         self.failure: Failure | None = None
-        self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
+        self.sightings: list[Sighting] = [Sighting()] * ranks
+        self.partners: Sequence[int] = ()
+        self.members: Sequence[int] = range(ranks)
+        self.raised: Callable[[Failure | None], object] = _nothing
+        self.last_words: Callable[[], object] = _nothing
+        self._rank, self._patience = rank, patience or Patience()
+        self._address, self._connection = address or {}, connection
+        self.offset = HostOffset(self._address.get("clock", ""))
         self._clock, self._leave = clock, leave
         self._pid = os.getpid()
         self._server: HeartbeatServer | None = None
@@ -96,7 +103,8 @@ class Watchdog:
         self._all_here.set()
         self._closed = threading.Event()
         self._known = threading.Event()
-        self._raising = self._interrupted = self._odd = False
+        self._raising = self._odd = False
+        self._tell_seconds = _TELL_SECONDS
         self._status = 1
         self._failed: float | None = None
         self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
@@ -104,30 +112,20 @@ class Watchdog:
         self._down: float | None = None
         self._asked = False
         self._warned_seconds = 0.0
-        self.sightings: list[Sighting] = [Sighting()] * ranks
-        self.partners: Sequence[int] = ()
-        self.members: Sequence[int] = range(ranks)
-        self.raised: Callable[[Failure | None], object] = _nothing
-        self.last_words: Callable[[], object] = _nothing
         self._launcher = Launcher()
 
     @classmethod
-    def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
-        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
+    def connect(cls, rank: int, ranks: int, store: Store, patience: Patience | None = None) -> Watchdog:
+        """Connect the ranks of a pipeline and start to watch them. Every rank must call it, with the same patience.
 
         Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
 
         Args:
-            rank: this rank, 0..ranks-1.
-            ranks: how many there are. With one there is nothing to watch, and no thread.
-            store: where these ranks meet, and no others; None with one rank.
-            patience: how long to wait for each kind of event; the same on all ranks.
+            store: where these ranks meet, and no others.
 
-        Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
+        Raises RankFailedError if the ranks do not find each other, or if one of them ends meanwhile.
         """
         patience = patience or Patience()
-        if ranks == 1 or store is None:
-            return cls(rank, None, None, patience)
         server = HeartbeatServer(ranks, patience) if rank == 0 else None
         try:
             with Missing(rank, ranks, patience) as missing:
@@ -143,10 +141,17 @@ class Watchdog:
 
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing) -> Watchdog:
-        """Connects to rank 0's server, starts to watch, and waits until all ranks have come. Raises as `connect`."""
-        connection = heartbeat_server.reach(address, rank, patience.stall_seconds)
+        """Connect to rank 0's server, start to watch, and wait until all ranks have come. Raise as `connect`."""
+        try:
+            connection = heartbeat_server.connect(address, rank, patience.stall_seconds)
+        except OSError as error:
+            where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+            raise RankFailedError(
+                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
+            ) from error
         there = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
-        watchdog = cls(rank, there, connection, patience, ranks=ranks)
+        watchdog = cls(rank, ranks, patience, there, connection)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
         try:
@@ -162,28 +167,26 @@ class Watchdog:
         return watchdog
 
     def check(self) -> None:
-        """Raises PipelineFailure if the pipeline has failed, here or on another rank."""
+        """Raise RankFailedError if the pipeline has failed, here or on another rank."""
         if self.failure is not None:
             self._raising = True
             self._await_others()
-            raise PipelineFailure(self._words(self.failure))
+            raise RankFailedError(self._words(self.failure))
 
-    def report(self, action: str | None, error: BaseException) -> Failure:
-        """Tells the other ranks that `error` ended `action` here.
-
-        Returns the cause of the run's end, which is another rank's failure if that was reported first.
-        """
+    def report(self, action: str | None, error: BaseException) -> None:
+        """Tell the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
         self._raising = True
-        self._interrupted = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, KeyboardInterrupt):
+            self._tell_seconds = _INTERRUPTED_SECONDS
         self._status = exit_status(error) or 1
         mine = Failure.of(self._rank, action, error, self.behind)
-        if self._send(failure=mine.to_list()):
-            self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
+        if self._send(failure=mine):
+            self._known.wait(self._tell_seconds)
             self._await_others()
-        return self._fail(mine)
+        self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
-        """Finds out why a wait of this rank raised: waits for another rank's failure to become known.
+        """Find out why a wait of this rank raised: waits for another rank's failure to become known.
 
         Leave `position` as it was in the wait.
 
@@ -200,13 +203,13 @@ class Watchdog:
         return self.failure
 
     def close(self) -> None:
-        """Says goodbye to the other ranks and ends the thread.
+        """Say goodbye to the other ranks and end the thread.
 
         Rank 0 continues to serve ranks that have not left, and its process does not end before they have.
         """
         if self._closed.is_set():
             return
-        self._send(beat=Sighting(left=True).to_list())  # before the thread disconnects; the answer wakes it
+        self._send(beat=Sighting(left=True))  # before the thread disconnects; the answer wakes it
         self._end()
         if self._server is None and self.failure is None:
             atexit.unregister(self._at_exit)
@@ -225,7 +228,7 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Notes what the main thread and its device are doing, and whether this process was asleep."""
+        """Note what the main thread and its device are doing, and whether this process was asleep."""
         self.behind = self.device()
         now, held = self._clock(), (self.step, self.position, self.behind)
         asleep = self._patience.overslept(now - self._ticked)
@@ -237,15 +240,14 @@ class Watchdog:
             self._held, self._since, self._warned_seconds = held, now, 0.0
 
     def _talk(self) -> None:
-        """Sends a beat, unless the last one is still unanswered, and listens until the next is due."""
+        """Send a beat, unless the last one is still unanswered, and listens until the next is due."""
         until = self._clock() + self._patience.beat_seconds
         try:
             if self._connection is None:
-                assert self._address is not None
                 self._connection = heartbeat_server.connect(self._address, self._rank, self._patience.beat_seconds)
                 self._asked = False
             if not self._asked:
-                self._asked = self._send(beat=self._sighting().to_list(), asked=host_clock.now_ns())
+                self._asked = self._send(beat=self._sighting(), asked=host_clock.now_ns())
             while (left := until - self._clock()) > 0 and not self._closed.is_set():
                 self._connection.link.settimeout(left)
                 for message in self._connection.receive():
@@ -290,7 +292,7 @@ class Watchdog:
             self._send(noted=True)
 
     def _decide(self) -> None:
-        """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
+        """Exit if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
         self.sightings[self._rank] = self._sighting()
         device_waits = self.behind is not None and bool(self.behind.position.peers)
@@ -309,7 +311,7 @@ class Watchdog:
                 self._stop(self.failure)
 
     def _sighting(self) -> Sighting:
-        """This rank as others may see it."""
+        """Return this rank as others may see it."""
         _, position, behind = self._held
         return Sighting(position, self._clock() - self._since, device=behind)
 
@@ -321,7 +323,6 @@ class Watchdog:
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
             lost = GONE
         elif now - self._answered >= self._patience.stall_seconds:
-            assert self._address is not None
             lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)
         if lost is not None and self._rank != 0:
             self._record(Failure(0, action, lost, "lost"))
@@ -334,7 +335,7 @@ class Watchdog:
             self._mention(now, chain)
 
     def _mention(self, now: float, words: str) -> None:
-        """Says it every `warn_seconds` for which this rank does not move on."""
+        """Say it every `warn_seconds` for which this rank does not move on."""
         seconds = now - self._since
         if seconds >= self._warned_seconds + self._patience.warn_seconds:
             self._warned_seconds = seconds
@@ -342,26 +343,24 @@ class Watchdog:
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
-        self._send(failure=failure.to_list())  # rank 0 may be stopped, and will read this when it wakes up
+        self._send(failure=failure)  # rank 0 may be stopped, and will read this when it wakes up
 
-    def _fail(self, failure: Failure) -> Failure:
-        """Records the first failure that this rank learns of, for whoever launched it, too."""
+    def _fail(self, failure: Failure) -> None:
+        """Record the first failure that this rank learns of, for whoever launched it, too."""
         if self.failure is None:
             self.failure = failure
             if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
                 note(self.members[failure.rank], str(failure))
             self._known.set()
-        return self.failure
 
     def _send(self, **message: Any) -> bool:
         connection = self._connection
-        if connection is None or self._address is None:
-            return False
         try:
-            connection.send(message)
+            if connection is not None:
+                connection.send(message)
         except OSError:
             return False
-        return True
+        return connection is not None
 
     def _stop(self, failure: Failure) -> None:
         if FAILURES not in os.environ:  # otherwise the launcher will
@@ -373,16 +372,16 @@ class Watchdog:
         self._leave_last(failure)
 
     def _leave_last(self, failure: Failure) -> None:
-        """Ends the process, after the others know why, and after the rank that raised."""
+        """End the process, after the others know why, and after the rank that raised."""
         self._await_others()
         if failure.kind == "raised":
             await_culprit(self.members[self._rank])
         self._leave(self._status if failure.rank == self._rank else 1)
 
     def _await_others(self) -> None:
-        """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
+        """Wait for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
-            self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
+            self._server.await_noted(self._tell_seconds)
 
     def _words(self, failure: Failure) -> str:
         words = f"rank {self._rank} stops: {failure}"
@@ -399,19 +398,8 @@ class Watchdog:
             self.last_words()
             self._leave_last(self.failure)
         self.close()
-        self._await_leaving()
-
-    def _await_leaving(self) -> None:
-        """Rank 0 waits at its end until no rank needs its server, and says so if that takes long."""
-        began = warned = self._clock()
-        while self._server and not self._server.join(min(1.0, self._patience.warn_seconds)):
-            now = self._clock()
-            if now - warned >= self._patience.warn_seconds and (ranks := self._server.remaining):
-                warned = now
-                say(
-                    f"rank {self._rank} has reached the end of its program, and has waited {now - began:.0f} s for "
-                    f"{name_ranks(ranks)} to close the pipeline"
-                )
+        if self._server:
+            self._server.await_leaving()
 
 
 def _nothing(*_: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
-from penstock.distributed import rendezvous
+from penstock.distributed.joining import start
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -98,7 +98,7 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Sequence[int] = ()) -> World:
-    """Finds the pipeline's processes. Initializes `torch.distributed` if torchrun started us and no one else has yet.
+    """Find the pipeline's processes. Initializes `torch.distributed` if torchrun started us and no one else has yet.
 
     Args:
         order: without a mesh, which process is each rank, if there are as many; empty: in order.
@@ -106,13 +106,17 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
     Raises:
         ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
     """
-    _check(ranks, mesh)
-    if mesh is not None:
+    check_counts(required=False, ranks=ranks)
+    if isinstance(mesh, DeviceMesh):
         return _from_mesh(ranks, mesh)
+    if mesh is not None:
+        raise ArgumentError(
+            f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
+        )
     if not dist.is_initialized():
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return World(ranks or 1)
-        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
+        start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
         atexit.register(_leave)
     size = dist.get_world_size()
     if size == 1:
@@ -123,14 +127,6 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
         )
     members = tuple(order) if len(order) == size else tuple(range(size))
     return World(size, members.index(dist.get_rank()), members)
-
-
-def _check(ranks: object, mesh: object) -> None:
-    check_counts(required=False, ranks=ranks)
-    if not (mesh is None or isinstance(mesh, DeviceMesh)):
-        raise ArgumentError(
-            f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
-        )
 
 
 def _leave() -> None:
@@ -147,8 +143,8 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
             reason = _UNSUPPORTED.get(name, f"the dimensions are {PIPELINE!r}, {TENSOR!r} and, for data, {DATA}")
             raise ArgumentError(f"mesh has a dimension {name!r}, which a pipeline cannot have: {reason}")
     grid = mesh.mesh
-    if ranks is not None and ranks != mesh.size(names.index(PIPELINE)):
-        size = mesh.size(names.index(PIPELINE))
+    size = mesh.size(names.index(PIPELINE))
+    if ranks not in (None, size):
         raise ArgumentError(f"ranks={ranks}, but the mesh has {size} ranks in its pipeline dimension")
     if grid.numel() == 1:
         return World(1)
@@ -156,7 +152,7 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
         raise ArgumentError(f"global rank {dist.get_rank()} is not in the mesh {grid.tolist()}")
 
     def parts(*free: str) -> tuple[tuple[int, ...], ...]:
-        """Divides the mesh into parts whose global ranks differ only in these dimensions."""
+        """Divide the mesh into parts whose global ranks differ only in these dimensions."""
         inside = [axis for axis, name in enumerate(names) if name in free]
         outside = [axis for axis, name in enumerate(names) if name not in free]
         size = math.prod(grid.shape[axis] for axis in inside)
@@ -196,7 +192,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
+    """Return the backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
 
     gloo sends no tensors from a device: those go through the host's memory (`runtime/transport/staging.py`).
     """
@@ -204,7 +200,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """The device that the user names. Raises ArgumentError if torch knows none of that name."""
+    """Return the device that the user names. Raise ArgumentError if torch does not know the name."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -220,7 +216,7 @@ def device_of(
     rank: int,
     current: torch.device,
 ) -> torch.device:
-    """Where a rank computes. That ranks do not share an accelerator is checked once they have found each other.
+    """Return where a rank computes. That ranks do not share an accelerator is checked once they have found each other.
 
     Args:
         devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: `current`.
@@ -252,9 +248,8 @@ def device_of(
 
 
 def check_alike(said: Sequence[tuple[str, str]]) -> None:
-    """Raises ArgumentError if ranks, by the type of their device and its backend, compute on devices of different
-    types, for which their recordings would differ, or would exchange tensors over different backends.
-    """
+    """Raise ArgumentError if ranks, by the type of their device and its backend, compute on devices of different types,
+    for which their recordings would differ, or would exchange tensors over different backends."""
     kind, backend = said[0]
     for rank, (other, its_backend) in enumerate(said):
         if other != kind:

@@ -29,7 +29,7 @@ _OF_ALL_RANKS = {
 
 
 def ranks_as_one_device(cpu: bool = False) -> PartialState:
-    """Lets Accelerate take all processes for one device, of which only the first prints and saves.
+    """Let Accelerate take all processes for one device, of which only the first prints and saves.
 
     Call it before `Accelerator()`, on every rank. Then `prepare` leaves batches whole, `gather_for_metrics` returns
     what it is given, and `is_main_process`, `print` and trackers are the first rank's as ever. The model stays with

@@ -123,15 +123,15 @@ class PipelineStrategy(ParallelStrategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Nothing to do: the pipeline has already moved its stages to their devices."""
+        """Do nothing: the pipeline has already moved its stages to their devices."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one has stopped."""
+        """Tell the other ranks why this one has stopped."""
         if isinstance(pipe := getattr(self.lightning_module, "pipe", None), Pipeline):
             pipe.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """Leaves the module where it is: it may contain other ranks' stages, whose tensors have no values here."""
+        """Leave the module where it is: it may contain other ranks' stages, whose tensors have no values here."""
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -183,7 +183,7 @@ class PipelineStrategy(ParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save(filepath, self.pipe, self.optimizers, extra=checkpoint, keep=1)
+        save(filepath, self.pipe, self.optimizers, extra=checkpoint, keep_last=1)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         restored = load(checkpoint_path, self.pipe, self.optimizers, weights_only=weights_only is not False)

@@ -24,6 +24,16 @@ from penstock._base.errors import ArgumentError, require
 from penstock._base.files import quoted
 from penstock.pipe.result import StepResult
 
+SHOWN = {
+    "loss": "loss",
+    "gradient_norm": "gradient_norm",
+    "bubble": "bubble",
+    "seconds": "time/step",
+    "rows_per_second": "rate/rows",
+    "tokens_per_second": "rate/tokens",
+}
+"""The names that loggers show of a step's figures."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
@@ -49,17 +59,9 @@ class StepFigures:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """The figures that are known, by the names that loggers show: loss, part/NAME, gradient_norm, bubble,
-        time/step, rate/rows, rate/tokens."""
-        named = {
-            "loss": self.loss,
-            **{f"part/{name}": part for name, part in self.parts.items()},
-            "gradient_norm": self.gradient_norm,
-            "bubble": self.bubble,
-            "time/step": self.seconds,
-            "rate/rows": self.rows_per_second,
-            "rate/tokens": self.tokens_per_second,
-        }
+        """The figures that are known, by the names that loggers show (`SHOWN`, and part/NAME)."""
+        named = {shown: getattr(self, name) for name, shown in SHOWN.items()}
+        named |= {f"part/{name}": part for name, part in self.parts.items()}
         return {name: figure for name, figure in named.items() if figure is not None}
 
 
@@ -76,7 +78,8 @@ class Log(Protocol):
 class StepLogger:
     """Passes each step's figures to one or more logs.
 
-    Make it on one rank only, any that has the loss (`pipe.is_first`, or all of them with `share_loss`). It communicates
+    Make it on one rank only, any that has the loss (`pipe.is_main_process`, or all of them with `broadcast_loss`). It
+    communicates
     with no one, so the others need not know of it.
 
     Args:
@@ -98,7 +101,7 @@ class StepLogger:
         tokens: int | None = None,
         gradient_norm: Tensor | float | None = None,
     ) -> StepFigures:
-        """Logs one step, and returns what it logged. Call it after the step; it waits for the loss.
+        """Log one step, and return what it logged. Call it after the step; it waits for the loss.
 
         The time of a step is that since the previous call, so the first step has neither it nor rates. Steps with a
         timeline also have a bubble, unless one process runs all ranks.
@@ -118,7 +121,7 @@ class StepLogger:
             step,
             loss,
             None if gradient_norm is None else float(gradient_norm),
-            timeline.bubble_rate if timeline is not None and not timeline.in_turns else None,
+            timeline.bubble_rate if timeline is not None and not timeline.serialized else None,
             seconds,
             rows / seconds if rows is not None and seconds else None,
             tokens / seconds if tokens is not None and seconds else None,
@@ -129,7 +132,7 @@ class StepLogger:
         return figures
 
     def close(self) -> None:
-        """Closes the logs, all of them even if one raises."""
+        """Close the logs, all of them even if one raises."""
         with ExitStack() as stack:
             for log in self._logs:
                 stack.callback(log.close)
@@ -151,7 +154,7 @@ class _FileLog:
             self._file.write("\n")  # the last line is half of one, after a crash
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -162,7 +165,7 @@ class JsonLinesLog(_FileLog):
     """
 
     def write(self, figures: StepFigures) -> None:
-        """Appends a line."""
+        """Append a line."""
         values = {name: one if math.isfinite(one) else str(one) for name, one in figures.scalars().items()}
         self._file.write(json.dumps({"step": figures.step} | values) + "\n")
         self._file.flush()
@@ -180,11 +183,9 @@ class CsvLog(_FileLog):
         ArgumentError: the file that exists has other columns.
     """
 
-    _COLUMNS = ("step", "loss", "gradient_norm", "bubble", "time/step", "rate/rows", "rate/tokens")
-
     def __init__(self, path: str | Path, *, parts: tuple[str, ...] = ()) -> None:
         super().__init__(path)
-        columns = [*self._COLUMNS, *(f"part/{name}" for name in parts)]
+        columns = ["step", *SHOWN.values(), *(f"part/{name}" for name in parts)]
         self._file.seek(0)
         found = self._file.readline().strip()
         if found not in ("", ",".join(columns)):
@@ -197,7 +198,7 @@ class CsvLog(_FileLog):
             self._lines.writeheader()
 
     def write(self, figures: StepFigures) -> None:
-        """Appends a line; what is not known stays empty."""
+        """Append a line; what is not known stays empty."""
         values = {"step": figures.step} | figures.scalars()
         if more := sorted(values.keys() - set(self._lines.fieldnames)):
             names = tuple(name.removeprefix("part/") for name in more)
@@ -220,7 +221,7 @@ class TensorBoardLog:
         self._events = SummaryWriter(str(folder))
 
     def write(self, figures: StepFigures) -> None:
-        """Adds a scalar for each figure."""
+        """Add a scalar for each figure."""
         for name, figure in figures.scalars().items():
             self._events.add_scalar(name, figure, figures.step)
 
@@ -243,11 +244,11 @@ class WandbLog:
         self._run = run
 
     def write(self, figures: StepFigures) -> None:
-        """Logs the figures at their step."""
+        """Log the figures at their step."""
         self._run.log(figures.scalars(), step=figures.step)
 
     def close(self) -> None:
-        """Leaves the run open: who began it ends it (`run.finish()`)."""
+        """Leave the run open: who began it ends it (`run.finish()`)."""
 
 
 class MlflowLog:
@@ -266,9 +267,9 @@ class MlflowLog:
         self._run_id, self._client = run.info.run_id, client
 
     def write(self, figures: StepFigures) -> None:
-        """Logs the figures at their step."""
+        """Log the figures at their step."""
         for name, figure in figures.scalars().items():
             self._client.log_metric(self._run_id, name, figure, step=figures.step)
 
     def close(self) -> None:
-        """Leaves the run open: who began it ends it (`mlflow.end_run()`)."""
+        """Leave the run open: who began it ends it (`mlflow.end_run()`)."""

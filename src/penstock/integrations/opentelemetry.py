@@ -12,7 +12,7 @@ _NANOSECONDS = 1e9
 
 
 def export_spans(timeline: Timeline, *, step: int | None = None, end_ns: int | None = None, tracer: Any = None) -> None:
-    """Ends a span for each action of a timeline, as a trace of its own.
+    """End a span for each action of a timeline, as a trace of its own.
 
     The root is the step; below it stands a span for each rank, and below that the rank's actions, named as in schedules
     (`2F3`), with `penstock.rank`, `.op`, `.stage`, `.microbatch` and `.waited_seconds` as attributes. The span of a
@@ -33,7 +33,7 @@ def export_spans(timeline: Timeline, *, step: int | None = None, end_ns: int | N
     require("opentelemetry", "opentelemetry", for_what="export_spans")
     from opentelemetry import trace
 
-    if timeline.in_turns:
+    if timeline.serialized:
         raise ArgumentError("timeline: ranks took turns in one process; pass one of a run with a process for each rank")
     tracer = trace.get_tracer("penstock") if tracer is None else tracer
     zero = (time.time_ns() if end_ns is None else end_ns) - round(timeline.makespan_seconds * _NANOSECONDS)

@@ -104,7 +104,7 @@ class PipelineTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """The loss, the outputs and the labels of one batch, the same on every rank."""
+        """Return the loss, the outputs and the labels of one batch, the same on every rank."""
         labels = [inputs[name] for name in self.label_names if inputs.get(name) is not None]
         _, count = self.get_batch_samples(iter([inputs]), 1, self.args.device)
         wanted: Wanted = False if prediction_loss_only else "all"
@@ -119,7 +119,8 @@ class PipelineTrainer(Trainer):
         return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else tuple(labels) or None
 
     def _inputs(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
-        """A batch as the model takes it. The count is a tensor: a number would be a constant of the recording."""
+        """Return a batch as the model takes it. The count is a tensor: a number would be a constant of the
+        recording."""
         if count is None or not self.model_accepts_loss_kwargs:
             return dict(inputs)
         return {**inputs, "num_items_in_batch": torch.as_tensor(count)}
@@ -140,7 +141,8 @@ class PipelineTrainer(Trainer):
     # -- the optimizer, and what is saved -----------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """That of the training arguments, over this process's parameters, in the same groups on every rank."""
+        """Create the optimizer of the training arguments, over this process's parameters, in the same groups on every
+        rank."""
         if self.optimizer is None:
             model = self.pipe.model
             own = self.optimizer_cls_and_kwargs
@@ -155,20 +157,22 @@ class PipelineTrainer(Trainer):
         return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder for `from_pretrained`. Every rank calls it; the first one writes."""
+        """Write a folder for `from_pretrained`. Every rank calls it; the first one writes."""
         weights: dict[str, Tensor] = {}
-        for part in self.pipe.gather({name: tensor.cpu() for name, tensor in self.pipe.state_dict().items()}):
+        for part in self.pipe.all_gather_object(
+            {name: tensor.cpu() for name, tensor in self.pipe.state_dict().items()}
+        ):
             weights.update(part)
         self._save(output_dir, state_dict=weights)
 
     # -- private methods of Trainer -----------------------------------------------------------------------------------
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The pipeline has already moved its stages."""
+        """Do nothing: the pipeline has already moved its stages."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, others = self._state()
-        checkpoint.save(Path(output_dir, FOLDER), self.pipe, optimizer, others=others, keep=1)
+        checkpoint.save(Path(output_dir, FOLDER), self.pipe, optimizer, stateful=others, keep_last=1)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # all ranks draw the same
@@ -189,11 +193,12 @@ class PipelineTrainer(Trainer):
 
     def _restore(self, folder: str) -> None:
         optimizer, others = self._state()
-        if checkpoint.load(Path(folder, FOLDER), self.pipe, optimizer, others=others) is None:
+        if checkpoint.load(Path(folder, FOLDER), self.pipe, optimizer, stateful=others) is None:
             raise ArgumentError(f"{folder}: expected a folder {FOLDER!r} in it, as PipelineTrainer saves")
 
     def _state(self) -> tuple[torch.optim.Optimizer, dict[str, checkpoint.Stateful]]:
-        """What checkpoints have besides the pipeline: the optimizer, out of Accelerate's wrapper, and the scheduler."""
+        """Return what checkpoints have besides the pipeline: the optimizer, out of Accelerate's wrapper, and the
+        scheduler."""
         assert self.optimizer is not None
         assert self.lr_scheduler is not None
         own: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -201,7 +206,7 @@ class PipelineTrainer(Trainer):
 
 
 def _joined(outputs: Iterable[Any], ignored: set[str]) -> tuple[Tensor, ...]:
-    """The microbatches' outputs as those of the batch, without what is ignored."""
+    """Join the microbatches' outputs to those of the batch, without what is ignored."""
     parts = [dict(output) for output in outputs]
     return tuple(torch.cat([part[name] for part in parts]) for name in parts[0] if name not in ignored)
 

@@ -58,7 +58,7 @@ class Neighbor:
 
 
 def parse_background(text: str, hosts: int) -> Neighbor:
-    """Parses the description of a source of traffic. Raises ArgumentError: the text is not valid, the host does not
+    """Parse the description of a source of traffic. Raise ArgumentError: the text is not valid, the host does not
     exist, or the file cannot be read."""
     try:
         return _neighbor(text, hosts)
@@ -99,8 +99,8 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
             raise ValueError(f"{word!r} needs a value")
         named[name] = options[name](given)
     target, size = named.get("to"), int(named.get("size", FRAME_BYTES))
-    if target is not None and target >= hosts:
-        raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
+    if target is not None:
+        q.check_host(target, hosts)
     if not 64 <= size <= 65535:
         raise ValueError(f"a frame cannot have {size} bytes: pass 64 to 65535")
     if kind == "trace":
@@ -138,7 +138,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def arrivals(neighbor: Neighbor, seed: int, host: int) -> Iterator[Arrivals]:
-    """Yields a source's frames to a host forever, one batch at a time."""
+    """Yield a source's frames to a host forever, one batch at a time."""
     if neighbor.recorded:
         seconds, sizes = (np.array(column) for column in zip(*neighbor.recorded, strict=True))
         for turn in itertools.count():
@@ -169,7 +169,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """Returns the next arrivals before `end_ns`, at most `most`."""
+        """Return the next arrivals before `end_ns`, at most `most`."""
         parts = [self._left]
         for place, source in enumerate(self._sources):
             while True:

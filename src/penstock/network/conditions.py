@@ -33,8 +33,8 @@ _OFFLOADS = {
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
-    """Describes this host as far as its network is concerned; unknown values are None. Without `interface`, the one
-    that the job uses is GLOO_SOCKET_IFNAME's, or the first one besides lo."""
+    """Describe this host as far as its network is concerned; unknown values are None. Without `interface`, the one that
+    the job uses is GLOO_SOCKET_IFNAME's, or the first one besides lo."""
     names = interfaces()
     used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
     routes = _output("ip", "route", "show", "dev", used) if used else None
@@ -57,7 +57,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, int]:
-    """Returns the MTU of each interface in this process's network namespace."""
+    """Return the MTU of each interface in this process's network namespace."""
     # Not /sys/class/net: in a namespace entered without its own mount, that shows the machine's interfaces.
     found = {}
     with contextlib.suppress(OSError):
@@ -67,13 +67,13 @@ def interfaces() -> dict[str, int]:
 
 
 def _asked(request: int, of: bytes) -> bytes:
-    """Returns the kernel's answer about an interface in the calling thread's network namespace."""
+    """Return the kernel's answer about an interface in the calling thread's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket, request, of.ljust(40, b"\0"))
 
 
 def _offloads(interface: str) -> dict[str, bool]:
-    """Returns what an interface's driver does instead of the kernel, leaving out what cannot be queried."""
+    """Return what an interface's driver does instead of the kernel, leaving out what cannot be queried."""
     found = {}
     for name, number in _OFFLOADS.items():
         data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
@@ -91,7 +91,7 @@ def _setting(name: str) -> str | None:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """Returns what a program prints; None if it does not exist or fails."""
+    """Return what a program prints; None if it does not exist or fails."""
     try:
         done = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -100,7 +100,7 @@ def _output(program: str, *arguments: str) -> str | None:
 
 
 def cpu_usage() -> dict[str, Any]:
-    """Returns the processor time used so far, for `cpu_since`."""
+    """Return the processor time used so far, for `cpu_since`."""
     mine = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "cpu_seconds": mine.ru_utime + mine.ru_stime,
@@ -112,7 +112,7 @@ def cpu_usage() -> dict[str, Any]:
 
 
 def cpu_since(before: dict[str, Any], now: dict[str, Any] | None = None) -> dict[str, float | int | None]:
-    """Returns the usage between two moments, for the record: user and system time of all threads of this process, and
+    """Return the usage between two moments, for the record: user and system time of all threads of this process, and
     how often it waited and was preempted; `busy` and `steal` are fractions (0..1) of all cores of the machine, None if
     the system does not report them."""
     now = now or cpu_usage()
@@ -126,7 +126,7 @@ def cpu_since(before: dict[str, Any], now: dict[str, Any] | None = None) -> dict
 
 
 def _machine_time() -> tuple[int, int, int] | None:
-    """Returns the ticks of all cores together: busy (including stolen by the hypervisor), stolen alone, and total."""
+    """Return the ticks of all cores together: busy (including stolen by the hypervisor), stolen alone, and total."""
     try:
         # user nice system idle iowait irq softirq steal; guests' time is included in user.
         ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -21,13 +21,13 @@ so the period grows for shares below 10%.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import keeper
+from penstock.network.quantities import by_host, check_host
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
@@ -35,32 +35,28 @@ LEAST_QUOTA_US = 1000
 LEAST_SHARE = 0.001
 """The least quota divided by the longest period that the kernel accepts, which is one second."""
 
-_PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASCII)
+_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", re.ASCII)
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raises ArgumentError: a
-    text has another form, a host does not exist or appears twice, or a share is invalid."""
-    slow: dict[int, float] = {}
-    for text in (texts,) if isinstance(texts, str) else texts:
-        for pair in text.split(","):
-            match = _PAIR.fullmatch(pair)
-            if match is None:
-                raise ArgumentError(f"slow host {pair!r}: pass a host and its share of one core, like 2=25% or 2=0.25")
-            host, share = int(match[1]), float(match[2]) / (100 if match[3] else 1)
-            if host in slow:
-                raise ArgumentError(f"slow host {pair!r}: host {host} has a share of {100 * slow[host]:g}% already")
-            slow[host] = share
-    return check_slow(slow, hosts)
+    """Return each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raise ArgumentError as
+    `by_host` does, or if a share is invalid."""
+    pairs = [pair for text in ((texts,) if isinstance(texts, str) else texts) for pair in text.split(",")]
+    return check_slow(by_host(pairs, hosts, "its share of one core: pass one like 2=25% or 2=0.25", _share), hosts)
+
+
+def _share(text: str) -> float:
+    match = _SHARE.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"{text!r} is not a share of a core: pass one like 25% or 0.25")
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """Checks the shares of slow hosts, and returns them sorted by host. Raises ArgumentError: a host does not exist, or
-    a share is invalid."""
+    """Check the shares of slow hosts, and return them sorted by host. Raise ArgumentError: a host does not exist, or a
+    share is invalid."""
     for host, share in slow.items():
-        if host not in range(hosts):
-            there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
-            raise ArgumentError(f"host {host} cannot be slowed, because it does not exist: {there}")
+        check_host(host, hosts)
         if not 0 < share <= 1:
             said = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
             raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
@@ -71,7 +67,7 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
 
 
 def quota(share: float) -> tuple[int, int]:
-    """Returns a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
+    """Return a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
     period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
     return max(round(share * period), LEAST_QUOTA_US), period
 
@@ -92,7 +88,7 @@ class Groups:
     """
 
     def __init__(self, emulation: str, slow: Mapping[int, float], version: int) -> None:
-        """Creates the cgroups, before the hosts. Raises OSError: it does not work on this machine, and why. Nothing is
+        """Create the cgroups, before the hosts. Raise OSError: it does not work on this machine, and why. Nothing is
         left behind."""
         self.name = f"cgroup v{version} ({_FILES[version]})"
         self._version = version
@@ -112,14 +108,14 @@ class Groups:
             raise
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction,
+        """Return the command that runs `argv` and its children on a slow host, throttled from the first instruction,
         after the words that enter the host."""
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
 
     def failed(self) -> str | None:
-        """Says which host was not throttled until the end; None if all were."""
+        """Say which host was not throttled until the end; None if all were."""
         for host, folder in self._folders.items():
             for name, value in self._limits(self._slow[host]):
                 found = keeper.words_of(folder / name)
@@ -128,12 +124,11 @@ class Groups:
         return None
 
     def _parent(self) -> Path:
-        """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
-        mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self._version]
-        if not mounts:
-            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted")
-        place, root = mounts[0]
-        folder = place / os.path.relpath(_own(self._version), root)
+        """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
+        place = dict(keeper.group_mounts()).get(self._version)
+        if place is None:
+            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted in {keeper.GROUPS}")
+        folder = place / _own(self._version).lstrip("/")
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
         # In version 2, a cgroup either delegates a controller or has processes. Making it delegate this one would
@@ -145,7 +140,7 @@ class Groups:
         return folder
 
     def _limits(self, share: float) -> list[tuple[str, str]]:
-        """Returns what to write into which files, in order."""
+        """Return what to write into which files, in order."""
         microseconds, period = quota(share)
         if self._version == 2:
             return [(_FILES[2], f"{microseconds} {period}")]
@@ -153,7 +148,7 @@ class Groups:
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
-    """Makes the cgroups of the first version that works on this machine. Raises FabricError: none does, and why."""
+    """Make the cgroups of the first version that works on this machine. Raise FabricError: none does, and why."""
     reasons = []
     for version in VERSIONS:
         try:
@@ -167,7 +162,7 @@ def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
 
 
 def _own(version: int) -> str:
-    """Returns our cgroup's path in its hierarchy."""
+    """Return our cgroup's path in its hierarchy."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if (version == 2 and number == "0") or (version == 1 and "cpu" in controllers.split(",")):

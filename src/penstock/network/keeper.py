@@ -24,6 +24,8 @@ from pathlib import Path
 
 FOLDER = Path("/var/run/netns")
 """Where `ip netns` keeps names."""
+GROUPS = Path("/sys/fs/cgroup")
+"""Where every distribution mounts cgroups."""
 PATHS = (*os.environ.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where to look for `ip` and `tc`, which are often not on a user's PATH."""
 MARK = "PENSTOCK_FABRIC"
@@ -36,39 +38,30 @@ _GROUP = re.compile(r"(penstock-\d+-\d+-\d+)-h\d+-cpu")
 
 
 def names_of(emulation: str | None = None) -> list[str]:
-    """Returns the namespaces of an emulation, or of all emulations."""
+    """Return the namespaces of an emulation, or of all emulations."""
     names = sorted(os.listdir(FOLDER)) if FOLDER.exists() else []
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     return [match[0] for match in matches if emulation in (None, match[1])]
 
 
 def groups_of(emulation: str | None = None) -> list[Path]:
-    """Returns the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
+    """Return the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
     found = []
-    for _, place, _ in group_mounts():
+    for _, place in group_mounts():
         for folder, names, _ in os.walk(place):
             matches = [match for name in names if (match := _GROUP.fullmatch(name))]
             found += [Path(folder, match[0]) for match in matches if emulation in (None, match[1])]
     return found
 
 
-def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int, Path, str]]:
-    """Returns the cgroup hierarchies that divide processor time: version, mount point, and the cgroup mounted there."""
-    found = []
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
-        mount, _, system = line.partition(" - ")
-        kind, *_, options = system.split(" ")
-        # Spaces, tabs, newlines and backslashes in paths are written as octal escapes.
-        root, place = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in mount.split()[3:5])
-        if kind == "cgroup2" and "cpu" in words_of(Path(place, "cgroup.controllers")):
-            found.append((2, Path(place), root))
-        elif kind == "cgroup" and "cpu" in options.split(","):
-            found.append((1, Path(place), root))
-    return found
+def group_mounts() -> list[tuple[int, Path]]:
+    """Return the cgroup hierarchies that divide processor time, by version."""
+    found = [(2, place) for place in (GROUPS, GROUPS / "unified") if "cpu" in words_of(place / "cgroup.controllers")]
+    return [*found, (1, GROUPS / "cpu")] if (GROUPS / "cpu/cgroup.procs").exists() else found
 
 
 def words_of(path: Path) -> list[str]:
-    """Returns the words in a kernel file; none if it does not exist."""
+    """Return the words in a kernel file; none if it does not exist."""
     try:
         return path.read_text().split()
     except OSError:
@@ -82,7 +75,7 @@ def maker_lives(emulation: str) -> bool:
 
 
 def started(pid: int) -> int | None:
-    """Returns when a process started, in clock ticks since boot; None if it does not exist or has ended."""
+    """Return when a process started, in clock ticks since boot; None if it does not exist or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -91,7 +84,7 @@ def started(pid: int) -> int | None:
 
 
 def remove(emulation: str) -> list[str]:
-    """Kills every process of an emulation, deletes its namespaces and cgroups, and returns the names deleted.
+    """Kill every process of an emulation, delete its namespaces and cgroups, and return the names deleted.
 
     This repeats until nothing is left, because a command that the maker had started may create more in the meantime.
     """
@@ -122,7 +115,7 @@ def remove(emulation: str) -> list[str]:
 
 
 def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
-    """Yields the processes in the namespaces and cgroups, and those that carry the mark."""
+    """Yield the processes in the namespaces and cgroups, and those that carry the mark."""
     places = {place for name in names if (place := _place(FOLDER / name))}
     places.discard(_place(Path("/proc/self/ns/net")))  # a name that was never attached to a namespace, or our own
     held = {pid for group in groups for pid in words_of(group / "cgroup.procs")}
@@ -138,7 +131,7 @@ def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> 
 
 
 def _place(path: Path) -> tuple[int, int] | None:
-    """Returns what tells a namespace from others; None if it no longer exists."""
+    """Return what tells a namespace from others; None if it no longer exists."""
     try:
         status = os.stat(path)
     except OSError:
@@ -147,7 +140,7 @@ def _place(path: Path) -> tuple[int, int] | None:
 
 
 def _free(groups: Iterable[Path]) -> None:
-    """Lifts the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
+    """Lift the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
@@ -156,7 +149,7 @@ def _free(groups: Iterable[Path]) -> None:
 
 
 def tool(name: str) -> str:
-    """Returns the path of a system program, or where it would be if it is not installed."""
+    """Return the path of a system program, or where it would be if it is not installed."""
     return shutil.which(name, path=os.pathsep.join(PATHS)) or f"/usr/sbin/{name}"
 
 
@@ -172,7 +165,7 @@ def _delete_group(group: Path) -> bool:
 
 
 def main(emulation: str, maker: int) -> int:
-    """Waits until the maker closes our standard input or ends; removes its emulation; returns 0 if nothing is left."""
+    """Wait until the maker closes our standard input or ends; remove its emulation; return 0 if nothing is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")

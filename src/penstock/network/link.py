@@ -217,11 +217,11 @@ class Link:
         return self.impairment.varies or (self.down is not None and self.down.varies)
 
     def host_tbf(self, *, exact: bool) -> str:
-        """Returns tc's arguments for a host. `exact`: behind it is a user-space switch, which keeps the rate itself."""
+        """Return tc's arguments for a host. `exact`: behind it is a user-space switch, which keeps the rate itself."""
         return self._tbf(self.port_burst if exact else self.burst, max(self.limit_bytes, HOST_BYTES))
 
     def port_tbf(self) -> str:
-        """Returns tc's arguments for the switch's port."""
+        """Return tc's arguments for the switch's port."""
         return self._tbf(self.port_burst, self.limit_bytes)
 
     def _tbf(self, burst: int, limit: int) -> str:

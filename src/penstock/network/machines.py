@@ -12,19 +12,20 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, keeper
 from penstock.network.background import parse_background
-from penstock.network.checks import why_not
 from penstock.network.cpu_limit import Groups, check_slow, hold_back
 from penstock.network.link import Link
-from penstock.network.namespaces import set_up, within
+from penstock.network.namespaces import set_up, why_not, within
+from penstock.network.quantities import check_host
 from penstock.network.shapers import AUTO, Shaper, choose
-from penstock.network.switch.client import Order, Setup, Switch
-from penstock.network.topology import Topology
+from penstock.network.switch.client import Setup, Switch
+from penstock.network.topology import State, Topology
 
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
@@ -55,7 +56,7 @@ class Machines:
         slow: Mapping[int, float] | None = None,
         changes: bool = False,
     ) -> None:
-        """Checks the arguments; the hosts are created by `with`.
+        """Check the arguments; the hosts are created by `with`.
 
         Args:
             link: each host's link to the switch, or all links as a Topology; None for links as fast as the machine can
@@ -74,8 +75,8 @@ class Machines:
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
-        if self.topology is not None and max(self.topology.own, default=0) >= hosts:
-            raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
+        for host in self.topology.own if self.topology is not None else ():
+            check_host(host, hosts)
         if self.topology is None and (background or changes):
             raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
@@ -93,8 +94,8 @@ class Machines:
         self._groups: Groups | None = None
 
     def __enter__(self) -> Self:
-        """Creates the hosts. Raises FabricError: this machine cannot create them (`why_not` says why), or a command
-        failed. Nothing is left behind. Raises ArgumentError: the link cannot be made at this rate, or by the requested
+        """Create the hosts. Raise FabricError: this machine cannot create them (`why_not` says why), or a command
+        failed. Nothing is left behind. Raise ArgumentError: the link cannot be made at this rate, or by the requested
         shaper."""
         self.settle()
         self._maker = os.getpid()
@@ -112,7 +113,7 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Finds out whether and how this machine can create the hosts, without creating any. Raises FabricError,
+        """Find out whether and how this machine can create the hosts, without creating any. Raise FabricError,
         ArgumentError: as in `with`."""
         if (missing := why_not()) is not None:
             raise FabricError(missing)
@@ -129,7 +130,7 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Kills what still runs on the hosts, and removes them. May be called again. Raises FabricError: something is
+        """Kill what still runs on the hosts, and remove them. May be called again. Raise FabricError: something is
         left, or a slow host was not throttled all the time."""
         if self._keeper is None or os.getpid() != self._maker:  # only the maker closes, not a process forked from it
             return
@@ -154,7 +155,7 @@ class Machines:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """Returns the command that runs `argv` on a host, with `environment` in addition to what tells gloo and others
+        """Return the command that runs `argv` on a host, with `environment` in addition to what tells gloo and others
         which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables = {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE), **(environment or {})}
@@ -165,46 +166,34 @@ class Machines:
         return [*entering, *argv]
 
     def qdiscs(self) -> str:
-        """Returns tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
+        """Return tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
         return _qdiscs("-s", "-n", f"{self.id}-switch")
 
     def check(self) -> None:
-        """Checks that the network is still there. Raises FabricError: the switch process has ended."""
+        """Check that the network is still there. Raise FabricError: the switch process has ended."""
         if self._switch is not None:
             self._switch.check()
 
     def told(self) -> dict[str, Any] | None:
-        """Returns the counters of the user-space switch; None without one."""
+        """Return the counters of the user-space switch; None without one."""
         if self._switch is None:
             return None
-        return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
+        return {"priority": self._switch.priority, **self._switch.told()}
 
-    def change(
-        self,
-        topology: Topology | None = None,
-        gone: tuple[int, ...] | None = None,
-        background: tuple[str, ...] | None = None,
-    ) -> None:
-        """Replaces what is given from now on; frames in flight are not affected.
-
-        `gone`: the hosts that are cut off: nothing leaves or reaches them. All others are connected (again).
-
-        Raises:
-            ArgumentError: the new links would need another frame size.
-            FabricError: the switch has ended.
-        """
+    def change(self, state: State) -> None:
+        """Make the network like this from now on, at its frame size; frames in flight are not affected. Raise
+        ArgumentError: the links would need another frame size. Raise FabricError: the switch has ended."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         assert self.topology is not None
-        before, links = self.topology, topology and topology.with_mtu(self.topology.mtu)
-        self._switch.order(Order(links, gone, background))
-        self.topology = links or before
-        self.background = self.background if background is None else background
+        before, links = self.topology, state.topology.with_mtu(self.topology.mtu)
+        self._switch.change(replace(state, topology=links))
+        self.topology, self.background = links, state.background
         for host, name in enumerate(self.hosts):
             if self.topology.up(host) != before.up(host):
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
     def described(self) -> dict[str, Any]:
-        """Describes what was requested and what currently implements it, for the record."""
+        """Describe what was requested and what currently implements it, for the record."""
         topology, shaper = self.topology, self.shaper
         return {
             "hosts": self._count,
@@ -226,9 +215,9 @@ class Machines:
             self._run("ip", "netns", "add", name)
             within(keeper.FOLDER / name, set_up)
         if by_process and self.topology is not None:
-            order = Order(self.topology, background=self.background)
+            state = State(self.topology, background=self.background)
             namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
-            self._switch = Switch(Setup(namespaces, INTERFACE, order), {keeper.MARK: self.id})
+            self._switch = Switch(Setup(namespaces, INTERFACE, state), {keeper.MARK: self.id})
         else:
             self._make_bridge()
         for host, name in enumerate(self.hosts):
@@ -237,7 +226,7 @@ class Machines:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
-        """Returns tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
+        """Return tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
         return self.topology.up(host).host_tbf(exact=self.shaper.name == "switch")
@@ -283,7 +272,7 @@ class Machines:
         return lines
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
-        """Attaches tbf to a device, and checks that it is there: without it, the link would be too fast."""
+        """Attach tbf to a device, and check that it is there: without it, the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
@@ -305,8 +294,8 @@ class Machines:
 
 
 def start_keeper(emulation: str, maker: int) -> subprocess.Popen[bytes]:
-    """Starts the keeper, which removes the emulation when its input closes, and waits until it is ready. It needs
-    nothing but the standard library. Raises FabricError if it does not start."""
+    """Start the keeper, which removes the emulation when its input closes, and wait until it is ready. It needs nothing
+    but the standard library. Raise FabricError if it does not start."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__, emulation, str(maker)],
         stdin=subprocess.PIPE,
@@ -328,7 +317,7 @@ def _mac(host: int) -> str:
 
 
 def clean(force: bool = False) -> list[str]:
-    """Removes what is left of emulations whose maker is gone; with `force`, also of running ones.
+    """Remove what is left of emulations whose maker is gone; with `force`, also of running ones.
 
     Returns the names of the namespaces and cgroups removed. Touches nothing but names of emulations.
     """

@@ -45,7 +45,7 @@ class Draws:
     """The decisions for one direction of a link, in order. They do not depend on how many are requested at a time."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
-        """Creates the streams from the network's seed. `direction`: a number unique among the network's directions."""
+        """Create the streams from the network's seed. `direction`: a number unique among the network's directions."""
         self._impairment = impairment
         self._key = (abs(seed), int(seed < 0), direction)
         self._streams: dict[str, np.random.Generator] = {}
@@ -54,7 +54,7 @@ class Draws:
         self._since_jump = 0
 
     def next(self, count: int) -> Decisions:
-        """Returns the decisions for the next frames."""
+        """Return the decisions for the next frames."""
         wanted = self._impairment
         fate = np.zeros(count, dtype=np.uint8)
         fate[self._lost(count)] |= LOST
@@ -70,14 +70,14 @@ class Draws:
         return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
 
     def _stream(self, name: str) -> np.random.Generator:
-        """Returns a random stream, created on demand: a link that changes in mid-run needs its first decisions soon."""
+        """Return a random stream, created on demand: a link that changes in mid-run needs its first decisions soon."""
         if name not in self._streams:
             seeds = np.random.SeedSequence([*self._key, _STREAMS.index(name)])
             self._streams[name] = np.random.Generator(np.random.Philox(seeds))
         return self._streams[name]
 
     def _uniform(self, name: str, correlation: float, count: int) -> Floats:
-        """Draws from 0..1 uniformly; each value repeats the one before it with the probability `correlation`."""
+        """Draw from 0..1 uniformly; each value repeats the one before it with the probability `correlation`."""
         fresh = self._stream(name).random(count)
         if not correlation or not count:
             return fresh
@@ -114,7 +114,7 @@ class Draws:
 
 
 def quantile(distribution: str, u: Floats) -> Floats:
-    """Returns the quantiles of a jitter's distribution, in units of the jitter, at the probabilities `u` in 0..1."""
+    """Return the quantiles of a jitter's distribution, in units of the jitter, at the probabilities `u` in 0..1."""
     if distribution == "uniform":
         return 2 * u - 1
     found = np.zeros_like(u)

@@ -78,7 +78,7 @@ def run(
     patience: Patience = PATIENCE,
     added: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Runs a job on hosts that exist, and are kept, and waits until all of it has ended.
+    """Run a job on hosts that exist, and are kept, and wait until all of it has ended.
 
     Args:
         machines: the hosts; None: all ranks are processes of this machine, with one agent.
@@ -115,7 +115,7 @@ def run(
 
 
 def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
-    """Yields the command that starts each agent, the first of which has rank 0."""
+    """Yield the command that starts each agent, the first of which has rank 0."""
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={job.ranks}", *job.command])
         return

@@ -28,7 +28,7 @@ _NOT_HERE = {
 
 
 def parse_link(text: str) -> Link:
-    """Parses a link: a rate, then any of the words that `words` lists.
+    """Parse a link: a rate, then any of the words that `words` lists.
 
     Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second; kbps, mbps, gbps are BYTES per second;
     each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
@@ -64,7 +64,7 @@ def parse_link(text: str) -> Link:
 
 
 def _error(text: str, at: _Word, said: str, end: int | None = None) -> ArgumentError:
-    """An error that points to a word, or to all up to `end`."""
+    """Build an error that points to a word, or to all up to `end`."""
     shown = text.replace("\n", " ").replace("\t", " ")
     marks = " " * at.start() + "^" * ((end or at.end()) - at.start())
     return ArgumentError(f"the link, at position {at.start() + 1}: {said}\n    {shown}\n    {marks}")
@@ -84,11 +84,11 @@ class _Reader:
         return self._left[0][0].lower() if self._left else ""
 
     def error(self, said: str, at: _Word | None = None) -> ArgumentError:
-        """An error that points to a word, by default the last one taken."""
+        """Build an error that points to a word, by default the last one taken."""
         return _error(self._text, at or self._last, said)
 
     def take(self, read: Callable[[str], Any]) -> Any:
-        """Takes the next value, which is required."""
+        """Take the next value, which is required."""
         if not self._left:
             raise self.error(f"{self._last[0]!r} needs a value")
         self._last = self._left.pop(0)
@@ -98,7 +98,7 @@ class _Reader:
             raise self.error(str(error)) from None
 
     def some(self, *reads: Callable[[str], Any]) -> list[Any]:
-        """Takes the next value, which is required, and as many of those after it as there are."""
+        """Take the next value, which is required, and as many of those after it as there are."""
         found: list[Any] = []
         for read in reads:
             if found and not self.next[:1].isdigit():
@@ -118,7 +118,7 @@ class _Reader:
         return {"rate": found}
 
     def read(self) -> Found:
-        """Returns what all words set."""
+        """Return what all words set."""
         found: Found = {} if self.next in (*_WORDS, *_SYNONYMS, *_NOT_HERE) else self.rate()
         while self._left:
             name = self.take(str.lower)
@@ -191,7 +191,7 @@ def _stall(reader: _Reader) -> Found:
 
 
 def _sets(**reads: Callable[[str], Any]) -> Callable[[_Reader], Found]:
-    """Reads values by the names of what they set; all but the first may be missing."""
+    """Read values by the names of what they set; all but the first may be missing."""
     return lambda reader: dict(zip(reads, reader.some(*reads.values()), strict=False))
 
 
@@ -229,7 +229,7 @@ _SYNONYMS = {
 
 
 def words() -> list[str]:
-    """Returns all words that a link's text may have after its rate, with their values."""
+    """Return all words that a link's text may have after its rate, with their values."""
     return [shown for _, shown in _WORDS.values()][1:]
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from numbers import Integral
+from typing import TypeVar
 
 from penstock._base.errors import ArgumentError
+
+T = TypeVar("T")
 
 NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([A-Za-z]*)")
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -54,7 +58,7 @@ _LEAST_BARE = 1000.0
 
 
 def suspicious_rate_hint(text: str) -> str | None:
-    """Explains what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
+    """Explain what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None
     return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, pass {text}bit"
@@ -66,7 +70,7 @@ seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, one day
 
 
 def share(text: str) -> float:
-    """Parses a percentage into 0..1. The sign is required, because a bare 0.1 could mean either."""
+    """Parse a percentage into 0..1. The sign is required, because a bare 0.1 could mean either."""
     match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
     if match is None or match[2]:
         raise ValueError(f"{text!r} is not a percentage: pass one like 0.1% or 25%")
@@ -76,17 +80,43 @@ def share(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Parses an integer."""
+    """Parse an integer."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not an integer; use one such as 5 or 1500")
     return int(text)
+
+
+def check_host(host: object, hosts: int, where: str = "") -> None:
+    """Raise ArgumentError unless there is a host of this number among so many. `where` begins the message."""
+    if isinstance(host, bool) or not isinstance(host, Integral) or host not in range(hosts):
+        there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
+        raise ArgumentError(f"{where}host {host!r} does not exist: {there}")
+
+
+_OF_HOST = re.compile(r"\s*(\d{1,9})\s*=\s*(\S.*?)\s*", re.ASCII | re.DOTALL)
+
+
+def by_host(texts: Iterable[str], hosts: int, what: str, read: Callable[[str], T]) -> dict[int, T]:
+    """Parse values by host, from texts like "2=25%". Raise ArgumentError: a text has another form, a host does not
+    exist, or it gets two values."""
+    found: dict[int, T] = {}
+    for text in texts:
+        match = _OF_HOST.fullmatch(text)
+        if match is None:
+            raise ArgumentError(f"{text!r} is not a host with {what}")
+        host = int(match[1])
+        check_host(host, hosts, f"{text!r}: ")
+        if host in found:
+            raise ArgumentError(f"{text!r}: host {host} is given twice; pass it once")
+        found[host] = read(match[2])
+    return found
 
 
 # -- sizes of transfers and buffers ------------------------------------------------------------------------------------
 
 
 def size_of(text: str) -> int:
-    """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is an integer above 0."""
+    """Return the bytes of "64KiB", "1.5MB" or "2600". Raise ArgumentError unless that is an integer above 0."""
     try:
         found = size("".join(text.split()))
     except ValueError:
@@ -99,7 +129,7 @@ def size_of(text: str) -> int:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Parses a list like "64KiB,1MiB". Raises as `size_of` does, naming the size that is wrong."""
+    """Parse a list like "64KiB,1MiB". Raise as `size_of` does, naming the size that is wrong."""
     texts, found = text.split(","), []
     for place, one in enumerate(texts, 1):
         try:
@@ -111,7 +141,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def size_text(size: int) -> str:
-    """Returns the shortest exact text for a size: 2600, 64KiB, 8MiB."""
+    """Return the shortest exact text for a size: 2600, 64KiB, 8MiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size and size % 1024**power == 0:
             return f"{size // 1024**power}{unit}"

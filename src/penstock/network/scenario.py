@@ -25,7 +25,7 @@ from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
-from penstock.network.topology import Topology
+from penstock.network.topology import State, Topology
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
@@ -33,15 +33,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.01
 _MAX_MESSAGE = 300
 KEYS = ("at", "host", "link", "gone", "background", "for")
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A network at one moment: its links, the hosts that are cut off, and neighbors' traffic as texts."""
-
-    topology: Topology
-    gone: tuple[int, ...] = ()
-    background: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +60,7 @@ class Event:
     text: str = ""
 
     def change(self, before: State) -> State:
-        """Returns a network's state while this event is active."""
+        """Return a network's state while this event is active."""
         topology, gone = before.topology, set(before.gone)
         if self.link is not None and self.host is None:
             topology = Topology(self.link, {}, topology.seed).with_mtu(topology.mtu).with_own(topology.own)
@@ -81,7 +72,7 @@ class Event:
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
-    """Reads the events of a file, for this network. Raises ArgumentError: the file cannot be read, or names something
+    """Read the events of a file, for this network. Raise ArgumentError: the file cannot be read, or names something
     that does not exist; the message says which event."""
     what = f"--scenario {path}"
     given = read_toml(path, what)
@@ -107,8 +98,8 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
     if len(what) != 1:
         raise ValueError("use exactly one of link, gone = true, or background")
     host, is_gone = given.get("host"), what == ["gone"]
-    if host is not None and (type(host) is not int or not 0 <= host < hosts):
-        raise ValueError(f"host {host!r} does not exist: the hosts are 0 to {hosts - 1}")
+    if host is not None:
+        q.check_host(host, hosts)
     lasts = q.seconds(_text(given, "for")) if "for" in given else None
     if lasts is not None and lasts <= 0:
         raise ValueError(f"for is {given['for']!r}: use a time above 0")
@@ -155,7 +146,7 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """Advances to this moment, which is not before the last one: updates `state`, and returns what has changed in
+        """Advance to this moment, which is not before the last one: updates `state`, and return what has changed in
         words. Steps count from 0; -1 before the first has begun."""
         said = [f"over: {event.text}" for event, end in self._holding if end <= seconds]
         self._holding = [(event, end) for event, end in self._holding if end > seconds]
@@ -193,7 +184,7 @@ class Happened:
 
 @contextmanager
 def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[Happened]]:
-    """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
+    """Play the scenario while the block runs, starting the clock with the block; restore the network at the end.
 
     Yields the changes made so far, and raises at the end of the block whatever a change raised.
 
@@ -209,14 +200,13 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
     first, over = State(machines.topology, background=machines.background), threading.Event()
 
     def apply() -> None:
-        play, began, before = Play(events, first), time.monotonic(), first
+        play, began = Play(events, first), time.monotonic()
         while not over.wait(LOOK_SECONDS):
             seconds, now = time.monotonic() - began, step()
             if said := play.at(seconds, now):
-                machines.change(**_differing(before, play.state))
-                before = play.state
+                machines.change(play.state)
                 happened.extend(Happened(seconds, now, text) for text in said)
-        machines.change(**_differing(before, first))
+        machines.change(first)
 
     with ThreadPoolExecutor(1, "penstock-scenario") as thread:
         played = thread.submit(apply)
@@ -225,8 +215,3 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
         finally:
             over.set()
         played.result()
-
-
-def _differing(before: State, after: State) -> dict[str, Any]:
-    names = ("topology", "gone", "background")
-    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}

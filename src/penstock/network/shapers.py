@@ -49,7 +49,7 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Chooses what shapes a network on this machine, which can create hosts: what is wanted, if it can.
+    """Choose what shapes a network on this machine, which can create hosts: what is wanted, if it can.
 
     `only_switch` says what else was requested that only the switch can do. Raises ArgumentError: the wanted shaper
     cannot do what was requested, or not at this rate. Raises FabricError: no switch can run here. In either case,
@@ -76,7 +76,7 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
 
 
 def _fitted(topology: Topology, hosts: int) -> Shaper:
-    """Makes frames large enough for the switch to forward everything that the hosts can send."""
+    """Make frames large enough for the switch to forward everything that the hosts can send."""
     needed, carried = needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
     if needed <= carried:
         return Shaper("switch", topology)
@@ -104,7 +104,7 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
 
 
 def needed_frames_per_second(topology: Topology, hosts: int) -> float:
-    """Returns the frames per second if every host sends at its rate."""
+    """Return the frames per second if every host sends at its rate."""
     into = [topology.down(host).bytes_per_second for host in range(hosts)]
     others = [sum(into[:host] + into[host + 1 :]) for host in range(hosts)]  # what they can receive from this one
     rates = [min(topology.up(host).bytes_per_second, others[host]) for host in range(hosts)]
@@ -112,7 +112,7 @@ def needed_frames_per_second(topology: Topology, hosts: int) -> float:
 
 
 def frames_per_second(frame_bytes: int) -> float:
-    """Measures roughly how many TCP frames per second a switch forwards here, in a temporary namespace: the best of
+    """Measure roughly how many TCP frames per second a switch forwards here, in a temporary namespace: the best of
     several tries to write frames to a device."""
 
     def write_seconds() -> float:
@@ -135,7 +135,7 @@ def frames_per_second(frame_bytes: int) -> float:
 
 
 def why_no_switch() -> str | None:
-    """Explains why no switch can run here, and what to do about it; None if one can."""
+    """Explain why no switch can run here, and what to do about it; None if one can."""
     for package in ("numba", "scipy"):
         if importlib.util.find_spec(package) is None:
             return f"the switch for delay, jitter and loss needs {package}: `pip install 'penstock[fabric]'`"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.network.link import NOTHING, Impairment, Link
 from penstock.network.parse import parse_link
+from penstock.network.quantities import by_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +53,35 @@ class Topology:
         return (self.link, *self.own.values())
 
     def up(self, host: int) -> Link:
-        """Returns the link from a host to the switch."""
+        """Return the link from a host to the switch."""
         return self.own.get(host, self.link)
 
     def down(self, host: int) -> Link:
-        """Returns the link from the switch to a host."""
+        """Return the link from the switch to a host."""
         return self.up(host).down or self.up(host)
 
     def rates(self, hosts: int) -> dict[str, list[float]]:
-        """Returns bytes per second by host, from it ("up") and to it ("down")."""
+        """Return bytes per second by host, from it ("up") and to it ("down")."""
         ways = {"up": self.up, "down": self.down}
         return {way: [link(host).bytes_per_second for host in range(hosts)] for way, link in ways.items()}
 
     def meets(self, source: int, target: int) -> tuple[Impairment, Impairment]:
-        """Returns what a frame meets on its way up from its source, and on its way down to its target."""
+        """Return what a frame meets on its way up from its source, and on its way down to its target."""
         if source in self.own or target in self.own:
             up = self.up(source).impairment if source in self.own else NOTHING
             return up, self.down(target).impairment if target in self.own else NOTHING
         return self.link.impairment, self.link.down.impairment if self.link.down else NOTHING
 
+    def least_delay(self, source: int, target: int) -> float:
+        """Return the seconds that impairments delay every frame from one host to another, at least."""
+        return sum(met.shortest_seconds for met in self.meets(source, target))
+
     def with_mtu(self, mtu: int) -> Topology:
-        """Returns the same topology with another mtu on all links."""
+        """Return the same topology with another mtu on all links."""
         return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
 
     def with_own(self, own: Mapping[int, Link]) -> Topology:
-        """Returns the same topology with these links for individual hosts, at the other links' mtu."""
+        """Return the same topology with these links for individual hosts, at the other links' mtu."""
         return replace(self, own={host: _sized(link, self.mtu) for host, link in own.items()})
 
     @property
@@ -84,24 +90,35 @@ class Topology:
         return not self.own and self.link.down is None and not self.link.impairment
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """A network at one moment.
+
+    Attributes:
+        topology: its links.
+        gone: the hosts that are cut off: nothing leaves or reaches them.
+        background: neighbors' traffic, as texts (background.py).
+    """
+
+    topology: Topology
+    gone: tuple[int, ...] = ()
+    background: tuple[str, ...] = ()
+
+
 def _sized(link: Link, mtu: int) -> Link:
     return replace(link, mtu=mtu, down=None if link.down is None else replace(link.down, mtu=mtu))
 
 
-def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
-    """Parses links by host, from texts like `2=100mbit delay 20ms`. Raises ArgumentError: a text is not a link, the
-    host does not exist, or a host gets two links."""
-    found: dict[int, Link] = {}
-    for text in texts:
-        number, sign, link = text.partition("=")
-        if not sign or not (number.strip().isascii() and number.strip().isdigit()):
-            raise ArgumentError(
-                f'{text!r} is not the link of a host: pass the host and its link, like "2=100mbit delay 20ms"'
-            )
-        host = int(number)
-        if host >= hosts:
-            raise ArgumentError(f"a link is given for host {host}, but the hosts are 0 to {hosts - 1}")
-        if host in found:
-            raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: pass one")
-        found[host] = parse_link(link)
-    return found
+def parse_own(texts: Iterable[str], hosts: int) -> dict[int, Link]:
+    """Parse links by host, from texts like `2=100mbit delay 20ms`. Raise ArgumentError as `by_host` and `parse_link`
+    do."""
+    return by_host(texts, hosts, 'its link: pass one like "2=100mbit delay 20ms"', parse_link)
+
+
+def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
+    """Rebuild the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
+    if not network or not network.get("link") or network.get("rates") is None:
+        return None
+    own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
+    plain = Topology(parse_link(network["link"])).with_own(own)
+    return plain.with_mtu(int(network["mtu"])) if network.get("mtu") else plain

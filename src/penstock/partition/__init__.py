@@ -10,17 +10,16 @@ In come a model, an example batch and where to cut; out comes a `Partition`: sta
 """
 
 from penstock.partition.cut.balance import TooFewLayersError
-from penstock.partition.cut.choice import BALANCES, Balance, Choice
-from penstock.partition.decision import NO_LIMIT, Room
+from penstock.partition.cut.choice import BALANCES, Balance, BalanceChoice
+from penstock.partition.decision import NO_LIMIT, StageBudget
 from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.measure.units import NoStreams, UnmeasurableError
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
 from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, gates_of
-from penstock.partition.state.left_behind import Left
-from penstock.partition.state.remembered import Remembered
-from penstock.partition.values.defaults import default_kwargs
+from penstock.partition.state.remembered import Left, Remembered
+from penstock.partition.units.chain import default_kwargs
 from penstock.partition.values.objects import leaves_of, tensors_in
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
     "KEPT_PARTITIONS",
     "NO_LIMIT",
     "Balance",
-    "Choice",
+    "BalanceChoice",
     "Left",
     "NoStreams",
     "Origin",
@@ -38,8 +37,8 @@ __all__ = [
     "Partitioner",
     "RandomSource",
     "Remembered",
-    "Room",
     "Stage",
+    "StageBudget",
     "Surroundings",
     "TooFewLayersError",
     "UnmeasurableError",

@@ -13,12 +13,11 @@ from torch import nn
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.costs import Problem, Profile, UnitCost, best_starts, stage_loads
+from penstock.costs import CutProblem, Profile, UnitCost, best_cuts, stage_loads
 from penstock.costs.links import link_of
 from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
-from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts
-from penstock.partition.cut.choice import Choice
-from penstock.partition.cut.places import module_at
+from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts, module_at
+from penstock.partition.cut.choice import BalanceChoice
 from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import Units, UnmeasurableError, identity
@@ -53,7 +52,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StageBudget:
     """What ranks have for their stages.
 
     Attributes:
@@ -76,18 +75,18 @@ class Room:
         return math.isfinite(self.limit_bytes)
 
 
-NO_LIMIT = Room()
+NO_LIMIT = StageBudget()
 
 
 def decide(
     recording: Recording,
     model: nn.Module,
     stages: int,
-    choice: Choice,
-    room: Room = NO_LIMIT,
+    choice: BalanceChoice,
+    room: StageBudget = NO_LIMIT,
     units: Sequence[Candidate] | None = None,
 ) -> Decision:
-    """The best cuts by what is known without running anything. `units`: the candidates; None: all.
+    """Find the best cuts by what is known without running anything. `units`: the candidates; None: all.
 
     Raises:
         PartitionError: there are fewer units than stages.
@@ -121,12 +120,13 @@ def _problem(
     model: nn.Module,
     pieces: Sequence[Candidate],
     seconds: Sequence[float],
-    room: Room,
+    room: StageBudget,
     *,
     by_bytes: bool = False,
-) -> tuple[Problem, tuple[str, ...]]:
-    """What to divide: these pieces of the model, with their memory if that matters, and what does not count."""
-    plain = Problem(seconds, in_flight=room.in_flight, limit_bytes=room.limit_bytes / room.stages)
+) -> tuple[CutProblem, tuple[str, ...]]:
+    """Build the problem of cutting these pieces of the model, with their memory if that matters, and notes on what does
+    not count."""
+    plain = CutProblem(seconds, in_flight=room.in_flight, limit_bytes=room.limit_bytes / room.stages)
     if not (room.is_limited or by_bytes):
         return plain, ()
     try:
@@ -151,9 +151,9 @@ def _problem(
     )
 
 
-def _best(problem: Problem, stages: int, room: Room) -> list[int]:
+def _best(problem: CutProblem, stages: int, room: StageBudget) -> list[int]:
     try:
-        return best_starts(problem, stages)
+        return best_cuts(problem, stages)
     except ArgumentError as error:
         if room.stages == 1:
             raise
@@ -166,9 +166,10 @@ def measured(
     by_work: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    room: Room = NO_LIMIT,
+    room: StageBudget = NO_LIMIT,
 ) -> Decision:
-    """The best cuts by measured times; the cuts by work where these do as well, or nothing can be measured."""
+    """Find the best cuts by measured times; keep the cuts by work where these do as well, or nothing can be
+    measured."""
     unchanged = tuple(by_work)
     if sum(fact.work for fact in recording.facts.values()) < LEAST_WORK:
         return Decision(unchanged)
@@ -193,11 +194,11 @@ def _by_times(
     units: Sequence[Candidate],
     pieces: Sequence[Sequence[UnitCost]],
     profile: Profile,
-    room: Room,
+    room: StageBudget,
     stages: int,
     usual: Sequence[str] | None = None,
 ) -> Decision:
-    """The best cuts at these units by a profile's times, or the usual ones where these do as well.
+    """Find the best cuts at these units by a profile's times; keep the usual ones where these do as well.
 
     Args:
         pieces: for each unit, those of the profile that begin there.
@@ -221,7 +222,7 @@ def _by_times(
 def _uneven(
     loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> tuple[str, ...]:
-    """What to say of a slowest stage above `UNEVEN` times the mean; nothing if there is none.
+    """Return the notes on a slowest stage above `UNEVEN` times the mean; none if there is none.
 
     Args:
         loads: of each stage.
@@ -236,14 +237,18 @@ def _uneven(
     alone = seconds[heaviest] / mean
     text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean stage time, and limits throughput"
     if alone > UNEVEN:
-        remedy = f"{names[heaviest]!r} alone takes {alone:.2f} times the mean: take fewer stages, or open it (opens=)"
+        remedy = (
+            f"{names[heaviest]!r} alone takes {alone:.2f} times the mean: take fewer stages, or open it (split_inside=)"
+        )
     else:
-        remedy = "no better cut exists: change the number of stages, or pass opens=[...] where a module has parts"
+        remedy = (
+            "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
+        )
     return (f"{text}; {remedy}",)
 
 
 def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
-    """What the user should know of a split: what was decided, or that it is uneven by its stages' work."""
+    """Return the notes on a split for the user: what was decided, or that it is uneven by its stages' work."""
     if decision.seconds or sum(work) < LEAST_WORK:
         return decision.notes
     mean = sum(work) / len(work)
@@ -254,7 +259,7 @@ def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
         *decision.notes,
         f"stage {slowest} does {work[slowest] / mean:.2f}x the mean work per stage (estimated), and all others wait "
         "for it; change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
-        "opens=[...]",
+        "split_inside=[...]",
     )
 
 
@@ -263,10 +268,11 @@ def _by_profile(
     model: nn.Module,
     stages: int,
     profile: Profile,
-    room: Room,
+    room: StageBudget,
     units: Sequence[Candidate] | None,
 ) -> Decision:
-    """The best cuts for a profile, at those of its units that are candidates here; the others join the one before."""
+    """Find the best cuts for a profile, at those of its units that are candidates here; the others join the one
+    before."""
     profile.check_for(identity(model, recording.device.type))
     units = candidates(recording, model, "flops", stages) if units is None else units
     here = {unit.name: unit.position for unit in units}
@@ -294,7 +300,7 @@ def _by_profile(
 
 
 def _of_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:
-    """The profile for microbatches like the recorded one; or as it is, with a note, if it has none."""
+    """Return the profile for microbatches like the recorded one; or as it is, with a note, if it has none."""
     metas = (recording.facts[node].meta for node in recording.inputs)
     here = Counter(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" for meta in metas if meta)
     for each in profile.each_size:
@@ -306,8 +312,8 @@ def _of_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str
     )
 
 
-def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: Choice) -> list[Candidate]:
-    """The candidates whose class has such a name; each counts 1."""
+def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: BalanceChoice) -> list[Candidate]:
+    """Return the candidates whose class has such a name; each counts 1."""
     assert choice.kind is not None
     found = [
         Candidate(unit.name, unit.position, 1)

@@ -14,16 +14,16 @@ from penstock._base.marks import computing
 from penstock._base.trees import Flat, flatten, unflatten
 from penstock._base.words import counted
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Candidate, candidates, cut_at, joined, spans, too_few
-from penstock.partition.cut.choice import Balance, Choice
+from penstock.partition.cut.balance import Candidate, candidates, cut_at, where_possible
+from penstock.partition.cut.choice import Balance, BalanceChoice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
-from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
+from penstock.partition.decision import NO_LIMIT, Decision, StageBudget, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import Splits
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
+from penstock.partition.source import Obstacle
 from penstock.partition.stages.lengths import Dims, Lengths, at_length
 from penstock.partition.stages.partition import (
     Leaf,
@@ -37,9 +37,8 @@ from penstock.partition.stages.partition import (
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.state.assumptions import Assumptions, Attributes
-from penstock.partition.units.chain import as_module, known_names
+from penstock.partition.units.chain import as_module, default_kwargs, known_names
 from penstock.partition.units.units import Grain, Opening, find_units, public_name, refuse_compiled, refuse_lazy
-from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.objects import input_path
 
 Division = tuple[Decision, Opening]
@@ -82,11 +81,11 @@ class Partitioner:
         *,
         opens: Sequence[str] | None = None,
         streams: RandomSource,
-        balance: Balance | Choice = "time",
-        room: Room = NO_LIMIT,
+        balance: Balance | BalanceChoice = "time",
+        room: StageBudget = NO_LIMIT,
     ) -> None:
         check_counts(stages=stages)
-        self._choice = Choice.of(balance)
+        self._choice = BalanceChoice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(
                 f"{counted(len(cuts), 'cut')} for {counted(stages, 'stage')}: name the first module of each stage but "
@@ -112,7 +111,7 @@ class Partitioner:
         self._look_around()
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
-        """The stages for one microbatch's arguments, recorded when their signature is new.
+        """Return the stages for one microbatch's arguments. Record them when their signature is new.
 
         The signature: structure, shapes, strides, dtypes, devices and constants of the arguments, the modules' training
         flags, identity and requires_grad of parameters and buffers, and the grad and autocast modes. If the forward
@@ -164,7 +163,7 @@ class Partitioner:
         return partition
 
     def forget(self) -> None:
-        """Drops all recordings, and with them every reference to parameters that the model no longer holds."""
+        """Drop all recordings, and with them every reference to parameters that the model no longer holds."""
         self._partitions.clear()
         self._lengths.clear()
         self._keep_alive.clear()
@@ -177,7 +176,7 @@ class Partitioner:
         return self._decision, self._opening
 
     def divide(self, division: Division) -> None:
-        """Replaces this decision, and forgets what was made of it."""
+        """Replace this decision, and forget what was made of it."""
         recordings = dict(self._weighable) if division[1] == self._opening else {}
         self._decision, self._opening = division
         self.cuts = self._decision.cuts
@@ -186,8 +185,8 @@ class Partitioner:
         self._weighable = recordings
 
     def weigh(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-        """If times are to be even: measures the units of what these inputs, or others before, were recorded as, and
-        cuts there. Changes nothing of the model. Other processes `divide` like this one."""
+        """Measure the units of what these inputs, or earlier ones, were recorded as, if times are to be even, and cut
+        there. Change nothing of the model. Other processes `divide` like this one."""
         self(args, kwargs)
         recording = next(iter(self._weighable.values()), None)
         if recording is None or self.stages == 1:
@@ -210,7 +209,7 @@ class Partitioner:
         budget_seconds: float | None = BUDGET_SECONDS,
         splits: Splits | None = None,
     ) -> Profile:
-        """What each unit costs, with modules opened for as many stages as there are repeated blocks.
+        """Measure the cost of each unit, with modules opened for as many stages as there are repeated blocks.
 
         Args:
             budget_seconds: how long to measure; None: measure nothing, only count operations.
@@ -228,7 +227,7 @@ class Partitioner:
             return measure(recording, model, places, args, kwargs, budget_seconds, splits, memory=True)
 
     def attributes(self) -> Attributes:
-        """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""
+        """Return what a forward recorded call by call reads besides its inputs, which its recording takes as given."""
         return self._assumptions.read()
 
     def settle(self, attributes: Attributes) -> None:
@@ -240,11 +239,12 @@ class Partitioner:
         return frozenset(map(id, self._assumptions.opened.values()))
 
     def names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the model, including tied ones, the name that stages use."""
+        """Return, for every name of a parameter or buffer in the model, including tied ones, the name that stages
+        use."""
         return known_names(self.model)
 
     def _look_around(self) -> None:
-        """Finds the modules again: some may have been opened, and the user may have replaced some."""
+        """Find the modules again: some may have been opened, and the user may have replaced some."""
         refuse_compiled(self.model)
         refuse_lazy(self.model)
         self._modules = list(self.model.modules())
@@ -276,15 +276,14 @@ class Partitioner:
     def _make(
         self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None = None
     ) -> tuple[Recording, Partition]:
-        """Records these arguments, if it is not known what they are recorded as, and cuts the recording."""
-        model = self.model
+        """Record these arguments, if it is not known what they are recorded as, and cut the recording."""
         split = self._cut(known) if known is not None else self._divide(args, kwargs)
         recording = split.recording
         self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
         self.cuts, work = tuple(split.cuts), split.work()
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
-        check_complete(recording, model, stages)
+        check_complete(split, stages)
         given = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         partition = Partition(
@@ -304,13 +303,14 @@ class Partitioner:
             result_leaves=recording.result_leaves,
             elsewhere=not_on_the_last(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
+            reorders_gradients=split.crosses_twice(),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
         )
         return recording, partition
 
     def _learn(self, given: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
-        """Looks for other lengths of the same inputs among what was recorded."""
+        """Look for other lengths of the same inputs among what was recorded."""
 
         def probe(dims: Dims, length: int) -> Partition:
             args, kwargs = unflatten(at_length(given.leaves, dims, length), given.structure)
@@ -321,7 +321,7 @@ class Partitioner:
             self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
 
     def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CutRecording:
-        """A recording, cut. Until the cuts are decided, modules may be opened for balance."""
+        """Return a recording, cut. Until the cuts are decided, modules may be opened for balance."""
         opening, kwargs = self._opening, {**kwargs, **default_kwargs(self.model, args, kwargs)}
         while True:
             recording = self._record(args, kwargs, opening)
@@ -356,17 +356,19 @@ class Partitioner:
             return decided()
         except PartitionError as error:
             every = candidates(recording, self.model, self._choice.by, self.stages)
-            kept = spans(recording, self.model)
-            units = joined(every, kept)
+            units = where_possible(recording, self.model, every)
             if len(units) == len(every):
                 raise
             if len(units) < self.stages <= len(every):
-                raise too_few(error, self.stages, units, kept) from error
+                raise PartitionError(
+                    f"{error}. For stages={self.stages} there is no such cut: what must stay together leaves "
+                    f"{counted(len(units), 'stage')} at most"
+                ) from error
             return decided(units)
 
 
 def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError:
-    """What is wrong with cuts that the user did not give."""
+    """Explain what is wrong with cuts that the user did not pass."""
     why = str(error).removeprefix("cuts: ").partition(". ")[0]
     return PartitionError(
         f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {why}. Stages "
@@ -376,7 +378,7 @@ def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError
 
 
 def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
-    """The modules that are neither a unit nor part of one."""
+    """Return the modules that are neither a unit nor part of one."""
     found: list[nn.Module] = []
     pending = [model]
     while pending:

@@ -16,8 +16,8 @@ from torch import nn
 
 from penstock._base.words import counted
 from penstock.partition.cut.balance import candidates
-from penstock.partition.obstacle import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.recording.recording import Recording
+from penstock.partition.source import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.units.units import has_forward
 
 TRIALS = 12
@@ -36,7 +36,7 @@ Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
 def explained(
     error: Obstacle, record: Record, model: nn.Module, leaves: Sequence[str], kwargs: Any, stages: int
 ) -> str:
-    """What to say about an obstacle: everything that is in the way, and what was found to help."""
+    """Explain an obstacle: everything that is in the way, and what was found to help."""
     trials, until = count(1), time.monotonic() + SECONDS
     found, whole, recording, failure, scope = [error], list(leaves), None, "", error.scope
 
@@ -55,7 +55,7 @@ def explained(
                 continue
             failure = str(obstacle)
         except Exception as other:  # anything the model raises when it runs for real
-            failure = f"leaves={wanted!r} does not help: {other}"
+            failure = f"leaf_modules={wanted!r} does not help: {other}"
         scope = scope.rpartition(".")[0]
         while scope and not has_forward(model.get_submodule(scope)):
             scope = scope.rpartition(".")[0]
@@ -68,9 +68,9 @@ def explained(
         it = "it runs as a whole" if len(found) == 1 else "they run as wholes"
         given = _listed(whole, model)
         left, helps = _left(recording, model, whole, stages)
-        failure = f"leaves={given}, which leaves nothing to split: {left}"
+        failure = f"leaf_modules={given}, which leaves nothing to split: {left}"
         if helps:
-            remedies.append(f"Pass leaves={given}, so that {it} (tried: {left})")
+            remedies.append(f"Pass leaf_modules={given}, so that {it} (tried: {left})")
     if error.otherwise:
         remedies.append(error.otherwise)
     if len(found) == 1 and "labels" in kwargs and may_try():
@@ -79,14 +79,17 @@ def explained(
             remedies.append("leave out labels and pass loss_fn=... (tried)")
     if not remedies:
         failed = f" Tried: {failure.rstrip('.')}." if failure else ""
-        return f"{text}.{failed} {OUTSIDE if error.scope else ELSEWHERE}"
+        helped = (
+            f" With leaf_modules={_listed(whole, model)} the last one remains." if len(found) > 1 and not scope else ""
+        )
+        return f"{text}.{failed}{helped} {OUTSIDE if found[-1].scope else ELSEWHERE}"
     first, *others = remedies
     return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
 
 
 def _with(model: nn.Module, leaves: Sequence[str], scope: str) -> list[str]:
-    """The leaves plus this one; if it is the second of its class in the way, plus all modules of that class that hold
-    none of the two, as containers do."""
+    """Return the leaves plus this one; if it is the second of its class in the way, plus all modules of that class that
+    hold none of the two, as containers do."""
     kind, new = type(model.get_submodule(scope)), [scope]
     if alike := [leaf for leaf in leaves if type(model.get_submodule(leaf)) is kind]:
         around = {"", *(leaf[:end] for leaf in (*alike, scope) for end in range(len(leaf)) if leaf[end] == ".")}
@@ -96,7 +99,7 @@ def _with(model: nn.Module, leaves: Sequence[str], scope: str) -> list[str]:
 
 
 def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> tuple[str, bool]:
-    """What is left to spread over stages, and whether it is more than a tenth of the work."""
+    """Describe what is left to spread over stages, and return whether it is more than a tenth of the work."""
     pieces = candidates(recording, model, "flops")
     whole = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:

@@ -1,4 +1,7 @@
-"""Tells the user's code, which may keep state of the model, from a library's, and names the line that is running."""
+"""Tells the user's code, which may keep state of the model, from a library's, and names the line that is running.
+
+An `Obstacle` is what a recording cannot follow there, but a module that runs as a whole may contain.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from penstock._base.errors import PartitionError
 
 _OURS = (
     *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])),
@@ -60,14 +65,39 @@ def is_library(module: str | None) -> bool:
 
 
 def package_of(module: str | None) -> str:
-    """The outermost package of a Python module; empty if unknown."""
+    """Return the outermost package of a Python module; empty if unknown."""
     return (module or "").partition(".")[0]
 
 
 def functions_of(member: Any) -> Iterator[FunctionType]:
-    """The functions of a class's member: a method or property, and what its decorators wrap (`@can_return_tuple`)."""
+    """Yield the functions of a class's member: a method or property, and what its decorators wrap
+    (`@can_return_tuple`)."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)
     while isinstance(member, (FunctionType, _CACHED)):
         if isinstance(member, FunctionType):
             yield member
         member = getattr(member, "__wrapped__", None)
+
+
+OUTSIDE = "Do it outside of the model"
+ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaf_modules=[...] names, so that it runs as a whole"
+
+
+class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with what was found to help)
+    """Raised when the forward does something that cannot be recorded; `remedies` finds out what helps.
+
+    Args:
+        why: what the forward did, and where.
+        scope: the name of the module whose forward did it; empty for the model's own.
+        otherwise: what else may help, where more is known than that it can be done elsewhere.
+    """
+
+    def __init__(self, why: str, scope: str, otherwise: str = "") -> None:
+        helps = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole" if scope else otherwise or ELSEWHERE
+        super().__init__(f"{why}. {helps}")
+        self.why, self.scope, self.otherwise = why, scope, otherwise
+
+    def because(self, reason: str) -> Obstacle:
+        """Return the same obstacle, with the reason why the module around it was opened."""
+        why = f"{reason}. Recording it call by call does not help: {self.why}"
+        return Obstacle(why, self.scope, self.otherwise)

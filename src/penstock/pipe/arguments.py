@@ -1,4 +1,6 @@
-"""What every verb of the facade takes: a model and a batch, checked; and the device that they are on."""
+"""What every verb of the facade takes: a model and a batch, checked and shared; and the device that they are on. One
+process has the example batch; the others may give its shapes, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,57 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock._base.words import a
 from penstock.partition.units.chain import as_module
-from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.batch_dims import Microbatches, leaves_of
+from penstock.runtime.batch.outline import Example, Outline
+from penstock.runtime.execute.control import Control
 from penstock.runtime.gradients.distribution import parallelized_by
-from penstock.runtime.step.example import tensors_of
 
 
-def device_of_run(
-    model: nn.Module | Sequence[nn.Module], example: tuple[tuple[Any, ...], dict[str, Any]]
-) -> torch.device:
-    """Where the run is unless the user says: on the accelerator that holds the model or else the example."""
+def device_of_run(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:
+    """Return the default device of the run: the accelerator that holds the model or else the example."""
     held = next((p.device for p in as_module(model).parameters()), torch.device("cpu"))
     if held.type not in ("cpu", "meta"):
         return held
     return next((t.device for t in tensors_of(example) if t.device.type not in ("cpu", "meta")), held)
 
 
+def is_whole(example: Example) -> bool:
+    """Whether a process has the example itself, rather than its shapes (tensors on the meta device) or nothing."""
+    tensors = tensors_of(example)
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+
+
+def tensors_of(example: Example) -> list[Tensor]:
+    """Return the tensors of a batch, those in `Microbatches` included."""
+    return [leaf for _, leaf in leaves_of(example) if isinstance(leaf, Tensor)]
+
+
+def shared(control: Control, example: Example) -> Example:
+    """Return the example, from the first process that has one if this one has none. Every process calls it.
+
+    Raises:
+        ArgumentError: no process has one.
+    """
+    has = control.gather(is_whole(example), "its example")
+    if all(has):
+        return example
+    if not any(has):
+        if tensors_of(example):
+            raise ArgumentError(
+                "the example is on the meta device on every rank that gives one: at least the rank of the first stage "
+                "has to give real tensors, since the forward may branch on the values of integers"
+            )
+        return example  # it has no tensors: a function of the user's makes them
+    first = has.index(True)
+    outlines = control.gather(Outline.of_example(example) if control.world.number == first else None, "its example")
+    if is_whole(example):
+        return example
+    filled: list[Example] = outlines[first].fill()
+    return filled[0]
+
+
 def check_plain(model: nn.Module) -> None:
-    """Raises ArgumentError if the model, or one of its layers, was parallelized before."""
+    """Raise ArgumentError if the model, or one of its layers, was parallelized before."""
     if by := parallelized_by(model, "torch.distributed.fsdp", "torch.distributed._composable"):
         raise ArgumentError(
             f"model: fully_shard or replicate was applied before the pipeline was made ({by}); pass the plain model, "
@@ -36,13 +72,13 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One batch, from the user's arguments.
+def checked_inputs(args: Any, kwargs: Any) -> Example:
+    """Return one batch, from the user's arguments.
 
     Raises:
         ArgumentError: they are not a sequence and a mapping, or a name is one that `Pipeline.step` takes itself.
     """
-    if isinstance(args, (Tensor, batches.Microbatches)):
+    if isinstance(args, (Tensor, Microbatches)):
         kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
         raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: pass (x,)")
     if isinstance(args, (Mapping, str)) or not isinstance(args, Iterable):

@@ -24,7 +24,7 @@ from penstock.distributed.launch.processes import VERIFY
 from penstock.distributed.world import World, device_named, device_of, join
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run
+from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run, is_whole, shared
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -33,24 +33,23 @@ from penstock.pipe.session import Session
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Outline, SingleRowError
+from penstock.runtime.batch.outline import Example, Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
-from penstock.runtime.features.context import MakeFeature
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
-from penstock.runtime.front_end import MakeFrontEnd
+from penstock.runtime.features.feature import MakeFeature
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
+from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
 from penstock.runtime.gradients.distribution import accumulate_in
-from penstock.runtime.loss.loss import Loss, Reduction
-from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.loss.functions import Loss
+from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.model.taking_over import HeldElsewhereError
-from penstock.runtime.step.example import is_whole, shared
+from penstock.runtime.model.taking_over import HeldElsewhereError, Materialize
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.simulate import LinkCost
-from penstock.trace.runs.option import RunFolder
+from penstock.trace.runs.option import RunConfig
 
 if TYPE_CHECKING:
     from penstock.plan import Plan
@@ -64,23 +63,23 @@ def pipeline(
     kwargs: Mapping[str, Any] | None = None,
     *,
     ranks: int | None = None,
-    chunks: int | None = None,
+    stages_per_rank: int | None = None,
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
     loss_fn: Loss | Callable[[Any], Tensor] | None = None,
     reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
-    split: SplitFunction | None = None,
-    merge: MergeFunction | None = None,
+    split_fn: SplitFunction | None = None,
+    merge_fn: MergeFunction | None = None,
     cuts: Sequence[str] | None = None,
-    leaves: Sequence[str] | None = None,
-    opens: Sequence[str] | None = None,
+    leaf_modules: Sequence[str] | None = None,
+    split_inside: Sequence[str] | None = None,
     balance: Balance = "time",
     memory_limit: float | None = None,
-    link: LinkCost | None = None,
+    link_cost: LinkCost | None = None,
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
-    share_loss: bool = True,
+    broadcast_loss: bool = True,
     transport: TransportChoice = "auto",
     materialize: Materialize | None = None,
     parallelize: Parallelize | None = None,
@@ -92,15 +91,15 @@ def pipeline(
     compile: Compile = False,
     check_finite: bool = False,
     features: Sequence[MakeFeature] = (),
-    gradient_dtype: torch.dtype | None = None,
-    lost_after: float | None = None,
-    group_timeout: float | None = None,
+    grad_dtype: torch.dtype | None = None,
+    heartbeat_timeout: float | None = None,
+    pg_timeout: float | None = None,
     pg_options: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    run: RunFolder | str | os.PathLike[str] | None = None,
+    run_dir: RunConfig | str | os.PathLike[str] | None = None,
     verify: bool | None = None,
 ) -> Pipeline:
-    """Splits a model into stages and prepares them for training.
+    """Split a model into stages and prepares them for training.
 
     Under torchrun every process makes the same call, with the same model built from the same seed. Each keeps only its
     own stages: the other parameters of `model` are moved to the meta device, so that their memory is free.
@@ -113,7 +112,7 @@ def pipeline(
             batches may have other shapes.
         kwargs: the same by keyword.
         ranks: the number of ranks; None: the world size under torchrun, one otherwise.
-        chunks: stages per rank (also `stages_per_rank`); `ranks * chunks` stages in all. None: the `Schedule`'s, or 1.
+        stages_per_rank: stages per rank; `ranks * stages_per_rank` stages in all. None: the `Schedule`'s, or 1.
         schedule: a name from `penstock.schedule.names()`, or a `Schedule`.
         microbatches: into how many pieces each batch is cut (fewer for fewer rows). None: the `Schedule`'s, or 8.
         loss_fn: `loss_fn(output, target)`, a scalar, or `loss_fn(output)`; None if the model computes its own:
@@ -126,13 +125,13 @@ def pipeline(
             "args", "kwargs", "target" and "output", each a dimension or a structure of dimensions that mirrors (the
             beginning of) that value. None gives each microbatch the whole tensor. An output may also be "mean" or
             "sum". `TensorChunkSpec` and `_Replicate` of `torch.distributed.pipelining` work, too.
-        split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
-            dimension describes: graphs, packed sequences, lists of images of different sizes.
-        merge: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
+        split_fn: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that
+            no dimension describes: graphs, packed sequences, lists of images of different sizes.
+        merge_fn: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
         cuts: the name of each module that begins a new stage; None: at marks (`penstock.cut()`), or balanced.
             "layer:2" is a second call, "relu#3" a line: see docs/guides/cuts.md.
-        leaves: modules to take as one piece, besides those found automatically.
-        opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
+        leaf_modules: modules to take as one piece, besides those found automatically.
+        split_inside: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts even out: "time", measured by running each unit of the model, on the first process,
             for up to a second (a model of little work is cut by "flops"); "flops" (the work of forward and backward, by
             its operations and bytes, the same in every run), "parameters" or "layers"; a `penstock.Profile`, or the
@@ -142,8 +141,8 @@ def pipeline(
             each trained one, for the activations of as many microbatches as the schedule keeps in flight there (as if
             nothing were recomputed or offloaded), for the batch's inputs, a loss like cross entropy, and what a unit
             takes while it runs. Cuts that need more are left out.
-        link: a `penstock.simulate.LinkCost`: what a message between two ranks costs, which counts with the time of both
-            stages. None: like shared memory on CPUs, and PCIe between other devices.
+        link_cost: a `penstock.simulate.LinkCost`: what a message between two ranks costs, which counts with the time of
+            both stages. None: like shared memory on CPUs, and PCIe between other devices.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:
@@ -154,7 +153,7 @@ def pipeline(
             memory, for several ranks on one device, or devices that cannot reach each other; it is taken by itself if
             the default process group has no NCCL for the device. Or a function that makes your own; see
             `penstock.runtime.transport.Endpoint`.
-        share_loss: give the loss to every rank, not only the last stage's.
+        broadcast_loss: give the loss to every rank, not only the last stage's.
         materialize: `materialize(name, module)` sets the values of a module built on the meta device;
             None: its `reset_parameters()`.
         parallelize: called with each of this process's stages, a module that holds the model's own modules under their
@@ -165,7 +164,7 @@ def pipeline(
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards run again in backward, so that their activations need not be kept: "never",
             "except_last" (all but each stage's last microbatch), "always", an integer n (every n-th layer), or a
-            function that makes a kind of your own; see `penstock.runtime.features.context.Recompute`. One for all
+            function that makes a kind of your own; see `penstock.runtime.features.feature.Recompute`. One for all
             stages, a list with one for each, or a dict by stage.
         offload: keep activations in the host's memory between forward and backward, if they are away for long enough
             to make room; also by stage.
@@ -175,21 +174,22 @@ def pipeline(
         features: what stages do besides, in your own code: functions that make a
             `penstock.runtime.features.feature.Feature` for a stage, or None; see docs/extending.md. They come after
             Penstock's own, the outermost first. Each stays within its process, so ranks may have different ones.
-        gradient_dtype: torch.float32 or torch.float64: gradients of parameters in lower precision accumulate, and are
+        grad_dtype: torch.float32 or torch.float64: gradients of parameters in lower precision accumulate, and are
             summed over ranks, in that dtype, and so is their `.grad`: sets `Tensor.grad_dtype`, which stays after
             `close`. None: in the parameter's own dtype, or whatever you set there.
-        lost_after: seconds of silence after which a rank that another waits for counts as lost, and the run ends; give
-            more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
-            same machine its process is checked after 5 seconds, and the rank is lost if the process is stopped.
-        group_timeout: seconds that an operation of the process groups may take: the last resort, for example if a
+        heartbeat_timeout: seconds of silence after which a rank that another waits for counts as lost, and the run
+            ends; pass more than the longest time that the network may be silent. None: 60 for a rank on another
+            machine. On the same machine its process is checked after 5 seconds, and the rank is lost if the process is
+            stopped.
+        pg_timeout: seconds that an operation of the process groups may take: the last resort, for example if a
             device hangs. None: an hour. Give more than the longest time that a first step takes to compile.
         pg_options: a `torch.distributed.ProcessGroupNCCL.Options` for the process groups that exchange tensors, as for
-            `torch.distributed.new_group`. Each group gets a copy, with `group_timeout`.
-        plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, chunks, microbatches,
-            cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
-            `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
-        run: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
-            memory, and the current state of each rank; see `penstock.trace.runs`. Or a `RunFolder` of there, which also
+            `torch.distributed.new_group`. Each group gets a copy, with `pg_timeout`.
+        plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, stages_per_rank,
+            microbatches, cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh`
+            as well: `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
+        run_dir: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
+            memory, and the current state of each rank; see `penstock.trace.runs`. Or a `RunConfig` of there, which also
             says how often, and how many steps there will be.
         verify: verify the first step before it is taken, unless this model, schedule and options have passed
             `penstock.verify`: it raises VerificationError if a value differs from the unsplit model's. Each process
@@ -203,7 +203,7 @@ def pipeline(
     given = {**locals()}  # the arguments by name: most are fields of Options
     followed = Followed.of(plan, given)
     given |= followed.arguments
-    check_counts(required=False, microbatches=given["microbatches"], chunks=given["chunks"])
+    check_counts(required=False, microbatches=given["microbatches"], stages_per_rank=given["stages_per_rank"])
     model = as_module(model)
     check_plain(model)
     example = checked_inputs(args, kwargs)
@@ -213,7 +213,7 @@ def pipeline(
     )
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
     followed.check(world, model, kind)
-    order = order_of(given["schedule"], world.ranks, given["microbatches"], given["chunks"])
+    order = order_of(given["schedule"], world.ranks, given["microbatches"], given["stages_per_rank"])
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     asked = bool(os.environ.get(VERIFY)) if verify is None else verify
@@ -228,7 +228,7 @@ def pipeline(
 
 def build(
     model: nn.Module | Sequence[nn.Module],
-    example: tuple[tuple[Any, ...], dict[str, Any]],
+    example: Example,
     world: World,
     order: Schedule,
     options: Options,
@@ -236,7 +236,7 @@ def build(
     front_end: MakeFrontEnd | None = None,
     plan: Plan | None = None,
 ) -> Pipeline:
-    """Makes a pipeline from given processes and a given schedule.
+    """Make a pipeline from given processes and a given schedule.
 
     Args:
         example: one batch: positional and keyword inputs.
@@ -245,10 +245,10 @@ def build(
     """
     given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = device_of_run(model, example)
-    if world.data_parallel > 1 and not options.share_loss:
+    if world.data_parallel > 1 and not options.broadcast_loss:
         raise ArgumentError(
-            "share_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
-            "share_loss out (result.losses are the microbatches' own)"
+            "broadcast_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
+            "broadcast_loss out (result.losses are the microbatches' own)"
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
     if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
@@ -258,9 +258,9 @@ def build(
             f"devices={str(kind)!r}, or devices='cpu' if that is meant"
         )
     seed = torch.initial_seed() if options.seed is None else options.seed
-    silent = options.lost_after
+    silent = options.heartbeat_timeout
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
-    limit = GROUP_SECONDS if options.group_timeout is None else options.group_timeout
+    limit = GROUP_SECONDS if options.pg_timeout is None else options.pg_timeout
     engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
     if not world.is_local:
         engine.control.watchdog.position = Position("the building of the pipeline")
@@ -270,52 +270,10 @@ def build(
         options.decide("cutting", options.cutting.cut_like(whole, sum(given.sizes)))
         _check_alike(engine, given.sizes, options)
 
-        def split_at(example: batches.CutBatch) -> SplitModel:
-            depth, streams = order.placement.depth, engine.streams
+        split, given = _split(engine, model, whole, given, order, options, front_end)
+        if options.grad_dtype is not None:
             with engine.control.agreed():
-                if front_end is not None:
-                    cutter = front_end(model, depth, streams)
-                else:
-                    cutter = Partitioner(
-                        model,
-                        depth,
-                        options.cuts,
-                        options.leaves,
-                        opens=options.opens,
-                        balance=options.choice,
-                        room=options.room(order),
-                        streams=streams,
-                    )
-            return SplitModel(
-                cutter,
-                Outline.of(example),
-                order.placement,
-                engine,
-                rule=options.materialize,
-                parallelize=options.parallelize,
-                loss=options.loss,
-            )
-
-        split = None
-        while split is None:
-            try:
-                split = split_at(given)
-            except SingleRowError:  # on every rank, as all of these
-                options.cut_in_pairs()
-                given, before = _cut(whole, order, options.cutting), given
-                if given.sizes == before.sizes:
-                    raise
-            except HeldElsewhereError as error:
-                if options.cuts is not None or error.cuts is None:
-                    raise
-                options.decide("cuts", error.cuts)
-            except TooFewLayersError as error:
-                chunks, ranks = order.placement.depth // order.ranks, counted(order.ranks, "rank")
-                layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
-                raise PartitionError(f"{error} ({order.placement.depth} stages: {layout})") from None
-        if options.gradient_dtype is not None:
-            with engine.control.agreed():
-                accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
+                accumulate_in(options.grad_dtype, split.all_parameters(), world.divided)
         built = Pipeline(Session(engine, split, order, given, options))
         if options.recorded is not None:
             record(built.session, options.recorded, plan)
@@ -323,13 +281,66 @@ def build(
         return built
 
 
-def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(example: Example, order: Schedule, cutting: Cutting) -> batches.CutBatch:
     cutting.check(example)
     return cutting.batch(example, order.microbatches, "example", order.placement.pipelines)
 
 
+def _split(
+    engine: Engine,
+    model: nn.Module | Sequence[nn.Module],
+    whole: Example,
+    cut: batches.CutBatch,
+    order: Schedule,
+    options: Options,
+    front_end: MakeFrontEnd | None,
+) -> tuple[SplitModel, batches.CutBatch]:
+    """The model in stages, and the example as these take it. What an attempt shows is decided in `options`, on every
+    rank alike."""
+    depth, streams = order.placement.depth, engine.streams
+    while True:
+        try:
+            with engine.control.agreed():
+                if front_end is None:
+                    cutter: FrontEnd = Partitioner(
+                        model,
+                        depth,
+                        options.cuts,
+                        options.leaf_modules,
+                        opens=options.split_inside,
+                        balance=options.choice,
+                        room=options.room(order),
+                        streams=streams,
+                    )
+                else:
+                    cutter = front_end(model, depth, streams)
+            split = SplitModel(
+                cutter,
+                Outline.of(cut),
+                order.placement,
+                engine,
+                rule=options.materialize,
+                parallelize=options.parallelize,
+                loss=options.loss,
+            )
+            return split, cut
+        except SingleRowError:
+            options.cut_in_pairs()
+            cut, before = _cut(whole, order, options.cutting), cut
+            if cut.sizes == before.sizes:
+                raise
+        except HeldElsewhereError as error:
+            if options.cuts is not None or error.cuts is None:
+                raise
+            options.decide("cuts", error.cuts)
+        except TooFewLayersError as error:
+            chunks, ranks = depth // order.ranks, counted(order.ranks, "rank")
+            layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
+            raise PartitionError(f"{error} ({depth} stages: {layout})") from None
+
+
 def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:
-    mine = (sizes, options.gradient_dtype, options.recorded and options.recorded.timeline_every)
+    mine = (sizes, options.grad_dtype, options.recorded and options.recorded.trace_every)
     given = engine.control.gather(mine, "its example")
     rows, dtypes = [sum(others) for others, *_ in given], [str(dtype) for _, dtype, _ in given]
     with engine.control.agreed():
@@ -339,7 +350,7 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> No
             )
         if len({recorded for *_, recorded in given}) > 1:
             raise ArgumentError(
-                "run= is given on some processes only, or with another timeline_every; every process must pass the same"
+                "run_dir= is given on some processes only, or with another trace_every; pass the same on every process"
             )
         if len(set(rows)) > 1:
             raise ArgumentError(

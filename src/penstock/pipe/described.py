@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import uuid
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,20 @@ from penstock._base.errors import ArgumentError, warn
 from penstock._base.gradients import gradient_bytes
 from penstock.partition.stages.stage import Gate
 from penstock.partition.units.chain import unwrapped
-from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predicted, to_file
+from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predicted
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
 from penstock.pipe.verified import passed
 from penstock.plan import Plan
 from penstock.runtime.front_end import Stage
-from penstock.trace.runs.about import About
+from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import PREDICTED, PREDICTED_MEMORY
-from penstock.trace.runs.option import RunFolder
+from penstock.trace.runs.option import RunConfig
 from penstock.trace.runs.writer import earlier_run
 
 
-def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None:
-    """Records the session's steps from now on, as far as this process has a part in it. Every rank calls it.
+def record(session: Session, asked: RunConfig, plan: Plan | None = None) -> None:
+    """Record the session's steps from now on, as far as this process has a part in it. Every rank calls it.
 
     Args:
         plan: what the pipeline follows.
@@ -42,12 +43,12 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
     path, refusal = Path(asked.path), None
     if engine.world.is_first:
         try:
-            owner.claim(path, session, f"run={str(path)!r}")
+            owner.claim(path, session, f"run_dir={str(path)!r}")
         except ArgumentError as error:
             refusal = str(error)
         except OSError as error:
             if os.path.isdir(path):  # otherwise the recorder warns of it; training goes on
-                warn(f"run={str(path)!r}: {error}; a second job in this folder will not be detected")
+                warn(f"run_dir={str(path)!r}: {error}; a second job in this folder will not be detected")
     run_id, refusal = engine.control.give_all((uuid.uuid4().hex, refusal))
     if refusal is not None:
         raise ArgumentError(refusal)
@@ -61,25 +62,30 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
     mark = engine.control.give_all("" if earlier is None else earlier.verified)
     passed.update({mark} & {session.fingerprint()})
     recorder = Recorder(asked, run_id, about, earlier, before, engine.world, engine.control.watchdog, engine.devices)
-    recorder.end_with(session)
+    weakref.finalize(session, recorder.end_now)  # if it is dropped, or the program ends, without `close`
     session.before_close(recorder.close)
     session.recorder = recorder
 
 
-def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]:
-    """What is known before the first step, by file."""
+def _before(session: Session, about: RunInfo, plan: Plan | None) -> dict[str, Any]:
+    """Return what is known before the first step, by file."""
     files: dict[str, Any] = {}
     if (step := predicted(session, plan)) is not None:
-        files[PREDICTED] = to_file(step)
+        files[PREDICTED] = {
+            "source": step.source,
+            "step_seconds": step.step_seconds,
+            "stage_seconds": [*step.stage_seconds],
+            "timeline": step.timeline.to_dict(),
+        }
     if about.activation_bytes:
         states = [optimizer_bytes(stage.parameters.values()) for stage in session.partition.stages]
         held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, states, strict=True)]
-        files[PREDICTED_MEMORY] = memory_after_actions(session.steps.schedule, about.activation_bytes, held)
+        files[PREDICTED_MEMORY] = memory_after_actions(session.schedule, about.activation_bytes, held)
     return files
 
 
-def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None = None) -> About:
-    """What does not change in a run that begins now, with the plan that it follows."""
+def describe(session: Session, asked: RunConfig, run_id: str, plan: Plan | None = None) -> RunInfo:
+    """Return what does not change in a run that begins now, with the plan that it follows."""
     options, order, world, partition = session.options, session.order, session.engine.world, session.partition
     place, device = order.placement, session.device
     parameters = [[*stage.parameters.values()] for stage in partition.stages]
@@ -87,7 +93,7 @@ def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None 
     if plan is not None and len({*plan.limit_bytes}) == 1 and math.isfinite(plan.limit_bytes[0]):
         limit = plan.limit_bytes[0]
     trained = [[one for one in held if one.requires_grad] for held in parameters]
-    return About(
+    return RunInfo(
         name=os.path.basename(os.path.abspath(asked.path)),
         id=run_id,
         started=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -110,15 +116,15 @@ def describe(session: Session, asked: RunFolder, run_id: str, plan: Plan | None 
         units=tuple(modules_of(stage) for stage in partition.stages),
         parameters=sum(one.numel() for one in session.split.model.parameters()),
         parameter_bytes=tuple(sum(one.nbytes for one in held) for held in parameters),
-        gradient_bytes=tuple(gradient_bytes(held, options.gradient_dtype) for held in trained),
+        gradient_bytes=tuple(gradient_bytes(held, options.grad_dtype) for held in trained),
         activation_bytes=activation_bytes(session),
         memory_limit=limit,
-        total_steps=asked.steps,
+        total_steps=asked.total_steps,
     )
 
 
 def modules_of(stage: Stage) -> tuple[str, ...]:
-    """The names of the modules that run on a stage, none within another; none where it has no graph."""
+    """Return the names of the modules that run on a stage, none within another; none where it has no graph."""
     module, names = stage.module, dict[str, None]()
     graph: Any = getattr(module, "graph", None)
     for node in () if graph is None else graph.nodes:

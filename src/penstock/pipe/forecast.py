@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +21,11 @@ from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.keeping import Transient, transient_of_ranks
-from penstock.schedule import Op, Schedule, drop_backward, stages_with_backward
+from penstock.schedule import Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.trace.runs.reader import Predicted
+from penstock.simulate.computations import column
+from penstock.simulate.memory_use import changes_of
+from penstock.trace.runs.reader import RecordedPrediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class RankMemory:
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
-    """The size of AdamW's state for those that are trained, as plans count it."""
+    """Return the size of AdamW's state for those that are trained, as plans count it."""
     return OPTIMIZER_VALUES * sum(one.nbytes for one in parameters if one.requires_grad)
 
 
@@ -68,14 +70,14 @@ def memory_of_ranks(
     with_loss: bool,
     runs_again: bool,
 ) -> tuple[RankMemory, ...]:
-    """What each rank needs; empty if some stage does not run on fake tensors, or forwards run again and backwards are
-    split: what W then needs is not what was kept.
+    """Return the memory of each rank; empty if some stage does not run on fake tensors, or forwards are recomputed and
+    backwards are split: what W then needs is not what was kept.
 
     Args:
         partition: one copy of the model, for one microbatch.
         found: of each stage, without a loss.
         order: computations only.
-        asked: the `gradient_dtype=` of the run.
+        asked: the `grad_dtype=` of the run.
         target_bytes: the size of the whole batch's target.
         with_loss: whether a loss follows the last stage.
         runs_again: every forward runs again in its backward.
@@ -117,9 +119,9 @@ def memory_of_ranks(
     return tuple(ranks)
 
 
-def predicted(session: Session, plan: Plan | None) -> Predicted | None:
-    """How long a step should take by the plan that is followed, or by the profile that decided where to cut; None if
-    neither did.
+def predicted(session: Session, plan: Plan | None) -> RecordedPrediction | None:
+    """Predict the step time by the plan that is followed, or by the profile that decided where to cut; None if there is
+    neither.
 
     A plan says what a stage takes in all; then the three parts are taken as equally long.
     """
@@ -133,15 +135,14 @@ def predicted(session: Session, plan: Plan | None) -> Predicted | None:
     timeline = simulate(order, [*costs] * order.placement.pipelines, link or LinkCost(0.0))
     seconds = tuple(one.forward_seconds + one.backward_seconds for one in costs)
     if plan is not None:
-        return Predicted("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
+        return RecordedPrediction("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
     source = "the times measured to cut the model" if session.options.choice.profile is None else "the profile"
-    return Predicted(source, timeline.makespan_seconds, seconds, timeline)
+    return RecordedPrediction(source, timeline.makespan_seconds, seconds, timeline)
 
 
 def activation_bytes(session: Session) -> tuple[int, ...]:
-    """For each stage, what one microbatch keeps there from forward to backward, as forwards on fake tensors say; empty
-    if a stage does not run on these, or if activations are recomputed or offloaded.
-    """
+    """Return, for each stage, the activations of one microbatch by forwards on fake tensors; empty if a stage does not
+    run on these, or if activations are recomputed or offloaded."""
     options, partition = session.options, session.partition
     if options.recompute != "never" or options.offload:
         return ()
@@ -153,42 +154,30 @@ def activation_bytes(session: Session) -> tuple[int, ...]:
 
 
 def _given(meta: StageMeta) -> int:
-    """What the model's inputs of a stage take."""
+    """Return the bytes of a stage's share of the model's inputs."""
     return sum(meta_bytes(one.meta) for one in meta.inputs if one.source == MODEL_INPUT)
 
 
 def _kept(prints: Sequence[Footprint], given: Sequence[int]) -> list[int]:
-    """What a microbatch keeps on each stage, without the batch, which is there all the time."""
+    """Return the activations of a microbatch on each stage, without the batch, which is there all the time."""
     return [max(0, each.kept - own) for each, own in zip(prints, given, strict=True)]
 
 
 def memory_after_actions(schedule: Schedule, kept: Sequence[int], held: Sequence[int]) -> list[list[int]]:
-    """What each rank holds after each of its actions, as `simulate.memory` counts it.
+    """Return what each rank holds after each of its actions, as `simulate.memory` counts it.
 
     Args:
         schedule: as it runs, communication included.
         kept: for each stage, what a microbatch keeps from forward to backward.
         held: for each stage, what it holds all the time.
     """
-    depth, ends = len(held), stages_with_backward(schedule)
+    place, depth = schedule.placement, len(held)
+    costs = [(StageCost(0, 0, 0, activation_bytes=own, weight_gradient_bytes=own),) for own in kept]
+    costs *= place.stages // depth
+    taken, freed = changes_of(costs, stages_with_backward(schedule))[0, ..., 0]
     found = []
-    for row, stages in zip(schedule.rows, schedule.placement.by_rank, strict=True):
-        course, now = [], sum(held[stage % depth] for stage in stages)
-        for stage, code in zip(row.stage, row.op, strict=True):
-            if code == Op.F.code and stage in ends:
-                now += kept[stage % depth]
-            elif code in (Op.B.code, Op.W.code):
-                now -= kept[stage % depth]
-            course.append(now)
-        found.append(course)
+    for row, stages in zip(schedule.rows, place.by_rank, strict=True):
+        always = sum(held[stage % depth] for stage in stages)
+        course = always + np.cumsum((taken - freed)[column(row.op), column(row.stage)])
+        found.append(course.astype(int).tolist())
     return found
-
-
-def to_file(found: Predicted) -> dict[str, Any]:
-    """Plain values, for JSON."""
-    return {
-        "source": found.source,
-        "step_seconds": found.step_seconds,
-        "stage_seconds": [*found.stage_seconds],
-        "timeline": found.timeline.to_dict(),
-    }

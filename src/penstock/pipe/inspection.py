@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, PenstockError, check_counts
 from penstock._base.gradients import checked_dtype, gradient_bytes
-from penstock._base.second_names import OF_PIPELINE, also
+from penstock._base.second_names import OF_PIPELINE, also, formerly
 from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
 from penstock._base.trees import leaf_tensors
 from penstock._base.words import counted
@@ -34,30 +34,41 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
-from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.batch.outline import Example
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
+from penstock.runtime.loss.functions import Loss
+from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.taking_over import refuse_overlaps
-from penstock.schedule import Schedule, generator
+from penstock.schedule import Schedule, schedule_spec
 from penstock.schedule.lowering import order_of
 from penstock.simulate import LinkCost
 
 
+@formerly(
+    begins="first_module",
+    work_share="work_fraction",
+    parameter_share="parameter_fraction",
+    trained="trainable_parameters",
+    updated="mutated_buffers",
+    draws="random_modules",
+)
 @dataclass(frozen=True, slots=True)
-class StageFound:
+class StageInfo:
     """One stage.
 
     Attributes:
         index: its number.
-        begins: the name of the module that it begins with; empty for stage 0.
-        work_share: its fraction of the model's work (floating-point operations and bytes moved, forward and backward).
+        first_module: the name of the module that it begins with; empty for stage 0.
+        work_fraction: its fraction of the model's work (floating-point operations and bytes moved, forward and
+            backward).
         parameters: the number of elements in its parameters, tied ones included.
-        parameter_share: its fraction of the model's parameters; a tied one counts on the first of its stages.
+        parameter_fraction: its fraction of the model's parameters; a tied one counts on the first of its stages.
         parameter_bytes: their size.
-        trained: how many of them require a gradient.
+        trainable_parameters: how many of them require a gradient.
         gradient_bytes: the size of these gradients, in the dtype in which they accumulate.
         buffers: the names of the buffers that it holds.
-        updated: the buffers that the forward updates.
-        draws: the names of the modules on it that draw random numbers.
+        mutated_buffers: the buffers that the forward updates.
+        random_modules: the names of the modules on it that draw random numbers.
         inputs: the names of the model's inputs that it uses.
         modules: the names of the modules that run on it, none within another.
         activation_bytes: what a microbatch keeps on it from its forward to its backward, besides parameters and
@@ -67,16 +78,16 @@ class StageFound:
     """
 
     index: int
-    begins: str
-    work_share: float
+    first_module: str
+    work_fraction: float
     parameters: int
-    parameter_share: float
+    parameter_fraction: float
     parameter_bytes: int
-    trained: int
+    trainable_parameters: int
     gradient_bytes: int
     buffers: tuple[str, ...]
-    updated: tuple[str, ...]
-    draws: tuple[str, ...]
+    mutated_buffers: tuple[str, ...]
+    random_modules: tuple[str, ...]
     inputs: tuple[str, ...]
     modules: tuple[str, ...]
     activation_bytes: int | None
@@ -84,7 +95,7 @@ class StageFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class StageTransfer:
     """A tensor that goes from one stage to another.
 
     Attributes:
@@ -93,7 +104,7 @@ class Crossing:
         module: the module that made it; empty for the model itself, and for an input of the model.
         source_line: `file:line` in the code; empty for an input, and for what a whole module returned.
         shape, dtype, bytes: for the first microbatch.
-        takes_gradient: whether a gradient comes back.
+        requires_grad: whether a gradient comes back.
     """
 
     source: int
@@ -104,11 +115,11 @@ class Crossing:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    takes_gradient: bool
+    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class TiedParameter:
     """A parameter that several stages hold: one replica each, with their gradients added up."""
 
     name: str
@@ -137,15 +148,15 @@ class Inspection:
     parameters: int
     parameter_bytes: int
     microbatches: int
-    stages: tuple[StageFound, ...]
-    crossings: tuple[Crossing, ...]
-    ties: tuple[Tie, ...]
+    stages: tuple[StageInfo, ...]
+    crossings: tuple[StageTransfer, ...]
+    ties: tuple[TiedParameter, ...]
     branches: tuple[str, ...]
     notes: tuple[str, ...]
     memory: tuple[RankMemory, ...] = ()
 
     @property
-    def skips(self) -> tuple[Crossing, ...]:
+    def skips(self) -> tuple[StageTransfer, ...]:
         """The crossings that skip at least one stage."""
         return tuple(crossing for crossing in self.crossings if crossing.target - crossing.source > 1)
 
@@ -162,40 +173,41 @@ def inspect(
     *,
     target: Any = None,
     stages: int = 2,
-    chunks: int | None = None,
+    stages_per_rank: int | None = None,
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
     loss_fn: Loss | Callable[[Any], Tensor] | EllipsisType | None = ...,
     reduction: Reduction = "mean",
     batch_dims: BatchDims | Dim = None,
-    split: SplitFunction | None = None,
-    merge: MergeFunction | None = None,
+    split_fn: SplitFunction | None = None,
+    merge_fn: MergeFunction | None = None,
     cuts: Sequence[str] | None = None,
-    leaves: Sequence[str] | None = None,
-    opens: Sequence[str] | None = None,
+    leaf_modules: Sequence[str] | None = None,
+    split_inside: Sequence[str] | None = None,
     balance: Balance = "time",
     memory_limit: float | None = None,
-    link: LinkCost | None = None,
+    link_cost: LinkCost | None = None,
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
-    gradient_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Inspection:
-    """Records a model's forward for one batch and cuts it as `penstock.pipeline` would. Raises what that and its first
+    """Record a model's forward for one batch and cut it as `penstock.pipeline` would. Raise what that and its first
     step would raise, except what depends on values. A model on the meta device stays there.
 
     Args:
         model, args, kwargs: a module, or a list of layers, and its inputs.
         stages: how many; the number of ranks is this divided by the chunks that the schedule puts on each.
-        chunks, schedule: those of the planned run.
+        stages_per_rank, schedule: those of the planned run.
         microbatches: how many the batch is cut into. All are recorded, so that one that cannot run is refused; the
             report is about the first. None: the `Schedule`'s; as many as the batch is already cut into; or otherwise 8,
             or as many as it has rows, if fewer.
         target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
             Left out: nothing is said about the loss.
-        reduction, batch_dims, split, merge, cuts, leaves, opens, balance: as for `penstock.pipeline`.
-        memory_limit, link, recompute, offload, deferred_batch_norm: as for `penstock.pipeline`.
-        gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype` stays as it is.
+        reduction, batch_dims, split_fn, merge_fn, cuts, leaf_modules, split_inside, balance: as for
+            `penstock.pipeline`.
+        memory_limit, link_cost, recompute, offload, deferred_batch_norm: as for `penstock.pipeline`.
+        grad_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype` stays as it is.
 
     Raises:
         ArgumentError: an argument is wrong, or two do not go together.
@@ -205,15 +217,15 @@ def inspect(
     """
     given = locals()  # the arguments by name: most are fields of Options
     example = checked_inputs(args, kwargs)
-    order = _order(schedule, stages, chunks, microbatches, example, Cutting.of(batch_dims, split, merge))
-    asked = checked_dtype(gradient_dtype)
+    order = _order(schedule, stages, stages_per_rank, microbatches, example, Cutting.of(batch_dims, split_fn, merge_fn))
+    asked = checked_dtype(grad_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
     devices = ["meta"] * order.ranks if on_meta else None
     # Nothing accumulates here: `gradient_dtype` is only counted with.
-    replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "gradient_dtype": None}
+    replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "grad_dtype": None}
     options = Options.of({**given, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
-        untried = pipe.session.steps.rehearse(Batch(*example, target), loss=loss_fn is not ...)
+        untried = pipe.session.rehearse(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = replace(recorded, stages=recorded.stages[: order.placement.depth])  # one copy of the model
@@ -234,11 +246,11 @@ def _order(
     stages: int,
     chunks: int | None,
     microbatches: int | None,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
+    example: Example,
     cutting: Cutting,
 ) -> Schedule:
-    """The schedule of the run, for the number of ranks that have this many stages."""
-    check_counts(required=False, stages=stages, microbatches=microbatches, chunks=chunks)
+    """Return the schedule of the run, for the number of ranks that have this many stages."""
+    check_counts(required=False, stages=stages, microbatches=microbatches, stages_per_rank=chunks)
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(
@@ -246,18 +258,18 @@ def _order(
                 f"pass stages={schedule.placement.depth}"
             )
         return order_of(schedule, schedule.ranks, microbatches, chunks)
-    each = generator(schedule).chunks if chunks is None else chunks
+    each = schedule_spec(schedule).chunks if chunks is None else chunks
     ranks, left = divmod(stages, max(each, 1))
     if left:
         raise ArgumentError(
-            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or other "
-            "chunks"
+            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or "
+            "another stages_per_rank="
         )
     return order_of(schedule, ranks, microbatches or cutting.usual(example), chunks)
 
 
 def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
-    """What one process can do, but one process per rank cannot."""
+    """Return what one process can do, but one process per rank cannot."""
     try:
         refuse_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
     except PenstockError as error:
@@ -290,24 +302,24 @@ def _described(
 
 def _stage(
     partition: Partition, index: int, parameters: int, asked: torch.dtype | None, kept: Footprint | None
-) -> StageFound:
+) -> StageInfo:
     stage = partition.stages[index]
     own = list(stage.parameters.values())
     earlier = {name for before in partition.stages[:index] for name in before.parameters}
     first = sum(p.numel() for name, p in stage.parameters.items() if name not in earlier)
     inside = {id(module) for module in stage.module.modules()}
-    return StageFound(
+    return StageInfo(
         index=index,
-        begins=partition.cuts[index - 1] if index else "",
-        work_share=partition.work[index] / (sum(partition.work) or 1),
+        first_module=partition.cuts[index - 1] if index else "",
+        work_fraction=partition.work[index] / (sum(partition.work) or 1),
         parameters=sum(p.numel() for p in own),
-        parameter_share=first / (parameters or 1),
+        parameter_fraction=first / (parameters or 1),
         parameter_bytes=sum(p.numel() * p.element_size() for p in own),
-        trained=sum(p.numel() for p in own if p.requires_grad),
+        trainable_parameters=sum(p.numel() for p in own if p.requires_grad),
         gradient_bytes=gradient_bytes([p for p in own if p.requires_grad], asked),
         buffers=stage.meta.buffers,
-        updated=stage.meta.updated,
-        draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
+        mutated_buffers=stage.meta.updated,
+        random_modules=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
         modules=modules_of(stage),
         activation_bytes=None if kept is None else kept.kept,
@@ -317,7 +329,7 @@ def _stage(
     )
 
 
-def _crossings(partition: Partition) -> tuple[Crossing, ...]:
+def _crossings(partition: Partition) -> tuple[StageTransfer, ...]:
     metas = [stage.meta for stage in partition.stages]
     routes = gradient_routes(metas)
     found = []
@@ -327,7 +339,7 @@ def _crossings(partition: Partition) -> tuple[Crossing, ...]:
                 continue
             origin = partition.origins[value.name]
             found.append(
-                Crossing(
+                StageTransfer(
                     source=value.source,
                     target=stage.index,
                     value=value.name,
@@ -336,14 +348,15 @@ def _crossings(partition: Partition) -> tuple[Crossing, ...]:
                     shape=value.meta.shape,
                     dtype=value.meta.dtype,
                     bytes=meta_bytes(value.meta),
-                    takes_gradient=(value.source, value.name) in routes,
+                    requires_grad=(value.source, value.name) in routes,
                 )
             )
     return tuple(sorted(found, key=lambda crossing: (crossing.source, crossing.target)))
 
 
-def _ties(partition: Partition) -> tuple[Tie, ...]:
+def _ties(partition: Partition) -> tuple[TiedParameter, ...]:
     shared = ties([stage.meta for stage in partition.stages])
     return tuple(
-        Tie(name, holders, partition.stages[holders[0]].parameters[name].numel()) for name, holders in shared.items()
+        TiedParameter(name, holders, partition.stages[holders[0]].parameters[name].numel())
+        for name, holders in shared.items()
     )

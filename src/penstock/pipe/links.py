@@ -34,7 +34,7 @@ _LINK, _BACK = Link(0, 1, ((0, "probe"),)), Link(1, 0, ((0, "probe"),))
 def measure_links(
     control: Control, device: torch.device, message_bytes: int, transport: TransportChoice = "auto"
 ) -> tuple[MeasuredLink, ...]:
-    """Both directions between neighbors on a ring of ranks, pair by pair. All ranks call it, and get the same.
+    """Measure both directions between neighbors on a ring of ranks, pair by pair. All ranks call it, and get the same.
 
     Args:
         device: this rank's.
@@ -68,13 +68,13 @@ def measure_links(
 def _measure(
     transport: Transport, source: int, target: int, device: torch.device, program: int, message_bytes: int
 ) -> MeasuredLink | None:
-    """What was measured at one rank's end of a direction of a link: on the sending rank. `program`: the first of three
-    numbers of its own."""
+    """Measure one direction of a link; return the result on the sending rank. `program`: the first of three numbers of
+    its own."""
     sends = transport.rank == source
     back = transport.channel(program, _BACK, target, source, backward=True)
 
     def trip_seconds(number: int, size: int) -> float:
-        """The seconds of the shortest trip: a message of that many bytes, and a small one back."""
+        """Return the seconds of the shortest trip: a message of this many bytes, and a small one back."""
         there = transport.channel(number, _LINK, source, target, backward=False)
         message, answer = (torch.zeros(each, dtype=torch.uint8, device=device) for each in (size, SMALL_BYTES))
         seconds = []

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from penstock._base.errors import ArgumentError, check_counts
+from penstock._base.errors import ArgumentError, check_counts, check_flags, is_integer, is_number
 from penstock._base.gradients import checked_dtype
-from penstock.partition import Balance, Choice, Room
+from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
-from penstock.runtime.features.context import MakeFeature
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
-from penstock.runtime.loss.functions import checked_loss
-from penstock.runtime.loss.loss import Loss, Reduction
-from penstock.runtime.loss.of_torch import advice
-from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.features.feature import MakeFeature
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, refuse_class
+from penstock.runtime.loss.functions import Loss, advice, checked_loss
+from penstock.runtime.loss.loss import Reduction
+from penstock.runtime.model.taking_over import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
-from penstock.trace.runs.option import RunFolder
+from penstock.trace.runs.option import RunConfig
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
@@ -40,7 +39,7 @@ class Options:
         loss: `loss_fn` as a function of output and target.
         choice: what `balance` says.
         cutting: what batch_dims, split and merge say.
-        recorded: what `run` says.
+        recorded: what `run_dir` says.
 
     Raises:
         ArgumentError: one of them is invalid, or two of them exclude each other.
@@ -49,16 +48,16 @@ class Options:
     loss_fn: Loss | Callable[[Any], Tensor] | None = None
     reduction: Reduction = "mean"
     batch_dims: BatchDims | Dim = None
-    split: SplitFunction | None = None
-    merge: MergeFunction | None = None
+    split_fn: SplitFunction | None = None
+    merge_fn: MergeFunction | None = None
     cuts: Sequence[str] | None = None
-    leaves: Sequence[str] | None = None
-    opens: Sequence[str] | None = None
+    leaf_modules: Sequence[str] | None = None
+    split_inside: Sequence[str] | None = None
     balance: Balance = "time"
     memory_limit: float | None = None
-    link: LinkCost | None = None
+    link_cost: LinkCost | None = None
     devices: Sequence[torch.device | str] | torch.device | str | None = None
-    share_loss: bool = True
+    broadcast_loss: bool = True
     transport: TransportChoice = "auto"
     materialize: Materialize | None = None
     parallelize: Parallelize | None = None
@@ -70,31 +69,31 @@ class Options:
     compile: Compile = False
     check_finite: bool = False
     features: Sequence[MakeFeature] = ()
-    gradient_dtype: torch.dtype | None = None
-    lost_after: float | None = None
-    group_timeout: float | None = None
+    grad_dtype: torch.dtype | None = None
+    heartbeat_timeout: float | None = None
+    pg_timeout: float | None = None
     pg_options: Any = None
-    run: RunFolder | str | os.PathLike[str] | None = None
-    choice: Choice = field(init=False)
+    run_dir: RunConfig | str | os.PathLike[str] | None = None
+    choice: BalanceChoice = field(init=False)
     loss: Loss | None = field(init=False)
     cutting: Cutting = field(init=False)
-    recorded: RunFolder | None = field(init=False)
+    recorded: RunConfig | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", Choice.of(self.balance))
+        object.__setattr__(self, "choice", BalanceChoice.of(self.balance))
         object.__setattr__(self, "loss", checked_loss(self.loss_fn))
-        object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split, self.merge))
-        object.__setattr__(self, "recorded", RunFolder.of(self.run))
+        object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split_fn, self.merge_fn))
+        object.__setattr__(self, "recorded", RunConfig.of(self.run_dir))
         self._check_kinds()
         self._check_together()
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Those among `arguments`, by name, that are options; the others have their defaults."""
+        """Take those among `arguments`, by name, that are options; the others have their defaults."""
         return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.init and each.name in arguments})
 
     def decide(self, name: str, value: Any) -> None:
-        """Replaces an option by what an example has shown that it has to be."""
+        """Replace an option by what an example has shown that it has to be."""
         object.__setattr__(self, name, value)
 
     def cut_in_pairs(self) -> None:
@@ -107,20 +106,25 @@ class Options:
         note = advice(self.loss, self.reduction)
         return () if note is None else (note,)
 
-    def room(self, order: Schedule) -> Room:
-        """What ranks have for their stages under this schedule, memory only if that matters for the cuts."""
+    def room(self, order: Schedule) -> StageBudget:
+        """Return the budget of each rank for its stages under this schedule, memory only if that matters for the
+        cuts."""
         if self.memory_limit is None and not self.choice.memory:
-            return Room(link=self.link)
+            return StageBudget(link=self.link_cost)
         limit = math.inf if self.memory_limit is None else self.memory_limit
         most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
         through = len(order.placement.microbatches_of(0, order.microbatches))
-        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link, through)
+        return StageBudget(limit, tuple(in_flight_by_stage(order)), most, self.link_cost, through)
 
     def _check_kinds(self) -> None:
-        checked_dtype(self.gradient_dtype)
+        checked_dtype(self.grad_dtype)
         if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
-        for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
+        for name, value in {
+            "cuts": self.cuts,
+            "leaf_modules": self.leaf_modules,
+            "split_inside": self.split_inside,
+        }.items():
             if isinstance(value, str):
                 raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
             if value is not None and not (isinstance(value, Collection) and all(isinstance(n, str) for n in value)):
@@ -132,27 +136,24 @@ class Options:
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
         _check_features(self.features)
-        for name in ("share_loss", "deferred_batch_norm", "check_finite"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected True or False")
+        check_flags(**{name: getattr(self, name) for name in ("broadcast_loss", "deferred_batch_norm", "check_finite")})
         for name in ("materialize", "parallelize"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
-        if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
+        if not (self.seed is None or is_integer(self.seed)):
             raise ArgumentError(f"seed={self.seed!r}: expected an integer, or None")
         check_counts(required=False, unshard_window=self.unshard_window)
-        for name in ("lost_after", "group_timeout"):
+        for name in ("heartbeat_timeout", "pg_timeout"):
             wait = getattr(self, name)
-            is_number = isinstance(wait, (int, float)) and not isinstance(wait, bool)
-            if not (wait is None or (is_number and 1 <= wait < math.inf)):
+            if not (wait is None or (is_number(wait) and 1 <= wait < math.inf)):
                 raise ArgumentError(f"{name}={wait!r}: expected seconds >= 1, or None")
-
         limit = self.memory_limit
-        if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
+        if not (limit is None or (is_number(limit) and limit > 0)):
             raise ArgumentError(f"memory_limit={limit!r}: expected a number of bytes above 0, or None")
-        if not (self.link is None or isinstance(self.link, LinkCost)):
+        if not (self.link_cost is None or isinstance(self.link_cost, LinkCost)):
             raise ArgumentError(
-                f"link={self.link!r}: expected a penstock.simulate.LinkCost(latency_seconds, bytes_per_second), or None"
+                f"link_cost={self.link_cost!r}: expected a "
+                "penstock.simulate.LinkCost(latency_seconds, bytes_per_second), or None"
             )
 
     def _check_together(self) -> None:
@@ -162,9 +163,11 @@ class Options:
                 "one of them"
             )
         by_time = self.cuts is None and (self.choice.measures or self.choice.profile is not None)
-        if self.link is not None and not by_time:
+        if self.link_cost is not None and not by_time:
             instead = f"balance={self.balance!r} asks for others" if self.cuts is None else "cuts= says where they are"
-            raise ArgumentError(f"link={self.link}: it is for cuts by time, but {instead}; leave one of them out")
+            raise ArgumentError(
+                f"link_cost={self.link_cost}: it is for cuts by time, but {instead}; leave one of them out"
+            )
         arguments_of(self.compile)
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import nearest
+from penstock._base.second_names import formerly, nearest
 from penstock._base.stages import StageMeta
 from penstock._base.words import counted
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
-from penstock.pipe.clipping import clip
-from penstock.pipe.groups import OptionsOf, parameter_groups
+from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, passed
 from penstock.runtime.batch.cutting import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
-from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.features.registry import RECOMPUTE
+from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
@@ -36,6 +34,12 @@ from penstock.runtime.step.results import Wanted
 from penstock.schedule import check, summary
 
 
+@formerly(
+    is_first="is_main_process",
+    gather="all_gather_object",
+    split_share="deferred_weight_grad_fraction",
+    code="stage_code",
+)
 class Pipeline:
     """A model split over ranks. Made by `pipeline`; ended by `close`, or by leaving a `with` block.
 
@@ -49,7 +53,7 @@ class Pipeline:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.world = session.engine.world
-        self.schedule = session.steps.schedule
+        self.schedule = session.schedule
         self.loss_scale = 1.0
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class Pipeline:
             PartitionError: the model cannot be recorded for this batch.
             ArgumentError: a target is missing, the loss is not a scalar, the ranks do not make the same call, or
                 gradients are switched off (`torch.no_grad`): see `evaluate`.
-            PipelineFailure: another rank failed.
+            RankFailedError: another rank failed.
             VerificationError: with `verify=True`, in the first step: a value is not the unsplit model's.
         """
         self.session.refuse_closed()
@@ -95,7 +99,7 @@ class Pipeline:
             self.session.first_step = None  # and the copy of the model with it
         number, recorder = self.session.step_count, self.session.recorder
         timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
-        result = self.session.steps.run_batch(
+        result = self.session.run_batch(
             number,
             Batch(args, kwargs, target),
             training=True,
@@ -123,10 +127,10 @@ class Pipeline:
         self.session.refuse_closed()
         _refuse_misspelt(self, batch.kwargs, predicts=not options.get("evaluates", True))
         with evaluating(self.session.split, self.session.options.loss):
-            return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
+            return self.session.run_batch(self.step_count, batch, training=False, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
-        """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
+        """Return the model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
         microbatches' outputs, joined along their first dimension, as `batch_dims` says, or by `merge`.
 
         Args:
@@ -179,20 +183,21 @@ class Pipeline:
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split=` cuts
+        """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split_fn=`
+        cuts
         the target, too."""
-        return self.session.steps.needs_inputs
+        return self.session.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process must pass the target: something looks at targets, and it runs the last stage, or the
-        first one with `split=`, which cuts both."""
-        return self.session.steps.needs_targets
+        first one with `split_fn=`, which cuts both."""
+        return self.session.needs_targets
 
     @property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage, from which outputs and losses come."""
-        return self.session.steps.has_outputs
+        return self.session.has_outputs
 
     @property
     def model(self) -> nn.Module:
@@ -210,14 +215,14 @@ class Pipeline:
         return tuple(stage.meta for stage in self.session.partition.stages)
 
     @property
-    def code(self) -> str:
+    def stage_code(self) -> str:
         """The stages' forward functions, as Python."""
         return self.session.partition.code
 
     @property
     def verified(self) -> bool:
         """Whether this model, schedule and options have passed `penstock.verify`: in this process, or in the run that
-        `run=` continues."""
+        `run_dir=` continues."""
         return self.session.fingerprint() in passed
 
     @property
@@ -253,30 +258,32 @@ class Pipeline:
         )
 
     @property
-    def split_share(self) -> dict[int, float]:
+    def deferred_weight_grad_fraction(self) -> dict[int, float]:
         """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the
         fraction of its trained parameters' elements whose gradients do. Known after a step; I does the rest."""
         return {stage: split.share for stage, split in self._splits().items()}
 
     def _splits(self) -> dict[int, SplitBackward]:
         programs = next(
-            (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
+            (bound.programs for bound in reversed(list(self.session.bound_schedules)) if bound.training), ()
         )
         stages = (stage for program in programs for stage in program.stages.values())
         return {stage.index: stage.splits[0] for stage in stages if stage.splits}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, each once, by their names in the unsplit model; and, on the last
-        stage, what the loss trains (a learned temperature, centers of classes), by names that begin with "loss."."""
+        """Yield the parameters of this process's stages, without duplicates, by their names in the unsplit model; and,
+        on the last stage, what the loss trains (a learned temperature, centers of classes), by names that begin with
+        "loss."."""
         return iter(self.session.split.held_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
+        """Yield the parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
         held = [parameter for _, parameter in self.named_parameters()]
         return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
 
     def parameter_groups(self, options_of: OptionsOf) -> list[dict[str, Any]]:
-        """Groups for an optimizer: the same number, in the same order, on every rank; some may be empty on this one.
+        """Return the groups for an optimizer: the same number, in the same order, on every rank; some may be empty on
+        this one.
 
         Args:
             options_of: takes a parameter's name in the unsplit model and the parameter (for other ranks' parameters,
@@ -291,7 +298,7 @@ class Pipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Scales all gradients so that their norm, over all ranks, is at most `max_norm`. Every rank calls it.
+        """Scale all gradients so that their norm, over all ranks, is at most `max_norm`. Every rank calls it.
 
         `torch.nn.utils.clip_grad_norm_(pipe.parameters())` would take each rank's own norm. Here a tied parameter
         counts once, and norms are added in the unsplit model's order: the same bits for any number of ranks.
@@ -311,15 +318,14 @@ class Pipeline:
         self.session.refuse_unaveraged("clip_grad_norm_")
         held = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         order = [name for name, _ in self.session.split.all_parameters()]
-        limits: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        return clip(held, order, self.gather, **limits)
+        return clip(held, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of this process's stages, by their names in the unsplit model."""
+        """Yield the buffers of this process's stages, by their names in the unsplit model."""
         return iter(self.session.split.held_buffers())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters and persistent buffers of this process's stages, by their names in the unsplit model.
+        """Return the parameters and persistent buffers of this process's stages, by their names in the unsplit model.
 
         A tied parameter has its first name. Rank 0 holds what no stage uses. The tensors are live. See
         `penstock.checkpoint` for all ranks'.
@@ -329,7 +335,7 @@ class Pipeline:
         return {name: held[name].detach() for name in self.session.split.all_names() if name in held}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Copies values into what this process holds. `state` may be that of the whole unsplit model alone.
+        """Copy values into what this process holds. `state` may be that of the whole unsplit model alone.
 
         Raises:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
@@ -341,7 +347,7 @@ class Pipeline:
         load_into(own, state, known, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets training or evaluation mode on every module, as `nn.Module.train` does."""
+        """Set training or evaluation mode on every module, as `nn.Module.train` does."""
         self.session.split.model.train(mode)
         return self
 
@@ -357,25 +363,25 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """The device on which this process computes; if it drives several ranks, the first one's."""
-        return self.session.engine.devices[self.session.engine.ranks[0]]
+        return self.session.device
 
     @property
-    def is_first(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process speaks for all: it prints, and it writes what is written once."""
         return self.world.is_first
 
-    def gather(self, value: Any) -> list[Any]:
-        """One object from each process of the mesh, given to all of them. A collective: every rank calls it."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return one object from each process of the mesh. A collective: every rank calls it."""
         return self.session.control.gather(value)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Removes hooks, ends the watchdog and releases process groups. The parameters stay."""
+        """Remove hooks, end the watchdog and releases process groups. The parameters stay."""
         self.session.close()
 
     def __repr__(self) -> str:
-        """Each stage's rank and first module; asks no other rank."""
+        """Return each stage's rank and first module; ask no other rank."""
         order, placement = self.schedule, self.schedule.placement
         sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
         by = ", verified" if self.verified else ", unverified"
@@ -387,7 +393,8 @@ class Pipeline:
         return "\n".join(lines)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Names what to copy or save instead: Lightning's WeightAveraging copies the module that holds the pipeline."""
+        """Raise an error that names what to copy or save instead: Lightning's WeightAveraging copies the module that
+        holds the pipeline."""
         raise ArgumentError(
             "a pipeline cannot be copied or pickled, nor can an object that holds one: its threads and process groups "
             "belong to this process. To average the weights, use torch.optim.swa_utils.AveragedModel(pipe.model); to "
@@ -397,7 +404,7 @@ class Pipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Leads from what other libraries offer to what takes its place."""
+            """Lead from what other libraries offer to what takes its place."""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{nearest(name, ())}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -418,8 +425,8 @@ class Pipeline:
 
 
 def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any], *, predicts: bool = False) -> None:
-    """Raises TypeError for an argument that the model does not take, if it resembles one of the step's own."""
-    if not kwargs or pipe.session.options.split is not None:
+    """Raise TypeError for an argument that the model does not take, if it resembles one of the step's own."""
+    if not kwargs or pipe.session.options.split_fn is not None:
         return
     takes = inspect.signature(pipe.model.forward).parameters
     if any(each.kind is each.VAR_KEYWORD for each in takes.values()):

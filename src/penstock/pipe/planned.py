@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock._base.errors import ArgumentError, PlanError, warn
 from penstock._base.words import counted
-from penstock.costs import MadeFor, first_difference
+from penstock.costs import first_difference
 from penstock.distributed.world import World
 from penstock.partition.measure.units import identity
 from penstock.partition.units.chain import as_module
@@ -21,7 +21,7 @@ from penstock.plan.plan import VARIABLE
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",
-    "chunks": None,
+    "stages_per_rank": None,
     "microbatches": None,
     "cuts": None,
     "recompute": "never",
@@ -32,19 +32,14 @@ USUAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """The plan that a pipeline follows, if any.
-
-    Attributes:
-        plan: None if there is none.
-        arguments: what the plan decides of `penstock.pipeline`'s arguments.
-    """
+    """The plan that a pipeline follows; None if there is none."""
 
     plan: Plan | None
-    arguments: Mapping[str, Any]
 
     @classmethod
     def of(cls, plan: Plan | str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Followed:
-        """What to follow: the plan given, or else that of `penstock run --plan`, which goes before what a script gives.
+        """Return the plan to follow: the one passed in, unless `penstock run --plan` names another, which takes
+        precedence.
 
         Args:
             given: the arguments of `penstock.pipeline`.
@@ -54,17 +49,36 @@ class Followed:
         """
         path = os.environ.get(VARIABLE)
         if plan is None and not path:
-            return cls(None, {})
-        found = plan if isinstance(plan, Plan) else _read(plan if plan is not None else path)
+            return cls(None)
+        asked = path if plan is None else plan
+        if not isinstance(asked, (Plan, str, os.PathLike)):
+            raise ArgumentError(
+                f"plan={asked!r}: expected a penstock.plan.Plan, or the path of one (`penstock plan --out`)"
+            )
+        found = asked if isinstance(asked, Plan) else read_plan(asked)
         twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
         if twice and plan is not None:
             raise ArgumentError(f"plan= already decides {', '.join(twice)}; pass only one of the two")
         if twice:
             warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
-        return cls(found, _decided(found))
+        return cls(found)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the plan decides of `penstock.pipeline`'s arguments."""
+        if self.plan is None:
+            return {}
+        return {
+            "schedule": self.plan.schedule,
+            "stages_per_rank": self.plan.choice.chunks,
+            "microbatches": self.plan.choice.microbatches,
+            "cuts": list(self.plan.cuts),
+            "recompute": dict.fromkeys(self.plan.recompute, "always") or "never",
+            "offload": dict.fromkeys(self.plan.offload, True) or False,
+        }
 
     def ranks(self, given: int | None) -> int | None:
-        """How many ranks to ask for."""
+        """Return how many ranks to ask for."""
         alone = given is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
         return self.plan.choice.ranks if self.plan is not None and alone else given
 
@@ -74,7 +88,7 @@ class Followed:
         return self.plan.devices if self.plan is not None and self.plan.choice.replicas == 1 else ()
 
     def check(self, world: World, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-        """Refuses another model, device or dtype, and processes that are not those of the plan.
+        """Refuse another model, device or dtype, and processes that are not those of the plan.
 
         Raises:
             PlanError: names the difference.
@@ -83,8 +97,14 @@ class Followed:
             return
         choice = self.plan.choice
         if self.plan.made_for is not None:
-            _check_model(self.plan.made_for, model, device_type)
-            planned, here = self.plan.made_for.threads, torch.get_num_threads()
+            made_for = self.plan.made_for
+            mine = identity(as_module(model), made_for.device if device_type == "meta" else device_type)
+            if difference := first_difference(made_for, mine):
+                raise PlanError(
+                    f"plan= is not for this model on this device: {difference}; make a plan of this one with "
+                    "`penstock plan`"
+                )
+            planned, here = made_for.threads, torch.get_num_threads()
             if planned not in (0, here):
                 warn(
                     f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {here}: steps "
@@ -109,40 +129,12 @@ class Followed:
             )
 
     def check_rows(self, rows: int) -> None:
-        """Warns if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
+        """Warn if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
         if self.plan is None:
             return
         planned, found = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
         if found != planned:
             warn(
                 f"the plan is for microbatches of {counted(planned, 'row')}, and the example's have {found}: times and "
-                "memory will not be those of the plan; make one for this batch with `penstock plan --global-batch`"
+                "memory will not be those of the plan; make one for this batch with `penstock plan --global-batch-size`"
             )
-
-
-def _check_model(made_for: MadeFor, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-    here = identity(as_module(model), made_for.device if device_type == "meta" else device_type)
-    if difference := first_difference(made_for, here):
-        raise PlanError(
-            f"plan= is not for this model on this device: {difference}; make a plan of this one with `penstock plan`"
-        )
-
-
-def _read(given: Any) -> Plan:
-    if not isinstance(given, (str, os.PathLike)):
-        raise ArgumentError(
-            f"plan={given!r}: expected a penstock.plan.Plan, or the path of one (`penstock plan --out`)"
-        )
-    return read_plan(given)
-
-
-def _decided(plan: Plan) -> dict[str, Any]:
-    choice = plan.choice
-    return {
-        "schedule": plan.schedule,
-        "chunks": choice.chunks,
-        "microbatches": choice.microbatches,
-        "cuts": list(plan.cuts),
-        "recompute": dict.fromkeys(plan.recompute, "always") or "never",
-        "offload": dict.fromkeys(plan.offload, True) or False,
-    }

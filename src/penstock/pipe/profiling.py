@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock._base.errors import ArgumentError, check_counts, check_seconds
+from penstock._base.errors import ArgumentError, check_counts, check_seconds, is_integer
+from penstock._base.second_names import also
 from penstock._base.trees import Flat, map_tensors, unflatten
-from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, estimated, fitted, read_profile
-from penstock.costs.hardware import Device, Efficiency
+from penstock.costs import OPTIMIZER_VALUES, ModelFingerprint, Profile, estimate, fit_efficiency, read_profile
+from penstock.costs.hardware import DeviceSpec, Efficiency
 from penstock.costs.hardware import device as known
 from penstock.distributed.world import World, device_of, join
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
@@ -32,6 +33,7 @@ from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
+from penstock.runtime.batch.outline import Example
 from penstock.runtime.execute.control import Control
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
@@ -55,6 +57,7 @@ ACCELERATOR_FACTOR = 8
 """So many times these on an accelerator: 64 and 128 MB of parameters, more than its caches hold."""
 
 
+@also(leaves="leaf_modules", opens="split_inside", split="split_fn")
 def profile(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -63,22 +66,22 @@ def profile(
     microbatches: int | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     batch_dims: BatchDims | Dim = None,
-    split: SplitFunction | None = None,
-    leaves: Sequence[str] | None = None,
-    opens: Sequence[str] | None = None,
-    device: torch.device | Device | str | None = None,
+    split_fn: SplitFunction | None = None,
+    leaf_modules: Sequence[str] | None = None,
+    split_inside: Sequence[str] | None = None,
+    device: torch.device | DeviceSpec | str | None = None,
     budget_seconds: float = 2.0,
     calibrate: Sequence[Profile | str | os.PathLike[str]] | Efficiency = (),
     links: bool = False,
     target: Any = None,
 ) -> Profile:
-    """Runs each module before which the model can be cut, forward and backward, and says what it costs.
+    """Run each module before which the model can be cut, forward and backward, and say what it costs.
 
     Repeated blocks are run once for all. Inputs are made up, except integers. The loss function is not part of it,
     unless the model computes its own. Nothing of the model changes, nor any random generator.
 
     Args:
-        model, args, kwargs, batch_dims, split, leaves, opens: as for `penstock.pipeline`.
+        model, args, kwargs, batch_dims, split_fn, leaf_modules, split_inside: as for `penstock.pipeline`.
         microbatches: how many the batch is cut into; the first one is measured. None: 8, or one per row of a smaller
             batch.
         microbatch_sizes: instead: the rows of each microbatch to measure, such as [1, 2, 4, 8]. The profile is that of
@@ -101,7 +104,7 @@ def profile(
     """
     check_seconds(budget_seconds=budget_seconds, most=math.inf)
     check_counts(required=False, microbatches=microbatches)
-    example, cutting, kind = checked_inputs(args, kwargs), Cutting.of(batch_dims, split), specified(device)
+    example, cutting, kind = checked_inputs(args, kwargs), Cutting.of(batch_dims, split_fn), specified(device)
     if kind is None and calibrate:
         raise ArgumentError(
             f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"
@@ -109,14 +112,14 @@ def profile(
     if kind is not None and links:
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
-    there = None if device is None or isinstance(device, Device) or kind is not None else torch.device(device)
+    there = None if device is None or isinstance(device, DeviceSpec) or kind is not None else torch.device(device)
     per_row = sum(tensor.nbytes for tensor in tensors_in(target)) / _pieces(cutting, example, 1, None)[0][1]
     try:
         torch.empty(0, device=there)
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise ArgumentError(f"device={device!r}: torch cannot compute there: {why}; pass one that is here") from None
-    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    partitioner = Partitioner(model, 1, leaves=leaf_modules, opens=split_inside, streams=NoStreams())
     splits = partial(SplitBackward, in_order=True)
 
     def of(piece: Flat, rows: int, budget: float | None) -> Profile:
@@ -142,20 +145,20 @@ def profile(
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
     if kind is not None:
-        return estimated(every(None), kind, _efficiency(calibrate, kind))
+        return estimate(every(None), kind, _efficiency(calibrate, kind))
     where = there or input_device(example, model)
     # ranks that measure their links do so all at once, so none decides by itself to do it again
     return _with_links(measured, where) if links else undisturbed(measured, where)
 
 
-def specified(device: torch.device | Device | str | None) -> Device | None:
-    """The device to estimate for; None if it is one of torch's, on which to run.
+def specified(device: torch.device | DeviceSpec | str | None) -> DeviceSpec | None:
+    """Return the device to estimate for; None if it is one of torch's, on which to run.
 
     Raises:
         ArgumentError: it is neither; names the known ones most like it.
     """
     if not isinstance(device, str):
-        return device if isinstance(device, Device) else None
+        return device if isinstance(device, DeviceSpec) else None
     if not device.endswith(".toml"):
         with suppress(RuntimeError):  # it is none of torch's
             torch.device(device)
@@ -163,15 +166,15 @@ def specified(device: torch.device | Device | str | None) -> Device | None:
     return known(device)
 
 
-def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, device: Device) -> Efficiency:
+def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, device: DeviceSpec) -> Efficiency:
     if isinstance(given, Efficiency):
         return given
     each = [given] if isinstance(given, (Profile, str, os.PathLike)) else given
-    return fitted([one if isinstance(one, Profile) else read_profile(one) for one in each], device)
+    return fit_efficiency([one if isinstance(one, Profile) else read_profile(one) for one in each], device)
 
 
 def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
-    """The profile that rank 0 makes while all others do the same, with the links between all ranks."""
+    """Return the profile that rank 0 makes while all others do the same, with the links between all ranks."""
     world = join(None, None, device.type)
     if world.rank is None:
         raise ArgumentError(
@@ -195,21 +198,23 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
 
 
 def input_device(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    """Where an example is; if it has no tensors, where the model is."""
+    """Return where an example is; if it has no tensors, where the model is."""
     tensors = (*tensors_in(example), *as_module(model).parameters())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def made_here(model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> MadeFor:
-    """What a profile of this model with such inputs is made for."""
+def made_here(
+    model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ModelFingerprint:
+    """Return the fingerprint for a profile of this model with such inputs."""
     module = as_module(model)
     return identity(module, input_device((args, kwargs), module).type)
 
 
 def _pieces(
-    cutting: Cutting, example: tuple[Any, Any], microbatches: int | None, sizes: Sequence[int] | None
+    cutting: Cutting, example: Example, microbatches: int | None, sizes: Sequence[int] | None
 ) -> list[tuple[Flat, int]]:
-    """The microbatches to measure and their rows, the largest last."""
+    """Return the microbatches to measure and their rows, the largest last."""
     if sizes is None:
         count = microbatches or cutting.usual(example)
         cut = cutting.batch(example, count, "example", 1)
@@ -217,7 +222,7 @@ def _pieces(
     given = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:
         raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
-    if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
+    if not sizes or not all(is_integer(rows) and rows >= 1 for rows in sizes):
         raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
         return [(cutting.of_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
@@ -226,7 +231,7 @@ def _pieces(
 
 
 def action_seconds() -> float:
-    """The runtime's own time for one action on a CPU, as a pipeline with nothing to do shows in this process.
+    """Measure the runtime's own time for one action on a CPU, with a pipeline that has nothing to do in this process.
 
     It is the least of several: what else runs here only adds to it. Draws nothing from random generators.
     """
@@ -239,7 +244,7 @@ def action_seconds() -> float:
 
 
 def optimizer_byte_seconds(device: torch.device) -> float:
-    """What a step of AdamW takes on this device for each further byte of its state."""
+    """Return the seconds that a step of AdamW takes on this device for each further byte of its state."""
     factor = 1 if device.type == "cpu" else ACCELERATOR_FACTOR
     fewer, more = FEWER_VALUES * factor, MORE_VALUES * factor
     seconds = _update_seconds(more, device) - _update_seconds(fewer, device)
@@ -247,7 +252,7 @@ def optimizer_byte_seconds(device: torch.device) -> float:
 
 
 def _update_seconds(values: int, device: torch.device) -> float:
-    """A step of AdamW with so many values."""
+    """Time a step of AdamW with this many values."""
     weight = nn.Parameter(torch.zeros(values, device=device, dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.AdamW([weight])

@@ -1,4 +1,4 @@
-"""Records a run in a folder: `penstock.pipeline(..., run="runs/gpt")`.
+"""Records a run in a folder: `penstock.pipeline(..., run_dir="runs/gpt")`.
 
 The main thread only notes what a step was, and hands it to the thread that writes. A step's loss travels between ranks,
 so it is read at the end of a later step, when it has long been here, several at a time where steps are short: recording
@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,9 +35,9 @@ from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
 from penstock.runtime.execute.clock import counter
 from penstock.runtime.step.results import SharedLoss
-from penstock.trace.runs.about import About
+from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import MEMORY, TIMELINES
-from penstock.trace.runs.option import RunFolder
+from penstock.trace.runs.option import RunConfig
 from penstock.trace.runs.progress import RECENT, Progress
 from penstock.trace.runs.records import RankState, StepRecord
 from penstock.trace.runs.writer import BEAT_SECONDS, Writer, begin
@@ -58,7 +57,7 @@ class Recorder:
     """One process's part in recording a run.
 
     Args:
-        asked: what `run=` says.
+        asked: what `run_dir=` says.
         run_id: the same on all processes.
         about: the run; None on all processes but the first, which alone writes what there is once.
         earlier: the run that is in the folder, if any.
@@ -68,10 +67,10 @@ class Recorder:
 
     def __init__(
         self,
-        asked: RunFolder,
+        asked: RunConfig,
         run_id: str,
-        about: About | None,
-        earlier: About | None,
+        about: RunInfo | None,
+        earlier: RunInfo | None,
         before: Mapping[str, Any],
         world: World,
         watchdog: Watchdog,
@@ -81,7 +80,9 @@ class Recorder:
         self._first_replica = world.replica == 0
         self._replicas = world.data_parallel
         self._present = Present(world, watchdog, devices)
-        self._line = LiveLine(asked.steps) if about is not None and asked.line and sys.stderr.isatty() else None
+        self._line = (
+            LiveLine(asked.total_steps) if about is not None and asked.progress_bar and sys.stderr.isatty() else None
+        )
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
         self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
         watchdog.raised, watchdog.last_words = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
@@ -90,10 +91,6 @@ class Recorder:
         self._noted: list[_Noted] = []
         self._began_seconds = self._start_seconds = self._read_seconds = 0.0
         self._told = False
-
-    def end_with(self, owner: object) -> None:
-        """Ends the thread when `owner` is no longer there, or the program ends, unless `close` has."""
-        weakref.finalize(owner, self.end_now)
 
     def begin(self, step: int, fingerprint: Callable[[], str]) -> bool:
         """Called before each training step, with its number, counted from 1.
@@ -124,7 +121,7 @@ class Recorder:
         now = time.perf_counter()
         timeline, bubble = result.timeline, None
         if timeline is not None and self._asked.times(step, self._steps):
-            bubble = None if timeline.in_turns else timeline.bubble_rate
+            bubble = None if timeline.serialized else timeline.bubble_rate
             self._writer.file(f"{TIMELINES}/{step}.json", timeline.to_dict)
         if self._noted and now - self._read_seconds >= BEAT_SECONDS:
             self._read_seconds = now
@@ -135,7 +132,7 @@ class Recorder:
         self._tell_trouble()
 
     def close(self) -> None:
-        """Writes what is left. The other ranks have ended the last step, or will, so its loss is on its way."""
+        """Write what is left. The other ranks have ended the last step, or will, so its loss is on its way."""
         self._write()
         self._present.ended = True
         self._writer.end()
@@ -153,13 +150,13 @@ class Recorder:
         self._writer.hurry()
 
     def end_now(self, seconds: float | None = None) -> None:
-        """Writes what is left, but for losses that have not come in a moment, and ends the thread: of a run that has
+        """Write what is left, but for losses that have not come in a moment, and end the thread: of a run that has
         failed, or was not closed. On any thread; raises nothing. `seconds`: to wait for files at most."""
         self._flush()
         self._writer.end(seconds)
 
     def _flush(self) -> None:
-        """Hands over the steps that have ended, with the losses that come within a moment. Ranks that may be gone are
+        """Hand over the steps that have ended, with the losses that come within a moment. Ranks that may be gone are
         asked nothing."""
         noted, self._noted = self._noted, []
         losses: list[float | None] = []
@@ -186,7 +183,7 @@ class Recorder:
         self._writer.start()
 
     def _write(self) -> None:
-        """Reads the losses of the steps noted so far, and hands the steps to the thread."""
+        """Read the losses of the steps noted so far, and hands the steps to the thread."""
         while self._noted:
             record, shared = self._noted[0]
             loss = None if shared is None else shared.read()
@@ -220,9 +217,7 @@ class Present:
         self.ended = False
         self.failure: str | None = None
         self.is_alone = world.rank is None
-        self._number, self._replica = world.number, world.replica
-        self._ranks = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
-        self._lines = _ranks_of(world)
+        self._number, self._ranks = world.number, _ranks_of(world)
         self._watchdog = watchdog
         counters = [counter(device) for device in dict.fromkeys(devices)]
         self._allocated = [count for count in counters if count is not None]
@@ -238,8 +233,7 @@ class Present:
             self._seen, self._since = seen, time.time()
         mine = RankState(
             self._number,
-            self._replica,
-            self._ranks,
+            *self._ranks[self._number],
             self._host,
             os.getpid(),
             step=self.step,
@@ -254,12 +248,12 @@ class Present:
         return {"state": mine.to_dict(), "heard": self._heard() if self._number == 0 else []}
 
     def _heard(self) -> list[dict[str, Any]]:
-        """What process 0 last heard of the others, which may write elsewhere."""
+        """Return what process 0 last received from the others, which may write elsewhere."""
         now = time.time()
         return [
             RankState(
                 number,
-                *self._lines[number],
+                *self._ranks[number],
                 action=one.doing.action,
                 waits_for=one.doing.peers,
                 since=round(now - one.seconds, 1),
@@ -267,12 +261,12 @@ class Present:
                 ended=one.left,
             ).to_dict()
             for number, one in enumerate(self._watchdog.sightings)
-            if number != self._number and number in self._lines
+            if number != self._number and number in self._ranks
         ]
 
 
 def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
-    """Reads losses one after another, as far as they come."""
+    """Read losses one after another, as far as they come."""
     for _, shared in noted:
         loss = None
         with contextlib.suppress(Exception):
@@ -282,9 +276,9 @@ def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
 
 
 def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """By number of each process: the replica that it belongs to, and its rank there."""
+    """By number of each process: the replica that it belongs to, and its ranks there."""
     if world.rank is None:
-        return {}
+        return {0: (0, tuple(range(world.ranks)))}
     found: dict[int, tuple[int, tuple[int, ...]]] = {}
     for line in world.lines:
         for rank, member in enumerate(line):
@@ -294,7 +288,7 @@ def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
 
 
 def _rss_bytes() -> int | None:
-    """What this process has in memory; None where the system does not say."""
+    """Return the resident memory of this process; None where the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -320,12 +314,12 @@ class LiveLine:
         self._drawn: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Takes a step. Called by the main thread; draws nothing."""
+        """Take a step. Called by the main thread; draws nothing."""
         self._bubble = self._bubble if record.bubble is None else record.bubble
         self._recent = [*self._recent[-RECENT:], record]
 
     def draw(self) -> None:
-        """Draws the line, if there is something new to say."""
+        """Draw the line, if there is something new to say."""
         recent = self._recent
         progress = Progress.of(recent, self._total)
         if progress is None or self._drawn is recent[-1]:
@@ -339,7 +333,7 @@ class LiveLine:
         self._live.update(line, refresh=True)
 
     def close(self) -> None:
-        """Leaves the last line on the screen."""
+        """Leave the last line on the screen."""
         self.draw()
         if self._live is not None:
             self._live.stop()

@@ -39,12 +39,12 @@ class StepResult:
         """The loss of the whole batch: a scalar on the CPU, the same on every rank.
 
         Raises:
-            ArgumentError: there is none here (no loss was computed, or `share_loss=False` on another rank).
+            ArgumentError: there is none here (no loss was computed, or `broadcast_loss=False` on another rank).
         """
         loss = None if self._loss is None else self._loss.read()
         if loss is None:
             raise ArgumentError(
-                "result.loss: there is no loss on this rank; pass loss_fn=..., and keep share_loss=True"
+                "result.loss: there is no loss on this rank; pass loss_fn=..., and keep broadcast_loss=True"
             )
         return loss
 

@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients by the scale, and finds out whether all are finite, on all ranks.
+        """Divide the gradients by the scale, and find out whether all are finite, on all ranks.
 
         Raises:
             ArgumentError: the last step ran with another scale, or within `no_sync`; or a gradient is in float16.
@@ -76,8 +76,16 @@ class GradScaler(torch.amp.GradScaler):
                 f"the last step ran with loss_scale={self._pipe.loss_scale:g}, but the scaler's is {scale:g}; "
                 "call pipe.step(..., loss_scale=scaler.get_scale())"
             )
-        finite = _unscale(optimizer, scale)
-        self._found[id(optimizer)] = not all(self._pipe.gather(finite))
+        super().unscale_(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What torch's `unscale_` calls: here with one answer for all ranks, which torch's `update` goes by."""
+        found = self._found[id(optimizer)] = not all(
+            self._pipe.all_gather_object(_unscale(optimizer, float(inv_scale)))
+        )
+        return {found_inf.device: found_inf.fill_(found)}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`optimizer.step(...)`, unless a gradient of some rank is not finite: then no rank takes the step.
@@ -86,53 +94,37 @@ class GradScaler(torch.amp.GradScaler):
             ArgumentError: a closure was given; or as for `unscale_`, which it calls if that was not done.
             RuntimeError: a second call for an optimizer, before `update`.
         """
-        if self.is_enabled() and not self._may_step(optimizer, closure=bool(args) or "closure" in kwargs):
-            return None
+        if self.is_enabled():
+            if args or "closure" in kwargs:
+                raise ArgumentError(
+                    "scaler.step(optimizer) was given a closure, which cannot be run again: leave it out"
+                )
+            if id(optimizer) in self._stepped:
+                raise RuntimeError("step() was called already for this optimizer since the last update()")
+            if id(optimizer) not in self._found:
+                self.unscale_(optimizer)
+            self._stepped.add(id(optimizer))
+            if self._found[id(optimizer)]:
+                return None
         value: float | None = optimizer.step(*args, **kwargs)
         return value
 
-    def _may_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> bool:
-        if closure:
-            raise ArgumentError("scaler.step(optimizer) was given a closure, which cannot be run again: leave it out")
-        if id(optimizer) in self._stepped:
-            raise RuntimeError("step() was called already for this optimizer since the last update()")
-        if id(optimizer) not in self._found:
-            self.unscale_(optimizer)
-        self._stepped.add(id(optimizer))
-        return not self._found[id(optimizer)]
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lowers the scale if a step was skipped, and raises it after `growth_interval` steps without a skip.
+        """Lower the scale if a step was skipped, and raise it after exactly `growth_interval` steps without a skip.
 
         Raises:
             RuntimeError: there was neither `unscale_` nor `step` since the last call.
         """
-        if not self.is_enabled():
-            return
-        if new_scale is not None:
-            super().update(new_scale)
-        elif not self._found:
+        if self.is_enabled() and new_scale is None and not self._found:
             raise RuntimeError("update() was called without step() or unscale_() before it")
-        else:
-            self.load_state_dict(_next(self.state_dict(), found=any(self._found.values())))
+        super().update(new_scale)
         self._found.clear()
         self._stepped.clear()
 
 
-def _next(state: dict[str, Any], *, found: bool) -> dict[str, Any]:
-    """The state after a step: torch's rule."""
-    if found:
-        return state | {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
-    successes = state["_growth_tracker"] + 1
-    if successes < state["growth_interval"]:
-        return state | {"_growth_tracker": successes}
-    grown = torch.tensor(state["scale"] * state["growth_factor"], dtype=torch.float32)
-    return state | {"scale": float(grown) if grown.isfinite() else state["scale"], "_growth_tracker": 0}
-
-
-def _unscale(optimizer: torch.optim.Optimizer, scale: float) -> bool:
-    """Divides an optimizer's gradients by the scale. Returns whether all were finite."""
-    factor = float(torch.tensor(scale, dtype=torch.float64).reciprocal().float())
+def _unscale(optimizer: torch.optim.Optimizer, factor: float) -> bool:
+    """Multiply an optimizer's gradients. Return whether all were finite. (Torch's own takes no list of tensors of which
+    some are sharded.)"""
     finite: list[Tensor] = []
     with torch.no_grad():
         for group in optimizer.param_groups:

@@ -1,36 +1,62 @@
-"""The internals of a pipeline, for code that works on one outside its steps: checkpoints, proofs, integrations."""
+"""What runs behind a `Pipeline`: its steps, from the caller's batch to the result, and what checkpoints, proofs and
+integrations work with outside of steps. Not for users: `Pipeline` has what they need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock._base import owner
-from penstock._base.errors import ArgumentError, ClosedError
+from penstock._base.errors import ArgumentError, PipelineClosedError, check_flags, warn
+from penstock._base.marks import computing
+from penstock._base.trees import unflatten
+from penstock.distributed.launch.step_file import announcer
 from penstock.partition.units.chain import unwrapped
-from penstock.partition.values.defaults import default_kwargs
 from penstock.pipe.options import Options
 from penstock.pipe.recorder import Recorder
-from penstock.pipe.steps import Steps
+from penstock.pipe.result import StepResult
 from penstock.pipe.verified import fingerprint_of
 from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.cutting import Batch, Microbatch, refuse_aliases
+from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
+from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
 from penstock.runtime.features.deferred_norm import DeferredNorms
+from penstock.runtime.features.feature import Binding
+from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
+from penstock.runtime.loss.functions import Loss, OutputLoss, padding, saying_what_is_missing
+from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
+from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
+from penstock.runtime.step.one_at_a_time import one_at_a_time
+from penstock.runtime.step.rehearsal import try_loss
+from penstock.runtime.step.results import LossParts, Wanted, bring, code_of, share_loss, share_timeline
 from penstock.schedule import Schedule
+from penstock.schedule.lowering import Sharded
 
 
 class Session:
-    """The running half of a `Pipeline`. Not for users: `Pipeline` has what they need.
+    """The running half of a `Pipeline`.
+
+    Args:
+        order: computations alone, for the largest number of microbatches that a batch has.
+        example: the batch that the pipeline is made for.
 
     Attributes:
+        schedule: what every rank does for a batch like the example, communication included.
+        bound_schedules: one for each kind of batch so far.
+        has_inputs, has_outputs: whether this process runs the first, or the last stage.
+        looks_at_targets: whether anything on any rank looks at targets.
+        needs_inputs, needs_targets: whether the caller must pass them to this process; see `Pipeline`.
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         companions: what other modules keep while the pipeline lives, by its type.
         recorder: writes the run's folder; None if it has none.
@@ -40,11 +66,8 @@ class Session:
     def __init__(
         self, engine: Engine, split: SplitModel, order: Schedule, example: batches.CutBatch, options: Options
     ) -> None:
-        self.engine = engine
-        self.control = engine.control
-        self.split = split
-        self.order = order
-        self.options = options
+        self.engine, self.control, self.world = engine, engine.control, engine.world
+        self.split, self.order, self.options = split, order, options
         self.rows = sum(example.sizes)
         self.step_count = 0
         self.companions: dict[type, Any] = {}
@@ -53,8 +76,30 @@ class Session:
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
         with engine.control.agreed():
+            bind = partial(
+                Binding,
+                loss=saying_what_is_missing(options.loss),
+                recompute=recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE),
+                offload=offload_by_stage(options.offload, order.placement.depth),
+                check_finite=options.check_finite,
+                features=options.features,
+            )
+            sharded = _sharded(split, options)
             self.norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
-        self.steps = Steps(engine, split, order, example, options, self.norms)
+        here = [stage for stage, rank in enumerate(order.placement.rank_of) if rank in engine.ranks]
+        self.has_inputs = any(map(order.placement.is_first, here))
+        self.has_outputs = any(map(order.placement.is_last, here))
+        self.looks_at_targets = _wants_target(options.loss) or callable(options.reduction)
+        cuts_both = options.cutting.split is not None and self.looks_at_targets  # by one function of the user's
+        self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
+        self.needs_targets = self.looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
+        self._parts = LossParts(engine, shared=options.broadcast_loss, of_function=options.loss is not None)
+        self._padding_checked = bool(options.loss_notes)
+        self._announce = announcer()
+        engine.streams.first_microbatch = engine.world.replica * order.microbatches
+        self.bound_schedules = BoundSchedules(engine, split, order, bind, options.compile, sharded, self.norms)
+        self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
+        self.schedule = self._first.bound.schedule
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +114,7 @@ class Session:
         return self.split.partitions(training=True)[0]
 
     def fingerprint(self) -> str:
-        """Identifies the model, schedule and options."""
+        """Identify the model, schedule and options."""
         return fingerprint_of(self.split, self.engine, self.order, self.options)
 
     @property
@@ -83,13 +128,9 @@ class Session:
         return any(any_compiled(stage.module.modules()) for stage in self.partition.stages)
 
     def ties(self) -> dict[str, str]:
-        """For each further name of a tied parameter or buffer, or of a list's, its first name."""
+        """Return, for each further name of a tied parameter or buffer, or of a list's, its first name."""
         every = ((unwrapped(name), first) for name, first in self.split.names().items())
         return {name: first for name, first in every if name != first}
-
-    def default_kwargs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""
-        return default_kwargs(self.split.model, args, kwargs)
 
     @property
     def drawing_modules(self) -> dict[str, nn.Module]:
@@ -108,25 +149,209 @@ class Session:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def run_batch(
+        self,
+        number: int,
+        batch: Batch,
+        *,
+        training: bool,
+        outputs: Wanted,
+        timeline: bool,
+        loss_scale: float = 1.0,
+        evaluates: bool = True,
+    ) -> StepResult:
+        """Run one step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
+
+        Args:
+            evaluates: whether the loss is wanted, and not the outputs alone.
+        """
+        if training and self._announce is not None:
+            self._announce(number)
+        check_flags(timeline=timeline)
+        call = Call(training, code_of(outputs, self.world.ranks), timeline)
+        norms = self.deferring_norms() if training else nullcontext()
+        with self.engine.control.reporting(), one_at_a_time((self, training)):
+            cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
+            with self.split.accepting_own_changes(cached.mode, cached.bound), norms:
+                moments = self.engine.run_step(cached.bound, feed, number, timed=timeline)
+                result = self._result(cached, call, moments, evaluates, keeps=feed.keep_outputs)
+                if training:
+                    self.bound_schedules.backward_to_batch(cached, cut)
+            return result
+
+    def _prepare(
+        self, given: Batch, call: Call, keeps: bool, loss_scale: float
+    ) -> tuple[Cached, Feed, batches.CutBatch | None]:
+        """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
+        batch = self._divide(given) if self.has_inputs or self.has_outputs else given
+        with torch.set_grad_enabled(call.training):
+            cut = self.cut(batch, "input", None) if self.has_inputs else None
+        try:
+            cached = self.bound_schedules.next(cut, call)
+        except SingleRowError:  # on every rank
+            if self.options.cutting.inputs.min_rows > 1:
+                raise
+            self.options.cut_in_pairs()
+            return self._prepare(given, call, keeps, loss_scale)
+        except TypeError as error:
+            if given.target is None and self.needs_targets:  # perhaps it is among the model's inputs
+                error.add_note("penstock: target=None: pass what the loss takes as target=...")
+            raise
+        self._refuse_aliases(cached, batch)
+        inputs = self._inputs(cached, cut)
+        if not self.has_outputs:
+            return cached, Feed(inputs, loss_scale=loss_scale), cut
+        return cached, Feed(inputs, *self._for_loss(cached, batch), keeps, loss_scale), cut
+
+    @contextmanager
+    def deferring_norms(self) -> Iterator[DeferredNorms | None]:
+        """Wrap a training step: with `deferred_batch_norm`, running statistics are committed at its end, and are those
+        of the first replica in all."""
+        if self.norms is None:
+            yield None
+            return
+        with self.norms.step():
+            yield self.norms
+        if self.world.data_parallel > 1:
+            self.engine.control.start_equal(self.norms.buffers())
+
+    def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
+        """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
+        of any value. One process drives all ranks. Return why the loss could not be tried; None if it could."""
+        cached, batch = self._first, self._divide(batch)
+        self._refuse_aliases(cached, batch)
+        if not loss:
+            return None
+        targets, _ = self._for_loss(cached, batch)
+        devices = tuple({*self.engine.devices})
+        with self.engine.streams.drawing(0, devices), computing(0, 0):
+            given = getattr(self.options.loss, "__wrapped__", self.options.loss)  # as the user gave it
+            return try_loss(cached.bound, None if targets is None else targets[0], given)
+
+    def _divide(self, batch: Batch) -> Batch:
+        """Return a batch with the microbatches that the user's function, if any, makes of it."""
+        order, cutting = self.order, self.options.cutting
+        return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
+
+    def cut(self, batch: Batch, what: str, device: torch.device | None) -> batches.CutBatch:
+        """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
+        order, cutting = self.order, self.options.cutting
+        return cutting.cut(batch, order.microbatches, what, device, order.placement.pipelines)
+
+    def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
+        """Cut one batch as `run_batch` does: return each piece's rows and the target that the loss and `reduction`
+        get."""
+        batch = self._divide(batch)
+        cut = self.cut(batch, "batch", device)
+        targets = self.options.cutting.targets(batch, cut.sizes, device, labels=self._takes_labels(batch))
+        inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
+        parts = zip(inputs, targets, cut.sizes, strict=True)
+        return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
+
+    def _devices(self, cached: Cached, end: Callable[[int], bool]) -> list[torch.device | None]:
+        """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
+        order, engine = cached.bound.schedule, self.engine
+        found: list[torch.device | None] = [None] * len(cached.sizes)
+        for stage in filter(end, range(order.placement.stages)):
+            if (rank := order.placement.rank_of[stage]) in engine.ranks:
+                for number in order.numbers_on(stage):
+                    found[number] = engine.devices[rank]
+        return found
+
+    def _refuse_aliases(self, cached: Cached, batch: Batch) -> None:
+        """Raise ArgumentError for aliases in what this process was given."""
+        if batch.pieces is not None or self.options.cutting.split is None:  # the recorded inputs are those of pieces
+            refuse_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
+
+    def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
+        """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
+        if cut is None:
+            return []
+        devices = self._devices(cached, self.order.placement.is_first)
+        given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
+        return [
+            {
+                position: batches.on(tensor.detach() if tensor.requires_grad else tensor, device)
+                for position, tensor in zip(positions, tensors, strict=True)
+            }
+            for positions, tensors, device in given
+        ]
+
+    def _for_loss(self, cached: Cached, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
+        """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
+        targets: Sequence[Any] | None = None
+        if not _wants_target(self.options.loss) or batch.has_target or cached.bound.training:
+            targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
+        weight, devices = self._weights(cached, targets), self._devices(cached, self.order.placement.is_last)
+        return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)], weight
+
+    def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
+        """Return the weights of the microbatches' losses in the batch of all replicas."""
+        reduction: Reduction = "mean" if targets is None else self._reduction(cached)
+        replicas, engine = self.engine.replicas, self.engine
+        if targets and reduction == "mean" and not self._padding_checked:
+            on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
+            advice = padding(self.options.loss, targets, cached.sizes)
+            self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
+            if advice is not None:
+                warn(advice)
+        if replicas is None:
+            return weights(reduction, cached.sizes, targets or ())
+        watched, settings = engine.control.watchdog, self.bound_schedules.settings()
+        mean = partial(replicas.mean, training=cached.bound.training, settings=settings, watched=watched)
+        if reduction == "sum":
+            mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
+        return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
+
+    def _reduction(self, cached: Cached) -> Reduction:
+        """Return the user's reduction. A function reads a target on its original device, before it travels; if that
+        fails, since the function uses tensors of its own, where the loss is computed."""
+        reduction = self.options.reduction
+        device = next((d for d in self._devices(cached, self.order.placement.is_last) if d is not None), None)
+        if not callable(reduction) or device is None or device.type == "cpu":
+            return reduction
+
+        def weigh(target: Any) -> float:
+            try:
+                return float(reduction(target))
+            except RuntimeError:
+                return float(reduction(batches.on(target, device)))
+
+        return weigh
+
+    def _takes_labels(self, batch: Batch) -> bool:
+        """Whether a reduction weighs a model's own loss, by its labels."""
+        return self.options.loss is None and not batch.has_target
+
+    def _result(
+        self, cached: Cached, call: Call, moments: Mapping[int, Any], evaluates: bool, *, keeps: bool
+    ) -> StepResult:
+        bound = cached.bound
+        if call.training or evaluates:
+            self._parts.agree(bound)
+        shared = share_loss(self.engine, bound, self.order.microbatches, wanted=self.options.broadcast_loss)
+        losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
+        timeline = share_timeline(self.engine, bound.schedule, moments, wanted=call.timeline)
+        outputs = tuple(bound.head.outputs) if keeps else None
+        if call.outputs:
+            outputs = bring(self.engine, bound.schedule, outputs, call.outputs)
+        return StepResult(losses, timeline, cached.sizes, shared, outputs)
+
     @contextmanager
     def drawing(self) -> Iterator[Streams]:
-        """The random streams of the present step, to run the unsplit model with the masks that the pipeline draws."""
+        """Yield the random streams of the present step, to run the unsplit model with the masks that the pipeline
+        draws."""
         streams = self.engine.streams
         with streams.drawing(self.step_count, tuple(self.engine.devices)):
             yield streams
 
     def refuse_unaveraged(self, what: str) -> None:
-        """Raises ArgumentError if each replica has its own gradients, so that replicas would diverge."""
+        """Raise ArgumentError if each replica has its own gradients, so that replicas would diverge."""
         if self.engine.replicas is not None and self.engine.replicas.behind:
             raise ArgumentError(
                 f"{what}: the last step was within no_sync(), so each replica has gradients of its own; take the last "
                 "step before this call outside no_sync()"
             )
-
-    def restore(self, *, step_count: int, seed: int) -> None:
-        """Sets the random streams to where they are after this many steps. Every rank calls it."""
-        self.step_count = step_count
-        self.engine.streams.seed = seed
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -135,9 +360,9 @@ class Session:
         self._before_close.append(act)
 
     def refuse_closed(self) -> None:
-        """Raises ClosedError once `close` was called."""
+        """Raise PipelineClosedError once `close` was called."""
         if self._closed:
-            raise ClosedError("this pipeline was closed; make a new one")
+            raise PipelineClosedError("this pipeline was closed; make a new one")
 
     def close(self) -> None:
         """See `Pipeline.close`."""
@@ -152,3 +377,17 @@ class Session:
         finally:
             owner.release(id(self))
             self.engine.close()
+
+
+def _sharded(split: SplitModel, options: Options) -> Sharded:
+    """Return the sharded stages, as the user wants them gathered. Raise ArgumentError if there are none to gather."""
+    if options.unshard_window is not None and not split.sharded_stages:
+        raise ArgumentError(
+            f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "
+            "unshard_window out, or shard the stages"
+        )
+    return Sharded(split.sharded_stages, options.unshard_window)
+
+
+def _wants_target(loss: Loss | None) -> bool:
+    return loss is not None and not isinstance(loss, OutputLoss)

@@ -17,8 +17,18 @@ passed: set[str] = set()
 """The fingerprints of what has passed."""
 
 _OPTIONS = (
-    *("loss_fn", "reduction", "batch_dims", "split", "merge", "leaves", "opens", "transport", "parallelize"),
-    *("unshard_window", "recompute", "offload", "deferred_batch_norm", "compile", "gradient_dtype"),
+    *(
+        "loss_fn",
+        "reduction",
+        "batch_dims",
+        "split_fn",
+        "merge_fn",
+        "leaf_modules",
+        "split_inside",
+        "transport",
+        "parallelize",
+    ),
+    *("unshard_window", "recompute", "offload", "deferred_batch_norm", "compile", "grad_dtype"),
 )
 """The options that change what is computed, or where."""
 
@@ -57,7 +67,7 @@ def fingerprint_of(split: SplitModel, engine: Engine, order: Schedule, options: 
 
 
 def _text(value: Any) -> str:
-    """The same for a copy, and in every process."""
+    """Return a text that is the same for a copy, and in every process."""
     if isinstance(value, (list, tuple)):
         return str([_text(each) for each in value])
     value = getattr(value, "func", value)  # of functools.partial

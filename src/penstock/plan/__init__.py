@@ -19,21 +19,21 @@ from penstock.costs.sizes import Sizes as Sizes
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster as Cluster
-    from penstock.plan.cluster import Kind as Kind
-    from penstock.plan.options import Choice as Choice
-    from penstock.plan.options import Wanted as Wanted
-    from penstock.plan.options import choices as choices
+    from penstock.plan.cluster import DevicePool as DevicePool
+    from penstock.plan.options import FixedNumbers as FixedNumbers
+    from penstock.plan.options import ParallelConfig as ParallelConfig
+    from penstock.plan.options import enumerate_configs as enumerate_configs
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
-    from penstock.plan.planner import Lost as Lost
-    from penstock.plan.planner import Planned as Planned
+    from penstock.plan.planner import PlanResult as PlanResult
+    from penstock.plan.planner import RejectedConfig as RejectedConfig
     from penstock.plan.planner import make_plans as make_plans
 
 _HOMES = {
-    "options": "Choice Wanted choices",
-    "cluster": "Cluster Kind",
+    "options": "ParallelConfig FixedNumbers enumerate_configs",
+    "cluster": "Cluster DevicePool",
     "plan": "Plan read_plan",
-    "planner": "Lost Planned make_plans",
+    "planner": "RejectedConfig PlanResult make_plans",
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES, {"explain", "transformer"})

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 from penstock._base.errors import ArgumentError, check_seconds
+from penstock._base.second_names import formerly
 from penstock._base.words import counted
 from penstock.simulate.costs import NO_COST, LinkCost
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DevicePool:
     """Devices that are alike.
 
     Attributes:
@@ -39,6 +40,7 @@ class Kind:
             raise ArgumentError(f"speed={self.speed}{of}: expected a number above 0; 1 is the profile's device")
 
 
+@formerly(between_hosts="inter_host_link", host_link="offload_link")
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices on hosts of equal size. They have consecutive numbers, kind after kind and host after host.
@@ -48,9 +50,9 @@ class Cluster:
         memory_bytes: of each.
         link: between two devices of a host.
         devices_per_host: None: one host has them all.
-        between_hosts: between two devices of different hosts; None: as within a host.
+        inter_host_link: between two devices of different hosts; None: as within a host.
         kinds: if not all devices are alike: `devices` and `memory_bytes` are then taken from these.
-        host_link: between a device and its host's memory; None: nothing is offloaded.
+        offload_link: between a device and its host's memory; None: nothing is offloaded.
         action_seconds: what the runtime adds to each forward and each backward of a stage, on any device.
         optimizer_byte_seconds: what an optimizer's step takes per byte of its state, on a device of speed 1.
 
@@ -62,14 +64,14 @@ class Cluster:
     memory_bytes: float = math.inf
     link: LinkCost = NO_COST
     devices_per_host: int | None = None
-    between_hosts: LinkCost | None = None
-    kinds: tuple[Kind, ...] = ()
-    host_link: LinkCost | None = None
+    inter_host_link: LinkCost | None = None
+    kinds: tuple[DevicePool, ...] = ()
+    offload_link: LinkCost | None = None
     action_seconds: float = 0.0
     optimizer_byte_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        kinds = self.kinds or (Kind("", self.devices, self.memory_bytes),)
+        kinds = self.kinds or (DevicePool("", self.devices, self.memory_bytes),)
         total = sum(kind.devices for kind in kinds)
         if self.kinds and self.devices not in (0, total):
             raise ArgumentError(f"devices={self.devices}, but kinds= has {total}; leave devices out")
@@ -83,7 +85,7 @@ class Cluster:
             raise ArgumentError(
                 f"devices_per_host={self.devices_per_host}: expected an integer >= 1, or None for one host"
             )
-        if self.between_hosts is not None and self.hosts == 1:
+        if self.inter_host_link is not None and self.hosts == 1:
             raise ArgumentError(
                 f"between_hosts is given, but one host has all of {counted(self.devices, 'device')}: pass "
                 "devices_per_host= too, or leave it out"
@@ -105,11 +107,11 @@ class Cluster:
         return tuple(index for index, kind in enumerate(self.kinds) for _ in range(kind.devices))
 
     def host_of(self, device: int) -> int:
-        """The host that a device is on."""
+        """Return the host that a device is on."""
         return 0 if self.devices_per_host is None else device // self.devices_per_host
 
     def ring_seconds(self, size_bytes: float, members: int, *, crosses: bool) -> float:
-        """What a ring takes to sum a buffer over its members: 2 (n - 1) messages, one after another.
+        """Return the seconds of a ring all-reduce of a buffer over its members: 2 (n - 1) messages, one after another.
 
         Args:
             crosses: whether they are on several hosts.
@@ -119,9 +121,9 @@ class Cluster:
         return 2 * (members - 1) * self.between(crosses=crosses).seconds(size_bytes / members)
 
     def least_ring_seconds(self, size_bytes: float, members: int) -> float:
-        """The same, wherever the members are."""
+        """Return the same for the best location of the members."""
         return min(self.ring_seconds(size_bytes, members, crosses=crosses) for crosses in (False, True))
 
     def between(self, *, crosses: bool) -> LinkCost:
-        """The link between two devices, of different hosts or of one."""
-        return self.between_hosts if crosses and self.between_hosts is not None else self.link
+        """Return the link between two devices, of different hosts or of one."""
+        return self.inter_host_link if crosses and self.inter_host_link is not None else self.link

@@ -17,7 +17,7 @@ from operator import add, sub
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.costs import UnitCost, counted_again, kept_bytes
+from penstock.costs import UnitCost, kept_bytes, tied_bytes_overcount
 from penstock.schedule import Action, Op, Placement, Row, Schedule, stages_with_backward
 from penstock.schedule.activations import run_again, trips
 from penstock.simulate import StageCost
@@ -53,9 +53,8 @@ class Transient:
 
     @classmethod
     def of(cls, units: Sequence[UnitCost], *, splits: bool = False) -> Transient:
-        """Those of consecutive units as one stage: while one runs, the later ones keep nothing of this microbatch, but
-        for what W needs, if backwards are split.
-        """
+        """Sum up consecutive units as one stage: while one runs, the later ones keep nothing of this microbatch, except
+        what W needs if backwards are split."""
         kept = kept_bytes(units)
         waiting = [unit.waiting_bytes if splits else 0.0 for unit in units]
         gradients = [unit.gradient_bytes for unit in units]
@@ -74,12 +73,12 @@ class Transient:
 
 
 def _from_each(sizes: Sequence[float]) -> list[float]:
-    """The sum from each on, and 0 behind the last."""
+    """Return the sum from each element on, and 0 at the end."""
     return [*accumulate(reversed(sizes), initial=0.0)][::-1]
 
 
 def transient_of_ranks(placement: Placement, microbatches: int, stages: Sequence[Transient]) -> list[Transient]:
-    """Those of each rank, which computes one thing at a time. `stages`: of one copy."""
+    """Return the transient memory of each rank, which runs one computation at a time. `stages`: of one copy."""
     depth, found = placement.depth, []
     for own in placement.by_rank:
         batch = sum(stages[stage % depth].batch * len(placement.microbatches_of(stage, microbatches)) for stage in own)
@@ -88,22 +87,20 @@ def transient_of_ranks(placement: Placement, microbatches: int, stages: Sequence
 
 
 def held_again(placement: Placement, pieces: Sequence[Sequence[UnitCost]]) -> list[float]:
-    """What the stages of each rank hold too much together, since what is tied is there once. `pieces`: the units of
-    each stage of one copy.
-    """
+    """Return the bytes that the stages of each rank count more than once together, since tied parameters are there
+    once. `pieces`: the units of each stage of one copy."""
     depth, found = placement.depth, []
     for own in placement.by_rank:
         numbers = dict.fromkeys(stage // depth for stage in own)
         copies = [[pieces[stage % depth] for stage in own if stage // depth == number] for number in numbers]
-        together = sum(sum(counted_again(chain(*each))) for each in copies)
-        found.append(together - sum(sum(counted_again(piece)) for each in copies for piece in each))
+        together = sum(sum(tied_bytes_overcount(chain(*each))) for each in copies)
+        found.append(together - sum(sum(tied_bytes_overcount(piece)) for each in copies for piece in each))
     return found
 
 
 def kept_peaks(schedule: Schedule, costs: Sequence[StageCost], transient: Sequence[Transient]) -> list[float]:
-    """What each rank needs if every stage keeps its activations, without the batch. `costs`, `transient`: of each stage
-    of one copy.
-    """
+    """Return the memory of each rank if every stage keeps its activations, without the batch. `costs`, `transient`: of
+    each stage of one copy."""
     place, found = schedule.placement, []
     every = [(cost,) for cost in costs] * place.pipelines
     changes = changes_of(every, stages_with_backward(schedule))[0, ..., 0]
@@ -118,9 +115,8 @@ def kept_peaks(schedule: Schedule, costs: Sequence[StageCost], transient: Sequen
 
 
 def running(row: Row, costs: Sequence[StageCost], transient: Sequence[Transient]) -> Floats:
-    """The gradients of a rank's parameters, from each stage's first backward on, and what a computation takes while it
-    runs. An optimizer drops gradients before each step: `zero_grad` does, unless it is told to keep them.
-    """
+    """Return the gradients of a rank's parameters, from each stage's first backward on, and the transient memory of the
+    running computation. An optimizer drops gradients before each step: `zero_grad` does by default."""
     op, stage = _computations(row)
     found = np.array([one.working for one in transient])[stage % len(costs)]
     gradients = np.zeros(len(op))
@@ -195,7 +191,8 @@ class Keeping:
 
 
 def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
-    """Each rank's way that fits with the least extra work; if none fits, the one that lacks least."""
+    """Choose for each rank the policy that fits with the least extra work; if none fits, the one with the smallest
+    shortfall."""
     place = schedule.placement
     ways = dict.fromkeys(range(place.depth), Way.KEEPS)
     peaks = dict(enumerate(kept_peaks(schedule, demand.costs, demand.transient)))
@@ -215,8 +212,8 @@ def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
 def _best(
     schedule: Schedule, demand: Demand, ranks: Sequence[int]
 ) -> tuple[dict[int, Way], dict[int, float], dict[int, OfStage]]:
-    """Of ranks that hold copies of the same stages, mostly one rank alone: the way of each stage of one copy, what each
-    rank then needs, and what each stage costs."""
+    """Choose for ranks that hold copies of the same stages, usually a single rank: return the policy of each stage of
+    one copy, what each rank then needs, and what each stage costs."""
     depth = schedule.placement.depth
     on_rank = {rank: schedule.placement.stages_on(rank) for rank in ranks}
     stages = sorted({stage % depth for own in on_rank.values() for stage in own})
@@ -280,7 +277,7 @@ class _Done:
             change[last + 1] -= amount
 
         def stall(place: int) -> float:
-            """What a copy takes longer than the computation beside which it travels."""
+            """Return by how much a copy takes longer than the computation beside which it travels."""
             beside = work[place]
             return max(0.0, trip - demand.costs[beside.stage % depth].seconds(beside.op))
 
@@ -309,8 +306,8 @@ class _Done:
 
 
 def _places(work: Sequence[Action], stage: int) -> dict[int, tuple[int, int, int]]:
-    """Where in a rank's row each microbatch of a stage has its forward, its backward (B or I) and its end (B or W);
-    without a backward, the forward ends it."""
+    """Return where in a rank's row each microbatch of a stage has its forward, its backward (B or I) and its end (B or
+    W); without a backward, the forward ends it."""
     found: dict[int, list[int]] = {}
     for place, action in enumerate(work):
         if action.stage == stage and action.microbatch is not None:
@@ -319,7 +316,7 @@ def _places(work: Sequence[Action], stage: int) -> dict[int, tuple[int, int, int
 
 
 def _together(schedule: Schedule) -> list[list[int]]:
-    """The ranks in groups that share no stage, not even copies of one."""
+    """Group the ranks so that no two groups share a stage, not even copies of one."""
     place = schedule.placement
     groups: list[tuple[set[int], set[int]]] = []
     for rank, stages in enumerate(place.by_rank):
@@ -331,5 +328,5 @@ def _together(schedule: Schedule) -> list[list[int]]:
 
 
 def lacking(peak_bytes: Sequence[float], limits: Sequence[float]) -> float:
-    """What the rank that lacks most needs beyond its memory; 0 if all fit."""
+    """Return the largest shortfall of a rank; 0 if all fit."""
     return max((max(0.0, peak - limit) for peak, limit in zip(peak_bytes, limits, strict=True)), default=math.inf)

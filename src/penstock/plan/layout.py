@@ -38,7 +38,7 @@ class Traffic:
 
 
 def kinds_of_ranks(cluster: Cluster, replicas: int, ranks: int) -> list[Grid]:
-    """The kinds of the devices that run each rank of each replica: one way for each order of the kinds."""
+    """Return the device pools that run each rank of each replica: one assignment for each order of the pools."""
     ways: dict[bytes, Grid] = {}
     for order in permutations(range(len(cluster.kinds))):
         along = [kind for kind in order for _ in range(cluster.kinds[kind].devices)]
@@ -48,7 +48,7 @@ def kinds_of_ranks(cluster: Cluster, replicas: int, ranks: int) -> list[Grid]:
 
 
 def crossing_bytes(hosts: Grid, traffic: Traffic) -> float:
-    """What goes over links between hosts in a step.
+    """Return the bytes per step over links between hosts.
 
     The replicas of a rank sum its gradients in a ring, which leaves each of its hosts once.
     """
@@ -63,7 +63,7 @@ def crossing_bytes(hosts: Grid, traffic: Traffic) -> float:
 
 
 def arrange(cluster: Cluster, kinds: Grid, traffic: Traffic) -> Grid:
-    """The device that runs each rank of each replica. Of ways that are equally good, the one most in order.
+    """Assign a device to each rank of each replica. Of assignments that are equally good, return the first in order.
 
     Args:
         kinds: which kind each must be of, from `kinds_of_ranks`.
@@ -80,7 +80,7 @@ def arrange(cluster: Cluster, kinds: Grid, traffic: Traffic) -> Grid:
 
 
 def links_between(cluster: Cluster, devices: Grid, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], LinkCost]:
-    """The slower of the links that any replica has between two ranks, both ways."""
+    """Return the slowest link of any replica between two ranks, both ways."""
     hosts, found = _hosts(cluster, devices), {}
     for a, b in pairs:
         apart = hosts[:, a] != hosts[:, b]
@@ -91,7 +91,7 @@ def links_between(cluster: Cluster, devices: Grid, pairs: Iterable[tuple[int, in
 
 
 def crossed_rings(cluster: Cluster, devices: Grid) -> list[bool]:
-    """For each rank, whether its replicas are on several hosts."""
+    """Whether the replicas of each rank are on several hosts."""
     hosts = _hosts(cluster, devices)
     return [bool(one) for one in (hosts != hosts[0]).any(axis=0)]
 
@@ -118,7 +118,7 @@ def _walks(cluster: Cluster, replicas: int, ranks: int) -> Iterator[list[tuple[i
 
 
 def _filled(cluster: Cluster, kinds: Grid, walk: Sequence[tuple[int, int]]) -> Grid:
-    """Each position gets the next device of its kind."""
+    """Give each position the next device of its pool."""
     of = cluster.kind_of
     free = [iter([device for device, kind in enumerate(of) if kind == each]) for each in range(len(cluster.kinds))]
     grid = np.empty_like(kinds)
@@ -128,7 +128,8 @@ def _filled(cluster: Cluster, kinds: Grid, walk: Sequence[tuple[int, int]]) -> G
 
 
 def _every(cluster: Cluster, kinds: Grid) -> Iterator[Grid]:
-    """All ways, but for those that differ only in devices of a kind on one host, or in hosts that are alike."""
+    """Yield all assignments, except those that differ only in devices of a pool on one host, or in hosts that are
+    alike."""
     kind_of, grid = cluster.kind_of, np.empty_like(kinds)
     on_host: dict[int, list[int]] = {}
     for device, kind in enumerate(kind_of):

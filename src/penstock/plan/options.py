@@ -11,15 +11,15 @@ from penstock._base.files import STRICT
 from penstock._base.words import counted
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
-from penstock.schedule import Placement, generator, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import Placement, schedule_spec, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 
 _NEAR = 3
 """How many combinations are named that work instead of the one that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ParallelConfig:
     """How devices are used, before it is decided where to cut.
 
     Attributes:
@@ -61,16 +61,16 @@ class Choice:
     @property
     def placement(self) -> Placement:
         """Which rank has which stage, copies of the model included."""
-        return generator(self.schedule).placed(Numbers(self.ranks, self.microbatches, self.chunks))
+        return schedule_spec(self.schedule).placed(ScheduleParams(self.ranks, self.microbatches, self.chunks))
 
     @property
     def splits(self) -> bool:
         """Whether a weight gradient may come after the input gradient has left."""
-        return generator(self.schedule).splits
+        return schedule_spec(self.schedule).splits_backward
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FixedNumbers:
     """What a plan must have; None: whatever is best.
 
     Attributes:
@@ -94,17 +94,19 @@ class Wanted:
         """Those that a plan must have, by name."""
         return {"replicas": self.replicas, "pipeline": self.pipeline, "microbatches": self.microbatches}
 
-    def misses(self, choice: Choice) -> list[float]:
-        """By what factor each number that is given is missed, as logarithms."""
+    def misses(self, choice: ParallelConfig) -> list[float]:
+        """Return by what factor each fixed number is missed, as logarithms."""
         pairs = zip(self.numbers.values(), (choice.replicas, choice.ranks, choice.microbatches), strict=True)
         return [abs(math.log2(one / number)) for one, number in pairs if one is not None]
 
 
-ANY = Wanted()
+ANY = FixedNumbers()
 
 
-def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = ANY) -> list[Choice]:
-    """All that use every device, train exactly that batch and are as wanted.
+def enumerate_configs(
+    sizes: Sizes, cluster: Cluster, global_batch: int, wanted: FixedNumbers = ANY
+) -> list[ParallelConfig]:
+    """Enumerate the configurations that use every device, train exactly this batch and satisfy `wanted`.
 
     Raises:
         ArgumentError: there are none; names the nearest batches that work, or what works instead of what is wanted.
@@ -128,7 +130,7 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
         part = global_batch // replicas
         for rows in (rows for rows in divisors(part) if rows <= sizes.largest):
             for chunks, name in _open_schedules(ranks, part // rows, units, wanted.schedules):
-                found.append(Choice(replicas, ranks, chunks, name, part // rows, rows))
+                found.append(ParallelConfig(replicas, ranks, chunks, name, part // rows, rows))
     if not found and wanted.schedules is None:
         least = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
         raise ArgumentError(
@@ -140,7 +142,7 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
     fitting = [one for one in found if not any(wanted.misses(one))]
     given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items() if number is not None)
     if wanted.schedules is not None and not fitting:
-        every = choices(sizes, cluster, global_batch, replace(wanted, schedules=None))
+        every = enumerate_configs(sizes, cluster, global_batch, replace(wanted, schedules=None))
         why = "; ".join(dict.fromkeys(_broken(name, every) for name in wanted.schedules))
         raise ArgumentError(
             f"{given}{': ' if given else ''}none of {', '.join(wanted.schedules)} works with {of}: {why}; name more "
@@ -156,11 +158,14 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
     return fitting
 
 
-def _broken(name: str, open_choices: Sequence[Choice]) -> str:
-    """What a schedule needs that these numbers do not have; of its rules, the first that all choices break."""
-    entry = generator(name)
+def _broken(name: str, open_choices: Sequence[ParallelConfig]) -> str:
+    """Describe what a schedule needs that these numbers do not have: the first constraint that all configurations
+    violate."""
+    entry = schedule_spec(name)
     for one in open_choices:
-        if one.ranks > 1 and (rule := entry.broken(Numbers(one.ranks, one.microbatches, entry.chunks))):
+        if one.ranks > 1 and (
+            rule := entry.violated_constraint(ScheduleParams(one.ranks, one.microbatches, entry.chunks))
+        ):
             return f"{name} needs {rule.text}"
     return f"{name} needs a unit for each stage"
 
@@ -168,23 +173,26 @@ def _broken(name: str, open_choices: Sequence[Choice]) -> str:
 def _open_schedules(
     ranks: int, microbatches: int, units: int, wanted: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """The chunks and the names of schedules that work for these numbers; on one rank all orders are alike."""
+    """Yield the stages per rank and names of schedules that work for these numbers; on one rank all orders are
+    alike."""
     if ranks == 1:
         yield 1, "1f1b"
         return
-    for entry in generators():
+    for entry in schedule_specs():
         if wanted is None or entry.name in wanted:
-            several = entry.chunks > 1 and not entry.broken(Numbers(4, 8, 4))
+            several = entry.chunks > 1 and not entry.violated_constraint(ScheduleParams(4, 8, 4))
             for chunks in (2, 4) if several else (entry.chunks,):
-                if ranks * chunks <= units and not entry.broken(Numbers(ranks, microbatches, chunks)):
+                if ranks * chunks <= units and not entry.violated_constraint(
+                    ScheduleParams(ranks, microbatches, chunks)
+                ):
                     yield chunks, entry.name
 
 
 def _multiples(number: int, of: int) -> str:
-    """The nearest below and above."""
+    """Return the nearest multiples below and above."""
     return " or ".join(map(str, sorted({number // of * of, -(-number // of) * of} - {0})))
 
 
 def divisors(number: int) -> list[int]:
-    """All numbers that divide this one, in ascending order."""
+    """Return all divisors of a number, in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]

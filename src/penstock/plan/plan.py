@@ -11,8 +11,8 @@ from typing import Any
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
-from penstock.costs import MadeFor
-from penstock.plan.options import Choice
+from penstock.costs import ModelFingerprint
+from penstock.plan.options import ParallelConfig
 from penstock.schedule import Schedule
 
 VERSION = 2
@@ -48,7 +48,7 @@ class Plan:
     """
 
     __pydantic_config__ = STRICT
-    choice: Choice
+    choice: ParallelConfig
     cuts: tuple[str, ...]
     recompute: tuple[int, ...]
     stage_seconds: tuple[float, ...]
@@ -62,7 +62,7 @@ class Plan:
     devices: tuple[int, ...] = ()
     order: str = ""
     optimizer_seconds: float = 0.0
-    made_for: MadeFor | None = field(default=None, repr=False)
+    made_for: ModelFingerprint | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         choice, stages = self.choice, range(self.choice.stages)
@@ -135,7 +135,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, given: Any, what: str = "the plan") -> Plan:
-        """The plan that `to_dict` wrote.
+        """Read the plan that `to_dict` wrote.
 
         Raises:
             ArgumentError: it is of another version, misses something, or has something odd.
@@ -157,7 +157,7 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as JSON. Raises ArgumentError if the file cannot be written."""
+        """Write it as JSON. Raise ArgumentError if the file cannot be written."""
         write_json(path, self.to_dict())
 
 
@@ -183,6 +183,6 @@ def _check_order(plan: Plan) -> None:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan in a file of JSON. Raises ArgumentError if there is none."""
+    """Read a plan from a JSON file. Raise ArgumentError if there is none."""
     what = f"plan {os.fspath(path)!r}"
     return Plan.from_dict(read_json(path, what), what)

@@ -9,12 +9,13 @@ from itertools import accumulate
 from operator import attrgetter
 
 from penstock._base.errors import ArgumentError
+from penstock._base.second_names import formerly
 from penstock.costs import UnitCost, variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.options import ANY, Choice, Wanted, choices
+from penstock.plan.options import ANY, FixedNumbers, ParallelConfig, enumerate_configs
 from penstock.plan.plan import Plan
 from penstock.plan.predict import Cut, arranged, cut, cuts_within, order_of, planned, predict, transient_of
 from penstock.schedule import Schedule
@@ -22,9 +23,10 @@ from penstock.simulate import StageCost
 from penstock.simulate.search import search
 
 
-def least_seconds(choice: Choice, costs: Sequence[StageCost], sums: Sequence[float]) -> float:
-    """No order of these actions is faster: a rank begins after the forwards of the stages before its lowest, does its
-    work, and is followed by the backwards of those stages; a stage's gradients are summed after its last backward.
+def least_seconds(choice: ParallelConfig, costs: Sequence[StageCost], sums: Sequence[float]) -> float:
+    """Return a lower bound for any order of these actions: a rank begins after the forwards of the stages before its
+    lowest, does its work, and is followed by the backwards of those stages; a stage's gradients are reduced after its
+    last backward.
 
     Args:
         choice: of which only what its schedule has before it is made counts.
@@ -48,8 +50,8 @@ def least_seconds(choice: Choice, costs: Sequence[StageCost], sums: Sequence[flo
     return least
 
 
-def least_seconds_anyhow(choice: Choice, units: Sequence[UnitCost], speeds: Sequence[float]) -> float:
-    """No order of the actions of any cut is faster.
+def least_seconds_anyhow(choice: ParallelConfig, units: Sequence[UnitCost], speeds: Sequence[float]) -> float:
+    """Return a lower bound for any order of the actions of any cut.
 
     A microbatch takes its whole way. And of the ranks, some need at least the mean. If each has one stage, the one
     after stages of P seconds waits for these and then works for m times its own; all of them end together at the
@@ -84,7 +86,7 @@ FINALISTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class RejectedConfig:
     """A choice that is not among the best.
 
     Attributes:
@@ -97,7 +99,7 @@ class Lost:
         offloaded: how many stages are offloaded.
     """
 
-    choice: Choice
+    choice: ParallelConfig
     step_seconds: float
     bubble: float | None = None
     lacking_bytes: float = 0.0
@@ -106,21 +108,22 @@ class Lost:
     offloaded: int = 0
 
 
+@formerly(lost="rejected", nearest="closest")
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanResult:
     """What was found.
 
     Attributes:
         best: the plans that fit, the fastest first; of those as good as equal to it, the simplest first. The fastest is
             among them.
-        lost: the other choices, the fastest first.
-        nearest: if nothing fits, the plan that lacks least.
+        rejected: the other choices, the fastest first.
+        closest: if nothing fits, the plan that lacks least.
         equal: the fraction by which steps may differ to be as good as equal.
     """
 
     best: tuple[Plan, ...]
-    lost: tuple[Lost, ...]
-    nearest: Plan | None = None
+    rejected: tuple[RejectedConfig, ...]
+    closest: Plan | None = None
     equal: float = EQUAL
 
 
@@ -128,14 +131,13 @@ class Planned:
 class Candidate:
     """A choice with its cuts, and a time below which its step cannot be."""
 
-    choice: Choice
+    choice: ParallelConfig
     where: Cut
     at_least: float
 
     def best(self) -> tuple[Plan, Cut]:
-        """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with others
-        that do not.
-        """
+        """Return the better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with cuts
+        that fit."""
         found = [(predict(self.choice, self.where), self.where)]
         if found[0][0].recompute or found[0][0].offload or found[0][0].lacking_bytes:
             for other in cuts_within(self.where, order_of(self.choice)):
@@ -150,11 +152,11 @@ def make_plans(
     sizes: Sizes,
     cluster: Cluster,
     global_batch: int,
-    wanted: Wanted = ANY,
+    wanted: FixedNumbers = ANY,
     best: int = BEST,
     search_seconds: float = 0.0,
-) -> Planned:
-    """The fastest ways to train a batch of that many rows on all devices, within their memory.
+) -> PlanResult:
+    """Find the fastest configurations that use all devices and fit in their memory.
 
     Choices are simulated in the order of a lower bound of their time, until that is above the time of the last of the
     best. So no choice is better than those found, by this prediction.
@@ -171,7 +173,7 @@ def make_plans(
         ArgumentError: the batch cannot be divided, or no plan is as wanted.
     """
     found: list[Plan] = []
-    lost: list[Lost] = []
+    lost: list[RejectedConfig] = []
     nearest: Plan | None = None
     candidates = sorted(open_candidates(sizes, cluster, global_batch, wanted), key=lambda one: one.at_least)
     kept: dict[int, Cut] = {}
@@ -179,7 +181,7 @@ def make_plans(
     for number, candidate in enumerate(candidates):
         times = sorted(map(_seconds, found))
         if len(found) >= best and candidate.at_least >= max((1 + equal) * times[0], times[best - 1]):
-            lost += [Lost(one.choice, one.at_least) for one in candidates[number:]]
+            lost += [RejectedConfig(one.choice, one.at_least) for one in candidates[number:]]
             break
         plan, where = candidate.best()
         if plan.lacking_bytes:
@@ -196,7 +198,7 @@ def make_plans(
         ranked = [*ranked[: best - 1], fastest, *(one for one in ranked[best - 1 :] if one is not fastest)]
     lost += map(_as_lost, ranked[best:])
     made_for = next(iter(sizes.profiles.values())).made_for
-    return Planned(
+    return PlanResult(
         tuple(replace(plan, made_for=made_for) for plan in ranked[:best]),
         tuple(sorted(lost, key=lambda one: one.step_seconds)),
         None if found or nearest is None else replace(nearest, made_for=made_for),
@@ -204,11 +206,11 @@ def make_plans(
     )
 
 
-def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted) -> Iterator[Candidate]:
-    """Every choice, for every order of the devices' kinds."""
+def open_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: FixedNumbers) -> Iterator[Candidate]:
+    """Yield every configuration for every order of the device pools."""
     cuts: dict[Hashable, Cut] = {}
     ring = cluster.least_ring_seconds
-    for choice in choices(sizes, cluster, global_batch, wanted):
+    for choice in enumerate_configs(sizes, cluster, global_batch, wanted):
         units, placement = sizes.shared_by(choice.replicas).at(choice.rows), choice.placement
         units = tuple(unit.split for unit in units) if choice.splits else units
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
@@ -246,8 +248,8 @@ def _finer(ranked: Sequence[Plan], cuts: Mapping[int, Cut], seconds: float) -> I
                 yield replace(made, order=str(order))
 
 
-def _as_lost(plan: Plan) -> Lost:
-    return Lost(
+def _as_lost(plan: Plan) -> RejectedConfig:
+    return RejectedConfig(
         plan.choice,
         plan.step_seconds,
         plan.bubble,
@@ -262,7 +264,7 @@ _seconds = attrgetter("step_seconds")
 
 
 def simplest_first(plans: Sequence[Plan], equal: float) -> list[Plan]:
-    """The fastest first; of those as good as equal to the fastest, the simplest."""
+    """Sort plans by time; those practically as fast as the fastest by simplicity."""
     ranked = sorted(plans, key=_seconds)
     alike = [plan for plan in ranked if plan.step_seconds <= (1 + equal) * ranked[0].step_seconds]
     return [*sorted(alike, key=_complexity), *ranked[len(alike) :]]
@@ -281,8 +283,8 @@ MAX_ACTIONS = 6000
 
 
 def searched(schedule: Schedule, where: Cut, seconds: float) -> Schedule | None:
-    """The best order of the same stages on the same ranks that keeps all activations within memory; None if a named
-    schedule is as good.
+    """Search for the best order of the same stages on the same ranks that keeps all activations within memory; None if
+    a named schedule is as good.
 
     Args:
         schedule: whose placement and microbatches are kept.

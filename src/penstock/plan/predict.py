@@ -11,16 +11,16 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from penstock._base.errors import ArgumentError
-from penstock.costs import Problem, UnitCost, best_starts, counted_again
+from penstock.costs import CutProblem, UnitCost, best_cuts, tied_bytes_overcount
 from penstock.costs.stage_costs import priced, problem_of, with_memory
-from penstock.plan.cluster import Cluster, Kind
+from penstock.plan.cluster import Cluster, DevicePool
 from penstock.plan.keeping import Demand, Transient, Way, best_keeping, held_again, transient_of_ranks
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
-from penstock.plan.options import Choice
+from penstock.plan.options import ParallelConfig
 from penstock.plan.plan import Plan
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Links, StageCost, idle, simulate
+from penstock.simulate import Links, StageCost, idle_time_by_cause, simulate
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Cut:
     starts: Sequence[int] = ()
 
     def at(self, starts: Sequence[int]) -> Cut:
-        """The same, cut at these places."""
+        """Return the same, cut at these units."""
         return replace(self, starts=tuple(starts))
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> CutProblem:
         """What to balance."""
         return problem_of(self.units, self.cluster.link, [] if {*self.speeds} == {1.0} else self.speeds)
 
@@ -67,7 +67,7 @@ class Cut:
         return [sum(unit.again_seconds for unit in piece) / speed for piece, speed in pairs]
 
     @property
-    def of_ranks(self) -> list[list[Kind]]:
+    def of_ranks(self) -> list[list[DevicePool]]:
         """The kinds of the devices that run each rank."""
         return [[self.cluster.kinds[kind] for kind in column] for column in self.kinds.T.tolist()]
 
@@ -84,23 +84,23 @@ class Cut:
     def may_hold(self, placement: Placement) -> bool:
         """Whether ranks could at least hold what is there all the time, wherever the model is cut."""
         each = [unit.held_bytes for unit in self.units]
-        held = placement.pipelines * (sum(each) - sum(counted_again(self.units)))
+        held = placement.pipelines * (sum(each) - sum(tied_bytes_overcount(self.units)))
         return held <= sum(self.limits) and max(each) <= max(self.limits)
 
 
 def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
-    """Where the slowest stage is fastest, with what it sends over the cluster's link. Raises ArgumentError: there are
-    fewer units than stages."""
+    """Cut the units so that the slowest stage is fastest, with what it sends over the cluster's link. Raise
+    ArgumentError if there are fewer units than stages."""
     depth, anywhere = placement.depth, Cut(cluster, units, kinds, ())
     of_stages = [anywhere.rank_speeds[rank] for rank in placement.rank_of]
     found = replace(anywhere, speeds=[min(of_stages[stage::depth]) for stage in range(depth)])
-    return found.at(best_starts(found.problem, depth))
+    return found.at(best_cuts(found.problem, depth))
 
 
 def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
-    """Other cuts within the memory of the devices, with as many microbatches in flight as the schedule has, where
-    stages run forwards again if they have to; or, if no cut is, where the fullest stage is least full. None if the
-    devices differ in memory.
+    """Yield other cuts within the memory of the devices, with as many microbatches in flight as the schedule has, where
+    stages recompute forwards if they have to; or, if no cut fits, those whose fullest stage is least full. Yield none
+    if the devices differ in memory.
 
     What ranks with several stages, or with weight gradients that wait, then need is known less well: cuts where no
     forward runs again come first.
@@ -125,16 +125,16 @@ def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
     tried = (*first, again) if where.may_hold(placement) else ()
     for problem in (*tried, replace(fullest, in_flight=())):
         with suppress(ArgumentError):
-            yield where.at(best_starts(problem, placement.depth))
+            yield where.at(best_cuts(problem, placement.depth))
 
 
-def predict(choice: Choice, where: Cut) -> Plan:
-    """The plan by the schedule of that name."""
+def predict(choice: ParallelConfig, where: Cut) -> Plan:
+    """Build the plan with the schedule that the configuration names."""
     return planned(choice, order_of(choice), where)
 
 
-def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
-    """The plan with this order and these cuts, whose ranks keep what they have memory for."""
+def planned(choice: ParallelConfig, schedule: Schedule, where: Cut) -> Plan:
+    """Build the plan with this schedule and these cuts, whose ranks keep the activations that they have memory for."""
     placement, depth, cluster, units = schedule.placement, schedule.placement.depth, where.cluster, where.units
     devices, links = arranged(schedule, where)
     more, again, each = transient_of(schedule, where)
@@ -144,7 +144,7 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
         Demand(
             where.costs,
             [units[start].boundary_bytes for start in where.starts],
-            cluster.host_link,
+            cluster.offload_link,
             [limit - one for limit, one in zip(where.limits, more, strict=True)],
             where.again_seconds,
             each,
@@ -179,9 +179,8 @@ def planned(choice: Choice, schedule: Schedule, where: Cut) -> Plan:
 
 
 def transient_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Transient]]:
-    """What each rank needs of the batch, less what its stages count too often, since a tied parameter is there once;
-    the latter alone; and what each stage takes while it runs.
-    """
+    """Return what each rank needs for the batch, less what its stages count more than once for tied parameters; the
+    latter alone; and the transient memory of each stage."""
     each = [Transient.of(piece, splits=schedule.splits) for piece in where.pieces]
     again = held_again(schedule.placement, where.pieces)
     of_ranks = transient_of_ranks(schedule.placement, schedule.microbatches, each)
@@ -189,14 +188,14 @@ def transient_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[floa
 
 
 def arranged(schedule: Schedule, where: Cut) -> tuple[Grid, Links]:
-    """The devices, best arranged, and what messages between two ranks then cost."""
+    """Return the best assignment of devices, and what messages between two ranks then cost."""
     traffic = _traffic(schedule, where)
     devices = arrange(where.cluster, where.kinds, traffic)
     return devices, links_between(where.cluster, devices, sorted(traffic.messages))
 
 
 def _traffic(schedule: Schedule, where: Cut) -> Traffic:
-    """What a step sends."""
+    """Return what a step sends."""
     placement = schedule.placement
     messages = defaultdict[tuple[int, int], float](float)
     gradients = [0.0] * placement.ranks
@@ -214,22 +213,22 @@ def _traffic(schedule: Schedule, where: Cut) -> Traffic:
 
 
 def _idle_shares(schedule: Schedule, timeline: Timeline) -> dict[str, float]:
-    """The share of all ranks' time that is lost, by cause."""
+    """Return the share of all ranks' time that is lost, by cause."""
     available, lost = timeline.makespan_seconds * schedule.ranks or math.inf, defaultdict[str, float](float)
-    for by_cause in idle(schedule, timeline):
+    for by_cause in idle_time_by_cause(schedule, timeline):
         for cause, seconds in by_cause.items():
             lost[cause.value] += seconds / available
     return {cause: share for cause, share in lost.items() if share > 0}
 
 
 def order_of_plan(plan: Plan) -> Schedule:
-    """The schedule that a plan names, or has."""
+    """Return the schedule that a plan names or contains."""
     return order_of(plan.choice) if isinstance(plan.schedule, str) else plan.schedule
 
 
 @lru_cache(maxsize=64)
-def order_of(choice: Choice) -> Schedule:
-    """The order of work that was chosen."""
+def order_of(choice: ParallelConfig) -> Schedule:
+    """Return the schedule of a configuration."""
     return generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
 
 
@@ -241,7 +240,7 @@ def sums_end(
     crossed: Sequence[bool],
     replicas: int,
 ) -> float:
-    """When the last sum of gradients has ended; the makespan if there is nothing to sum.
+    """Return when the last gradient all-reduce ends; the makespan if there is none.
 
     The runtime sums stage by stage, beside the work that is left, and a rank's sums follow one another. A stage's
     begins when its last backward has ended; that of a stage with copies when the copies' have, too, and its sum over

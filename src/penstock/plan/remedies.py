@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock._base.errors import ArgumentError
-from penstock.costs import counted_again
+from penstock.costs import tied_bytes_overcount
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
-from penstock.plan.options import Choice, Wanted
+from penstock.plan.options import FixedNumbers, ParallelConfig
 from penstock.plan.plan import Plan
 from penstock.plan.planner import open_candidates
 from penstock.simulate.costs import LinkCost
@@ -38,7 +38,9 @@ class Remedy:
     offload: bool = False
 
 
-def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, nearest: Plan) -> Iterator[Remedy]:
+def remedies(
+    sizes: Sizes, cluster: Cluster, global_batch: int, wanted: FixedNumbers, nearest: Plan
+) -> Iterator[Remedy]:
     """More memory, in whole MiB; more devices, if all are of one kind; offloading, if it is not allowed. A change that
     would not help, or not be found soon, is left out.
 
@@ -56,7 +58,7 @@ def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, 
         yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
     units, limit = next(iter(sizes.profiles.values())).units, cluster.kinds[0].memory_bytes
     if len(cluster.kinds) == 1 and max(unit.held_bytes for unit in units) <= limit:  # each unit fits on some device
-        held = sum(unit.held_bytes for unit in units) - sum(counted_again(units))
+        held = sum(unit.held_bytes for unit in units) - sum(tied_bytes_overcount(units))
         least = max(cluster.devices + 1, math.ceil(held / limit))
         for more in range(least, MAX_TIMES * cluster.devices + 1):
             kind = replace(cluster.kinds[0], devices=more)
@@ -64,18 +66,17 @@ def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, 
             if (plan := first_that_fits(sizes, wider, global_batch, wanted)) is not None:
                 yield Remedy(plan, devices=more)
                 break
-    if cluster.host_link is None:
-        free = replace(cluster, memory_bytes=math.inf, host_link=LinkCost(0.0))
+    if cluster.offload_link is None:
+        free = replace(cluster, memory_bytes=math.inf, offload_link=LinkCost(0.0))
         if (plan := first_that_fits(sizes, free, global_batch, wanted)) is not None:
             yield Remedy(plan, offload=True)
 
 
 def first_that_fits(
-    sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted, likely: Choice | None = None
+    sizes: Sizes, cluster: Cluster, global_batch: int, wanted: FixedNumbers, likely: ParallelConfig | None = None
 ) -> Plan | None:
-    """Some plan that fits; None if there is none. A likely choice is tried first, then small microbatches and many
-    ranks.
-    """
+    """Return some plan that fits; None if there is none. A likely configuration is tried first, then small microbatches
+    and many ranks."""
     try:
         candidates = [*open_candidates(sizes, cluster, global_batch, wanted)]
     except ArgumentError:

@@ -1,25 +1,28 @@
 """A timeline for people: as a picture, and as a trace for Perfetto. A schedule in words, slot by slot.
 
 >>> from penstock.schedule import generate
->>> panel = panel_of(generate("1f1b", ranks=2, microbatches=4))
+>>> panel = make_panel(generate("1f1b", ranks=2, microbatches=4))
 >>> panel.title
 '1f1b: 2 ranks, 4 microbatches; bubble 20.0%'
 >>> svg([panel], "slots")[:4]
 '<svg'
 """
 
+from penstock._base.lazy import old_names
 from penstock.report.perfetto import to_perfetto, write_perfetto
-from penstock.report.svg import Panel, panel_of, svg
-from penstock.report.walkthrough import Moment, Source, Walkthrough, walkthrough
+from penstock.report.svg import Panel, make_panel, svg
+from penstock.report.walkthrough import SlotActivity, Source, Walkthrough, walkthrough
 
 __all__ = [
-    "Moment",
     "Panel",
+    "SlotActivity",
     "Source",
     "Walkthrough",
-    "panel_of",
+    "make_panel",
     "svg",
     "to_perfetto",
     "walkthrough",
     "write_perfetto",
 ]
+
+__getattr__ = old_names(__name__)

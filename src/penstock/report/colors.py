@@ -56,7 +56,7 @@ CHUNKS, PARITIES = len(_LIGHTER), len(_DARKER)
 
 
 def shade(theme: Theme, kind: Kind, chunk: int = 0, microbatch: int = 0) -> str:
-    """The color of an action, as #rrggbb. Communication and waits have one color each.
+    """Return the color of an action, as #rrggbb. Communication and waits have one color each.
 
     Args:
         theme: LIGHT or DARK.
@@ -79,7 +79,7 @@ def rgb(color: str) -> tuple[int, int, int]:
 
 
 def contrast(one: str, other: str) -> float:
-    """How well one color is read on the other: WCAG's ratio, from 1 to 21."""
+    """Return how readable one color is on the other: WCAG's contrast ratio, from 1 to 21."""
     low, high = sorted(map(_luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
 
@@ -91,7 +91,7 @@ def ink(theme: Theme, kind: Kind, chunk: int = 0) -> str:
 
 
 def css() -> str:
-    """A style sheet that defines the colors as variables, for a light and a dark background.
+    """Return a style sheet that defines the colors as variables, for a light and a dark background.
 
     `--page`, `--card`, `--ink`, `--muted`, `--rule` and `--accent` are a page's; `--op-F` (B, I, W, communication,
     wait) is an op's color, `--op-F-2-1` its shade on chunk 2 (and later ones) for odd microbatches, and
@@ -107,7 +107,7 @@ def css() -> str:
 
 
 def variables(theme: Theme) -> str:
-    """The declarations of `css` for one background."""
+    """Return the declarations of `css` for one background."""
     made = {f"--{name}": getattr(theme, name) for name in ("page", "card", "ink", "muted", "rule", "accent")}
     for kind, fill in theme.fills.items():
         made[f"--op-{kind}"], made[f"--ink-{kind}"] = fill, ink(theme, kind)

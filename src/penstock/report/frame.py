@@ -27,7 +27,7 @@ _PAGE = """\
 
 
 def frame(title: str, body: str, *, style: str = "", script: str = "", generator: str = "penstock report") -> str:
-    """A page.
+    """Return a page.
 
     Args:
         title: as plain text.
@@ -44,6 +44,6 @@ def frame(title: str, body: str, *, style: str = "", script: str = "", generator
 
 @cache
 def base_style() -> str:
-    """The CSS of all pages, with the colors of light and dark backgrounds."""
+    """Return the CSS of all pages, with the colors of light and dark backgrounds."""
     paper = f"@media print {{ :root:root:root {{ color-scheme: light; {variables(LIGHT)} }} }}\n"
     return css() + paper + files("penstock.report").joinpath("base.css").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ class Mark:
 
 
 def marks(timeline: Timeline, rank: int) -> Iterator[Mark]:
-    """The actions of a rank that take time, in order."""
+    """Yield the actions of a rank that take time, in order."""
     track = timeline.tracks[rank]
     chunk = chunks(track)
     for action, start, end in zip(track.actions, track.start, track.end, strict=True):
@@ -48,7 +48,7 @@ def marks(timeline: Timeline, rank: int) -> Iterator[Mark]:
 
 
 def chunks(track: Track) -> dict[int, int]:
-    """Each stage's index among its rank's stages, from 0."""
+    """Return each stage's index among its rank's stages, from 0."""
     stages = {stage for stage, _ in track.actions.kinds}
     return {stage: index for index, stage in enumerate(sorted(stages))}
 
@@ -59,13 +59,15 @@ def has_chunks(timeline: Timeline) -> bool:
 
 
 def longest_label(timeline: Timeline) -> int:
-    """The most characters of a label. With room for these, actions of one length are labeled alike or not at all."""
+    """Return the length of the longest label. With room for it, actions of one length are labeled alike or not at
+    all."""
     last = max((max(track.actions.microbatch, default=0) for track in timeline.tracks), default=0)
     return len(str(max(0, last)))
 
 
 def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:
-    """The rank's time in columns of `unit` seconds: neighbors in which it mostly does the same, as (first, end, kind).
+    """Divide the rank's time into columns of `unit` seconds; merge neighbors with the same main kind, as (first, end,
+    kind).
 
     Columns in which it mostly does nothing are left out.
     """
@@ -115,13 +117,13 @@ class Axis:
     scale: float = 1.0
 
     def text(self, seconds: float) -> str:
-        """A time in the axis' unit; slots and costs are only numbers."""
+        """Format a time in the axis' unit; slots and costs are only numbers."""
         number = f"{seconds / self.scale:.5g}"
         return f"{number} {self.unit}" if self.unit in ("s", "ms", "us") else number
 
     @classmethod
     def of(cls, seconds: float, unit: str = "s", most: int = 12) -> Axis:
-        """An axis from 0 to `seconds` with at most so many steps. Seconds become ms or us where they are short."""
+        """Build an axis from 0 to `seconds` with at most this many ticks. Short times are in ms or us."""
         scale, unit = scaled(seconds) if unit == "s" else (1.0, unit)
         span = seconds / scale
         if not span > 0:
@@ -135,5 +137,5 @@ class Axis:
 
 
 def scaled(seconds: float) -> tuple[float, str]:
-    """The unit in which a time is at least 1: its length in seconds, and its name."""
+    """Return the largest unit in which a time is at least 1: its length in seconds, and its name."""
     return next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale), (1e-6, "us"))

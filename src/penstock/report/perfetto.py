@@ -22,7 +22,7 @@ Curve = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit: str = "bytes") -> dict[str, Any]:
-    """The trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
+    """Build the trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
 
     A slice is an action in words, with its text (`1F3`) among its arguments, a wait `wait`. An arrow leads from what
     made a message to what used it. Counters show memory, or how many microbatches a rank holds (of several
@@ -35,10 +35,10 @@ def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit
         unit: of the curves' sizes.
     """
     events: list[dict[str, Any]] = []
-    turns = " (in turns with the others, in one process)" if timeline.in_turns else ""
+    turns = " (in turns with the others, in one process)" if timeline.serialized else ""
     for rank, track in enumerate(timeline.tracks):
         events.append(_metadata("process_name", rank, 0, name=f"rank {rank}{turns}"))
-        said = {"stages": timeline.stages, "in_turns": timeline.in_turns, "crowded": timeline.crowded}
+        said = {"stages": timeline.stages, "in_turns": timeline.serialized, "crowded": timeline.crowded}
         stages = f"stage{'s' * (len(chunks(track)) != 1)} {', '.join(map(str, chunks(track)))}"
         events.append(_metadata(STAGES_SAID_BY, rank, 0, labels=stages, **said))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
@@ -60,7 +60,7 @@ def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit
             events += _counters(rank, {f"{what} held": _held(track)}, "")
         else:
             events += _counters(rank, curve, unit)
-    if not timeline.in_turns:
+    if not timeline.serialized:
         events += _arrows(timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -68,7 +68,7 @@ def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit
 def write_perfetto(
     timeline: Timeline, path: str | Path, *, memory: Sequence[Curve | None] = (), unit: str = "bytes"
 ) -> None:
-    """Writes the trace from `to_perfetto` as JSON."""
+    """Write the trace from `to_perfetto` as JSON."""
     write_text(path, json.dumps(to_perfetto(timeline, memory=memory, unit=unit)))
 
 
@@ -77,7 +77,7 @@ def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
 
 
 def _slices(span: Span, thread: int) -> list[dict[str, Any]]:
-    """The slice of an action, after that of its wait if it had one."""
+    """Return the slice of an action, after that of its wait if it had one."""
     action, place = span.action, {"ph": "X", "pid": span.rank, "tid": thread}
     wait = {
         **place,
@@ -106,7 +106,7 @@ def _counters(rank: int, curve: Curve, unit: str) -> Iterator[dict[str, Any]]:
 
 
 def _held(track: Track) -> list[tuple[float, float]]:
-    """How many microbatches, or parts of them, have begun their forward and not ended their backward."""
+    """Return how many microbatches, or parts of them, have begun their forward and not ended their backward."""
     kept = {stage for stage, code in track.actions.kinds if OPS[code].is_backward}
     changes: list[tuple[float, float]] = []
     columns = (track.actions.stage, track.actions.op, track.start, track.end)
@@ -125,8 +125,8 @@ def _held(track: Track) -> list[tuple[float, float]]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """For each message from one rank to another a flow between the compute slices at its two ends, each bound by a
-    moment within it.
+    """Yield, for each message between ranks, a flow between the compute slices at its two ends, each bound by a moment
+    within it.
 
     If the timeline has sends, these say what went where; otherwise each stage passes on to the next, and back. What
     has not run, or took no time, has no message.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from penstock._base.errors import require
 from penstock.report.colors import LIGHT, ink, shade
 from penstock.report.marks import Axis, Mark, has_chunks, longest_label, marks
-from penstock.report.svg import panel_of, svg, unit_of
+from penstock.report.svg import make_panel, svg, unit_of
 from penstock.schedule import Schedule
 from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.timeline import Timeline
@@ -22,17 +22,17 @@ _HIGH = 0.86
 
 
 def picture(drawn: Schedule | Timeline) -> str:
-    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `panel_of`."""
+    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `make_panel`."""
     count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
     if count > _AT_ONCE:
         name, unit = ("timeline", "") if isinstance(drawn, Timeline) else ("schedule", ", 'slots'")
-        how = f"penstock.report.svg([penstock.report.panel_of({name})]{unit})"
+        how = f"penstock.report.svg([penstock.report.make_panel({name})]{unit})"
         return f"<pre>{count:,} actions; {how} draws them, in a while</pre>"
-    return svg([panel_of(drawn)], unit_of(drawn))
+    return svg([make_panel(drawn)], unit_of(drawn))
 
 
 def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
-    """Draws into axes, new ones by default, whose horizontal axis is in slots or in seconds of the timeline.
+    """Draw into axes, new ones by default, whose horizontal axis is in slots or in seconds of the timeline.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -41,7 +41,7 @@ def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
     require("plot", "matplotlib", for_what="plot()")
     from matplotlib.patches import Patch
 
-    panel = panel_of(drawn)
+    panel = make_panel(drawn)
     timeline = panel.timeline
     if axes is None:
         from matplotlib import pyplot
@@ -79,7 +79,7 @@ def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
 
 
 def _label(axes: Axes, mark: Mark, rank: int, letters: int) -> None:
-    """The microbatch, where it fits: a digit is 0.64 of its size wide."""
+    """Label the microbatch where it fits: a digit is 0.64 of its size wide."""
     figure, (low, high) = axes.get_figure(root=True), axes.get_xlim()
     points = axes.get_window_extent().width * 72 / figure.dpi / (high - low) if figure is not None else 0.0
     size = min(8.5, (mark.end - mark.start) * points / (0.72 * letters))

@@ -44,8 +44,8 @@ class Panel:
     marked: Action | None = None
 
 
-def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:
-    """A schedule or a timeline, to be drawn, perhaps together with others.
+def make_panel(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:
+    """Prepare a schedule or a timeline to be drawn, perhaps together with others.
 
     Args:
         timeline: when the schedule's actions ran, simulated or real; without it each F, B, I and W takes one slot.
@@ -66,7 +66,7 @@ def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title
 
 
 def unit_of(drawn: Schedule | Timeline) -> str:
-    """What a second of the picture of a schedule or a timeline stands for."""
+    """Return what a second of the drawing of a schedule or a timeline stands for."""
     return "slots" if isinstance(drawn, Schedule) else "s"
 
 
@@ -81,7 +81,7 @@ def svg(
     """Timelines under each other on one axis of time, as SVG.
 
     >>> from penstock.schedule import generate
-    >>> svg([panel_of(generate("1f1b", ranks=2, microbatches=4))], "slots")[:4]
+    >>> svg([make_panel(generate("1f1b", ranks=2, microbatches=4))], "slots")[:4]
     '<svg'
 
     Args:
@@ -142,7 +142,7 @@ class _Frame:
         self.used: set[tuple[Kind, int, int]] = set()
 
     def rows(self, panel: Panel, top: float) -> Iterator[str]:
-        """The ranks of a panel."""
+        """Draw the ranks of a panel."""
         timeline = panel.timeline
         every = 1 if self.row > 11 else 4
         longest = longest_label(panel.timeline)
@@ -183,7 +183,7 @@ class _Frame:
         return f'<g class="{"-".join(map(str, color))}">{title}{box}{text}</g>'
 
     def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
-        """One path for each kind, a pixel at a time."""
+        """Draw one path for each kind, a pixel at a time."""
         columns = max(1, math.ceil(timeline.makespan_seconds * self.scale))
         found = runs(timeline.tracks[rank], 1 / self.scale, columns)
         for kind in Kind:
@@ -197,7 +197,7 @@ class _Frame:
                 yield f'<path class="{kind}-0-0" d="{"".join(parts)}"/>'
 
     def axis(self, bottom: float) -> Iterator[str]:
-        """The numbers under the last panel."""
+        """Draw the numbers under the last panel."""
         most = max(2, min(16, int(self.longest * self.scale / 48)))
         axis = Axis.of(self.longest, self.unit, most)
         for seconds, text in axis.ticks:
@@ -207,7 +207,7 @@ class _Frame:
         yield f'<text class="rank" x="{_MARGIN}" y="{bottom + 17:g}">{escape(axis.unit)}</text>'
 
     def legend(self, top: float, lighter: str) -> tuple[list[str], float]:
-        """What the colors stand for, and where the picture ends."""
+        """Draw the legend; return it and where the drawing ends."""
         kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
         self.used.update((kind, 0, 0) for kind in kinds)
         entries = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
@@ -229,13 +229,13 @@ class _Frame:
 
 
 def _bubble(timeline: Timeline) -> str:
-    if timeline.in_turns:
+    if timeline.serialized:
         return "the ranks took turns in one process"
     return f"bubble {timeline.bubble_rate:.1%}"
 
 
 def _style(used: set[tuple[Kind, int, int]], background: Background) -> str:
-    """The rules for what is used. Plain colors, no variables: editors and converters of SVG know these.
+    """Return the rules for the used colors. Plain colors, no variables: SVG editors and converters know these.
 
     They name the background, since in a page the rules of all its pictures apply to all of them.
     """

@@ -14,7 +14,7 @@ TURNS = "no bubble: the ranks took turns in one process; simulate these times to
 
 
 def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -> Table:
-    """A table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
+    """Build a table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
     from rich.table import Table  # here and below, so that `penstock.report` does not load it
 
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
@@ -35,12 +35,12 @@ def pairs(lines: Iterable[tuple[str | Text, str | Text]]) -> Table:
 
 
 def width_of(made: Table, console: Console) -> int:
-    """The characters of a line that a table takes if no cell is broken."""
+    """Return the width of a table, in characters, if no cell is broken."""
     return console.measure(made, options=console.options.update(max_width=10_000)).maximum
 
 
 def print_unbroken(console: Console, made: Table) -> None:
-    """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
+    """Print a table without breaking or cutting off its cells; columns move closer if there is little room."""
     from rich.console import Console
 
     if width_of(made, console) > console.width:
@@ -49,7 +49,8 @@ def print_unbroken(console: Console, made: Table) -> None:
 
 
 def columns_of(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
-    """A table of these columns. Cells are texts or numbers, None is a dash; a column without any other is left out."""
+    """Build a table of these columns. Cells are texts or numbers, None is a dash; a column without any other is left
+    out."""
     from rich.text import Text
 
     known = {head: [*cells] for head, cells in columns.items()}
@@ -61,5 +62,5 @@ def columns_of(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
 
 
 def print_columns(console: Console, columns: Mapping[str, Iterable[object]], left: int = 1) -> None:
-    """Prints a table of these columns, unbroken."""
+    """Print a table of these columns, unbroken."""
     print_unbroken(console, columns_of(columns, left))

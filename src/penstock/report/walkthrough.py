@@ -29,7 +29,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SlotActivity:
     """What one rank does in one slot.
 
     Attributes:
@@ -54,24 +54,24 @@ class Walkthrough:
     """
 
     schedule: Schedule
-    ranks: tuple[tuple[Moment, ...], ...]
+    ranks: tuple[tuple[SlotActivity, ...], ...]
 
     @property
     def slots(self) -> int:
         return len(self.ranks[0])
 
-    def at(self, slot: int) -> tuple[Moment, ...]:
-        """What each rank does in a slot."""
+    def at(self, slot: int) -> tuple[SlotActivity, ...]:
+        """Return what each rank does in a slot."""
         return tuple(moments[slot] for moments in self.ranks)
 
     def headline(self, slot: int) -> str:
-        """One slot in short: how many ranks work."""
+        """Summarize one slot: how many ranks work."""
         busy = sum(moment.action is not None for moment in self.at(slot))
         return f"slot {slot} of {self.schedule.name}: {busy} of {counted(self.schedule.ranks, 'rank')} at work"
 
 
 def walkthrough(schedule: Schedule) -> Walkthrough:
-    """Goes through a schedule, whose messages and reductions it leaves out.
+    """Go through a schedule, whose messages and reductions it leaves out.
 
     >>> from penstock.schedule import generate
     >>> walk = walkthrough(generate("1f1b", ranks=2, microbatches=2))
@@ -101,8 +101,8 @@ class _Words:
         starts, _ = earliest_times(self.dependencies, lambda node: 1.0, lambda *_: 0.0)
         self.slots = [int(start) for start in starts]
 
-    def of_rank(self, rank: int, slots: int) -> list[Moment]:
-        """The rank's moments, one for each slot."""
+    def of_rank(self, rank: int, slots: int) -> list[SlotActivity]:
+        """Return the rank's moments, one for each slot."""
         node, end = self.dependencies.first[rank : rank + 2]
         finished = f"rank {rank} has nothing to do in this schedule"
         if node < end:
@@ -110,7 +110,7 @@ class _Words:
         moments = []
         for slot in range(slots):
             if node == end:
-                moments.append(Moment(rank, slot, None, (), finished))
+                moments.append(SlotActivity(rank, slot, None, (), finished))
             elif self.slots[node] == slot:
                 moments.append(self._working(rank, node))
                 node += 1
@@ -118,15 +118,15 @@ class _Words:
                 moments.append(self._waiting(rank, node, slot))
         return moments
 
-    def _working(self, rank: int, node: int) -> Moment:
+    def _working(self, rank: int, node: int) -> SlotActivity:
         action, needs = self.dependencies.actions[node], self._sources(node)
         text = f"rank {rank} {WORK[action.op]} {self._where(action)}, {self._with(rank, action, needs)}"
         if self.dependencies.actions.joined[node]:
             other = self.dependencies.actions[node + 1]
             text += f"; {_NOUN[other.op]} {self._where(other)} may run at the same time"
-        return Moment(rank, self.slots[node], action, needs, text)
+        return SlotActivity(rank, self.slots[node], action, needs, text)
 
-    def _waiting(self, rank: int, node: int, slot: int) -> Moment:
+    def _waiting(self, rank: int, node: int, slot: int) -> SlotActivity:
         action = self.dependencies.actions[node]
         missing = tuple(source for source in self._sources(node) if source.slot >= slot)
         reasons = " and ".join(
@@ -135,7 +135,7 @@ class _Words:
             for one in missing
         )
         text = f"rank {rank} waits: {_NOUN[action.op]} {self._where(action)} needs {reasons}"
-        return Moment(rank, slot, None, missing, text)
+        return SlotActivity(rank, slot, None, missing, text)
 
     def _sources(self, node: int) -> tuple[Source, ...]:
         known = self.dependencies
@@ -147,7 +147,7 @@ class _Words:
         return f"microbatch {action.microbatch} on stage {action.stage}{copy}"
 
     def _with(self, rank: int, action: Action, needs: tuple[Source, ...]) -> str:
-        """With what an action works: each of its sources, and the batch or the loss at the model's ends."""
+        """Describe an action's inputs: each of its sources, and the batch or the loss at the model's ends."""
         parts = []
         if all(one.action.stage == action.stage for one in needs) and action.op is not Op.W:
             parts.append("on its piece of the batch" if action.op is Op.F else "from the loss")

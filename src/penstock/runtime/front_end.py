@@ -35,25 +35,25 @@ class FrontEnd(Protocol):
         """Where the model is cut, as a value that can be sent to all processes."""
 
     def divide(self, division: Any) -> None:
-        """Divides the model like this from now on, and discards all partitions made so far."""
+        """Divide the model like this from now on, and discard all partitions made so far."""
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
-        """The partition for these inputs of one microbatch; the same object for the same kind."""
+        """Return the partition for these inputs of one microbatch; the same object for the same kind."""
 
     def forget(self) -> None:
-        """Drops every reference to parameters that the model no longer holds."""
+        """Drop every reference to parameters that the model no longer holds."""
 
     def attributes(self) -> Hashable:
-        """What a partition depends on besides inputs, modes and autocast."""
+        """Return what a partition depends on besides inputs, modes and autocast."""
 
     def settle(self, attributes: Any) -> None:
         """Called after a step with the `attributes` from before it: the step's own changes do not count as new."""
 
     def opened_modules(self) -> frozenset[int]:
-        """The `id` of each module whose buffers the stages read themselves."""
+        """Return the `id` of each module whose buffers the stages read themselves."""
 
     def names(self) -> dict[str, str]:
-        """Maps every name of a parameter or buffer in the model, tied ones included, to the name that stages use."""
+        """Map every name of a parameter or buffer in the model, tied ones included, to the name that stages use."""
 
 
 MakeFrontEnd = Callable[[Any, int, RandomSource], FrontEnd]

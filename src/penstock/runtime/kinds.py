@@ -11,7 +11,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from penstock._base.stages import StageMeta, traffic
+from penstock._base.errors import PartitionError
+from penstock._base.stages import StageMeta, shifted, traffic
+from penstock.partition.state.remembered import refuse_copies
 from penstock.runtime.front_end import Partition, Stage
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ class Kinds:
 
     @classmethod
     def among(cls, partitions: Sequence[Partition]) -> Kinds:
-        """The kinds of some microbatches, from the partition of each."""
+        """Find the kinds of some microbatches, from the partition of each."""
         found: dict[Hashable, int] = {}
         metas: list[tuple[StageMeta, ...]] = []
         kinds: dict[int, int] = {}
@@ -44,17 +46,18 @@ class Kinds:
 
 
 def distinct(items: Iterable[T]) -> list[T]:
-    """The objects among these, each once."""
+    """Return the objects without duplicates."""
     return list({id(item): item for item in items}.values())
 
 
 def all_uses(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
-    """All stages, each as `any_use` has it."""
+    """Return all stages, each as `any_use` merges it."""
     return tuple(map(any_use, zip(*(partition.stages for partition in distinct(partitions)), strict=True)))
 
 
 def any_use(stages: Sequence[Stage]) -> Stage:
-    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's.
+    """Merge a stage's kinds: return it with everything that any microbatch uses there. Its code, inputs and outputs are
+    the first one's.
 
     Replaces only what differs: what is the same for all stages of another front end need not be a field of them.
     """
@@ -86,3 +89,29 @@ def any_use(stages: Sequence[Stage]) -> Stage:
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(entry for entries in given for entry in entries))
+
+
+def with_copies(partition: Partition, pipelines: int) -> Partition:
+    """The partition with its stages repeated for each pipeline of a bidirectional schedule, numbered consecutively.
+
+    The stages of a copy run the same code on the same parameters. If one rank holds a stage's copy and another its
+    original, the two are tied like any parameter that several stages hold.
+
+    Raises:
+        PartitionError: the forward updates a buffer, for which each copy would see only part of the batch.
+    """
+    if pipelines == 1:
+        return partition
+    stages = partition.stages
+    for stage in stages:
+        if stage.meta.updated:
+            raise PartitionError(
+                f"the forward updates {stage.meta.updated[0]!r} of stage {stage.meta.index}, but this schedule runs "
+                f"{pipelines} copies of the stage, each of which would see only part of the batch; use a schedule "
+                "with one copy (dualpipe-v for dualpipe), or keep the buffer fixed (a batch norm in eval mode)"
+            )
+        refuse_copies(stage.meta.index, stage.remembered, pipelines)
+    copied = [
+        replace(stage, meta=shifted(stage.meta, copy * len(stages))) for copy in range(pipelines) for stage in stages
+    ]
+    return replace(partition, stages=tuple(copied), draw_offsets=partition.draw_offsets * pipelines)

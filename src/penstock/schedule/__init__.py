@@ -11,28 +11,37 @@ rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 []
 """
 
+from penstock._base.lazy import old_names
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.check import Violation, check, in_flight_by_stage, peak_activations, summary
 from penstock.schedule.communication import add_communication
 from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
-from penstock.schedule.generators import CHUNKS, MICROBATCHES, Generator, generate, generator, generators, names
+from penstock.schedule.generators import (
+    CHUNKS,
+    MICROBATCHES,
+    ScheduleSpec,
+    generate,
+    names,
+    schedule_spec,
+    schedule_specs,
+)
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
     drop_backward,
     drop_communication,
-    first_microbatches,
     forward_only,
     merge_backward,
     reduce_replicas,
     reduce_ties,
     split_backward,
+    truncate_microbatches,
 )
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.sharding import add_sharding, whole_last_backward
+from penstock.schedule.sharding import add_sharding, merge_last_backward
 
 __all__ = [
     "CHUNKS",
@@ -40,37 +49,40 @@ __all__ = [
     "Action",
     "Dependencies",
     "Format",
-    "Generator",
     "Op",
     "Overlap",
     "Placement",
     "Row",
     "Schedule",
+    "ScheduleSpec",
     "Violation",
     "add_communication",
     "add_sharding",
     "check",
     "drop_backward",
     "drop_communication",
-    "first_microbatches",
     "forward_only",
     "from_csv",
     "generate",
-    "generator",
-    "generators",
     "grid",
     "in_flight_by_stage",
     "linearize",
     "merge_backward",
+    "merge_last_backward",
     "names",
     "peak_activations",
     "read_csv",
     "reduce_replicas",
     "reduce_ties",
+    "schedule_spec",
+    "schedule_specs",
     "split_backward",
     "stages_with_backward",
     "summary",
     "to_csv",
-    "whole_last_backward",
+    "truncate_microbatches",
     "write_csv",
 ]
+
+generators = schedule_specs  # until 0.2
+__getattr__ = old_names(__name__)

@@ -121,7 +121,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `str` wrote as `text`. Raises ScheduleError if it is not one.
+        """Parse what `str` wrote for an action. Raise ScheduleError if `text` is not an action.
 
         >>> Action.parse("2I0")
         Action(stage=2, op=<Op.I: 'I'>, microbatch=0, peer=None)
@@ -172,7 +172,7 @@ class Overlap:
 
 
 def parse_item(text: str) -> Action | Overlap:
-    """One item of a row: an action, or two that overlap. Raises ScheduleError."""
+    """Parse one item of a row: an action, or two that overlap. Raise ScheduleError if it is neither."""
     found = _OVERLAP_TEXT.fullmatch(text.strip())
     if found is None:
         return Action.parse(text)

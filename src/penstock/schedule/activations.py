@@ -16,7 +16,7 @@ NEAR = 3
 
 
 def run_again(keeping: Callable[[Sequence[int]], Collection[int]], row: Iterable[Action], stage: int) -> frozenset[int]:
-    """The microbatches of a stage whose forward runs again in backward.
+    """Return the microbatches of a stage whose forward is recomputed in backward.
 
     A forward directly followed by its backward does not: nothing would be kept for a shorter time.
 
@@ -63,7 +63,7 @@ class Trips:
 
 
 def trips(row: Sequence[Action], stage: int) -> Trips:
-    """The trips that a stage's activations make.
+    """Return the offload trips of a stage's activations.
 
     Args:
         row: the actions of the stage's rank, in order.

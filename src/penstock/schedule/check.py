@@ -50,7 +50,7 @@ class Violation:
 
 
 def check(schedule: Schedule) -> list[Violation]:
-    """Everything that is wrong with a schedule; empty if nothing is.
+    """Return everything that is wrong with a schedule; empty if nothing is.
 
     >>> from penstock.schedule import Schedule
     >>> late = Schedule.parse("mine: 2 microbatches, stages on ranks 0\\nrank 0: 0F0 0F1 0B0")
@@ -84,8 +84,8 @@ def check(schedule: Schedule) -> list[Violation]:
 
 
 def require_legal(schedule: Schedule, file: str = "") -> Schedule:
-    """Return the schedule. Raises ScheduleError: it is not legal; names the rules that it breaks, of one in a `file`
-    the first."""
+    """Return the schedule. Raise ScheduleError: it is not legal; names the rules that it breaks, of one in a `file` the
+    first."""
     wrong = [violation for violation in check(schedule) if violation.fatal]
     if wrong and file:
         raise ScheduleError(f"{file} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
@@ -95,7 +95,7 @@ def require_legal(schedule: Schedule, file: str = "") -> Schedule:
 
 
 def summary(violations: Sequence[Violation], most: int = 3) -> str:
-    """The texts of the first few, fatal ones before others, then how many more there are; empty if there are none.
+    """Summarize the first few violations, fatal ones first, and count the rest; empty if there are none.
 
     A single slip in a schedule may be wrong once for each microbatch.
     """
@@ -105,7 +105,7 @@ def summary(violations: Sequence[Violation], most: int = 3) -> str:
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
-    """For each rank, the most activations that it holds at once.
+    """Return the peak number of activations that each rank holds at once.
 
     The unit is what one microbatch keeps on one stage (with v chunks per rank, 1/v of a microbatch on a rank). It is
     held from F until B or W; on a stage without a backward, during F only.
@@ -115,8 +115,8 @@ def peak_activations(schedule: Schedule) -> list[int]:
 
 
 def in_flight_by_stage(schedule: Schedule, since: Op = Op.F) -> list[int]:
-    """For each stage of the model, the most microbatches that are in flight there at once, on any of its copies: since
-    their forward, or since their I, until their weight gradients are done."""
+    """Return the peak number of microbatches in flight on each stage of the model, over all its copies: from their
+    forward, or from their I, until their weight gradients are done."""
     kept, ends = stages_with_backward(schedule), _ADDS_WEIGHT_GRADIENTS if since is Op.F else (Op.W.code,)
     held, most = [0] * schedule.stages, [0] * schedule.placement.depth
     for row in schedule.rows:
@@ -131,7 +131,7 @@ def in_flight_by_stage(schedule: Schedule, since: Op = Op.F) -> list[int]:
 
 
 def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[int]:
-    """How many activations a rank holds during each F."""
+    """Yield the number of activations that a rank holds during each F."""
     held: set[tuple[int, int]] = set()
     for stage, op, number in zip(row.stage, row.op, row.microbatch, strict=True):
         if op == _F:
@@ -312,7 +312,7 @@ def _deadlock(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Viola
 
 
 def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
-    """Receives that are posted before an action of the same rank that their message depends on."""
+    """Receive that are posted before an action of the same rank that their message depends on."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     for receive, last in early_receives(dependencies, unbuffered.order):
         text = (

@@ -67,7 +67,7 @@ def add_communication(
     forward: Iterable[LinkLike] | None = None,
     backward: Iterable[LinkLike] | None = None,
 ) -> Schedule:
-    """Adds a SEND and a RECV for each microbatch of each link whose two stages are on different ranks.
+    """Add a SEND and a RECV for each microbatch of each link whose two stages are on different ranks.
 
     >>> from penstock.schedule import generate
     >>> print(add_communication(generate("gpipe", ranks=2, microbatches=1)))
@@ -95,7 +95,7 @@ def add_communication(
 
 
 def ways(schedule: Schedule) -> list[tuple[int, int]]:
-    """Which rank sends to which: each (source, target) once, in ascending order."""
+    """Return the (source, target) pairs of ranks that exchange messages, without duplicates, in ascending order."""
     rank_of = schedule.placement.rank_of
     found = {
         (rank, rank_of[peer])
@@ -165,7 +165,7 @@ class _Writer:
             self._unposted[target].append(unposted)
 
     def _messages(self, used: Action, due: int, sources: set[int]) -> list[_Message]:
-        """The messages that an action needs, in the order in which they are made."""
+        """Return the messages that an action needs, in the order in which they are produced."""
         if used.op not in (Op.F, Op.B, Op.I):
             return []
         send, makers = (Op.SEND_F, [Op.F]) if used.op is Op.F else (Op.SEND_B, [Op.B, Op.I])
@@ -195,11 +195,11 @@ class _Writer:
         return self._schedule.with_rows(self._rows)
 
     def _left(self, rank: int) -> int:
-        """How many items the rank has yet to run."""
+        """Return the number of items that the rank has yet to run."""
         return len(self._items[rank]) - self._at[rank]
 
     def _run(self, rank: int) -> bool:
-        """Runs a rank as far as it can go. Returns whether it did anything."""
+        """Run a rank as far as it can go. Return whether it did anything."""
         start = len(self._rows[rank])
         while not self._send(rank):
             self._post_due(rank)
@@ -209,7 +209,7 @@ class _Writer:
         return len(self._rows[rank]) > start
 
     def _send(self, rank: int) -> bool:
-        """Sends what can be sent. Returns whether a SEND blocks the rank."""
+        """Send what can be sent. Return whether a SEND blocks the rank."""
         held_up = False
         for unsent in self._unsent[rank]:
             while unsent and self._done[unsent[0].made] and unsent[0].posted:
@@ -229,7 +229,7 @@ class _Writer:
         message.posted = True
 
     def _post_early(self) -> bool:
-        """Posts the first receive that a SEND waits for and whose link has a free buffer."""
+        """Post the first receive that a SEND waits for and whose link has a free buffer."""
         for target, unposted, unsent in self._channels:
             if unsent and self._done[unsent[0].made] and self._in_use[unsent[0].link] < BUFFERS_PER_LINK:
                 self._post(target, unposted.popleft())

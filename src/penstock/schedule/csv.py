@@ -40,7 +40,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, format: Format = "compute_only") -> None:
-    """Writes the result of `to_csv`, and raises what it raises. A file must be open for text, with `newline=""`."""
+    """Write the result of `to_csv`, and raise what it raises. A file must be open for text, with `newline=""`."""
     text = to_csv(schedule, format)
     if isinstance(path_or_file, str | PathLike):
         files.write_text(path_or_file, text)
@@ -51,7 +51,7 @@ def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, fo
 def read_csv(
     path_or_file: str | PathLike[str] | TextIO, name: str | None = None, *, drop: Collection[Op] = ()
 ) -> Schedule:
-    """Reads a file with `from_csv`. The name defaults to the last part of the path, without its suffix.
+    """Read a file with `from_csv`. The name defaults to the last part of the path, without its suffix.
 
     Raises what `from_csv` raises, and ScheduleError if the file is not UTF-8.
     """
@@ -70,7 +70,7 @@ def read_csv(
 
 
 def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
-    """The schedule as torch's `_PipelineScheduleRuntime._load_csv` reads it, with CRLF line endings.
+    """Write the schedule as torch's `_PipelineScheduleRuntime._load_csv` reads it, with CRLF line endings.
 
     >>> from penstock.schedule import generate
     >>> to_csv(generate("gpipe", ranks=2, microbatches=1))
@@ -108,7 +108,7 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
 
 
 def from_csv(text: str, name: str = "csv", *, drop: Collection[Op] = ()) -> Schedule:
-    """The schedule that torch's `_dump_csv`, or `to_csv`, wrote as `text`, in either format.
+    """Read a schedule that torch's `_dump_csv`, or `to_csv`, wrote, in either format.
 
     The file does not say which rank owns which stage, nor how many microbatches there are: the rank that computes a
     stage owns it, and the highest microbatch is the last. Nothing else is checked here; `check` does that.
@@ -183,7 +183,7 @@ def _items(rank: int, cells: list[str]) -> _Items:
 
 
 def _actions(rows: list[_Items]) -> Iterator[tuple[tuple[int, int], Action]]:
-    """Each action with its row and column."""
+    """Yield each action with its row and column."""
     for rank, row in enumerate(rows):
         for column, item in row.items():
             for action in item.parts:
@@ -191,7 +191,7 @@ def _actions(rows: list[_Items]) -> Iterator[tuple[tuple[int, int], Action]]:
 
 
 def _owners(table: list[list[str]], rows: list[_Items]) -> tuple[int, ...]:
-    """The rank of each stage: the one that computes it."""
+    """Return the rank of each stage: the one that computes it."""
     computed: dict[int, tuple[int, int]] = {}
     for place, action in _actions(rows):
         if action.op.is_compute:
@@ -244,7 +244,7 @@ def _refuse_inexpressible(schedule: Schedule) -> None:
 
 
 def _complete(schedule: Schedule) -> Schedule:
-    """With messages, and a `REDUCE_GRAD` for each stage that has a backward."""
+    """Add messages, and a `REDUCE_GRAD` for each stage that has a backward."""
     actions = [action for row in schedule.rows for action in row]
     if not any(action.op.is_communication for action in actions):
         schedule = add_communication(schedule)

@@ -85,7 +85,7 @@ class Neighbors:
                 self.above[stage] = stage + 1 if stage + 1 in with_backward else self.above[stage + 1]
 
     def find(self, where: Where, stage: int) -> int:
-        """The stage; -1 if there is none."""
+        """Return the stage; -1 if there is none."""
         return {Where.SAME: stage, Where.BELOW: self.below[stage], Where.ABOVE: self.above[stage]}[where]
 
 
@@ -103,7 +103,7 @@ Nodes = Mapping[int, int]
 
 
 def stages_with_backward(schedule: Schedule) -> frozenset[int]:
-    """The stages that have a B, I or W in the schedule."""
+    """Return the stages that have a B, I or W in the schedule."""
     codes = {op.code for op in Op if op.is_backward}
     return frozenset(stage for row in schedule.rows for stage, code in row.kinds if code in codes)
 
@@ -139,7 +139,7 @@ class Dependencies:
         self._needed = [needed[kind] for kind in self._kind_of_each()]
 
     def before(self, node: int) -> list[int]:
-        """The nodes that a node waits for, not counting the one before it in its row."""
+        """Return the nodes that a node waits for, except the one before it in its row."""
         if self.actions.op[node] == _REDUCE:
             stage = self.actions.stage[node]
             return sorted((*self.nodes(stage, Op.B).values(), *self.nodes(stage, Op.W).values()))
@@ -147,7 +147,7 @@ class Dependencies:
         return [nodes[number] for nodes in self._needed[node] if number in nodes]
 
     def missing(self) -> Iterator[tuple[int, Action]]:
-        """Each node that waits for an action that no rank has, with that action."""
+        """Yield each node that waits for an action that no rank has, with that action."""
         for kind, own in self.kinds.items():
             for need, nodes in self._needs[kind]:
                 stage = self._neighbors.find(need.where, kind[0])
@@ -158,16 +158,16 @@ class Dependencies:
                     yield own[number], self.actions[posted[number]].other_end
 
     def nodes(self, stage: int, op: Op, peer: int = _NONE) -> Nodes:
-        """The nodes of one kind of action; empty if no rank has any."""
+        """Return the nodes of one kind of action; empty if no rank has any."""
         return self.kinds.get((stage, op.code, peer), {})
 
     def node(self, action: Action) -> int | None:
-        """The action's node, or None if no rank has it."""
+        """Return the action's node, or None if no rank has it."""
         nodes = self.nodes(action.stage, action.op, _NONE if action.peer is None else action.peer)
         return nodes.get(_NONE if action.microbatch is None else action.microbatch)
 
     def other_end(self, node: int) -> int | None:
-        """The receive of a send, or the send of a receive. None if no rank has it, and for all other actions."""
+        """Return the receive of a send, or the send of a receive; None for all other actions, or if no rank has it."""
         actions = self.actions
         other = _OTHER_END.get(actions.op[node])
         if other is None:
@@ -175,14 +175,14 @@ class Dependencies:
         return self.nodes(actions.peer[node], other, actions.stage[node]).get(actions.microbatch[node])
 
     def rendezvous(self, node: int) -> int | None:
-        """The receive that a send waits for if sends are not buffered; None for all other actions."""
+        """Return the receive that a send waits for if sends are not buffered; None for all other actions."""
         return self.other_end(node) if self.actions.op[node] in SENDS else None
 
     def _kind_of_each(self) -> Iterator[Kind]:
         return zip(self.actions.stage, self.actions.op, self.actions.peer, strict=True)
 
     def _made_for(self, stage: int, code: int, peer: int) -> Iterator[tuple[Need, Nodes]]:
-        """For each need in the table, the nodes that fill it, by the number of the action that waits."""
+        """Yield, for each need in the table, the nodes that fill it, keyed by the index of the waiting action."""
         if stage >= len(self._neighbors.below):
             return  # out of range: `check` reports it
         for need in NEEDS.get(OPS[code], ()):
@@ -192,7 +192,7 @@ class Dependencies:
             yield need, tables[0] if len(tables) == 1 else dict(itertools.chain(*(t.items() for t in reversed(tables))))
 
     def _brought_to(self, stage: int, code: int, peer: int) -> Iterator[tuple[Nodes, Nodes]]:
-        """For each link to this kind of action, the receives and the sends that fill them."""
+        """Yield, for each link to this kind of action, the receives and the sends that fill them."""
         if OPS[code] in _BROUGHT_BY:
             send, receive = _BROUGHT_BY[OPS[code]]
             for source in self._peers.get((stage, receive.code), ()):
@@ -200,7 +200,7 @@ class Dependencies:
 
 
 def _joined(rows: Sequence[Row]) -> tuple[Row, array[int], list[int]]:
-    """All rows as one, the rank of each action in it, and where each rank's actions begin."""
+    """Concatenate all rows; return the result, the rank of each action in it, and where each rank's actions begin."""
     actions, rank_of, first = Row(), array("i"), [0]
     for rank, row in enumerate(rows):
         for name in COLUMNS:

@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
     @classmethod
     def of(cls, op: Op) -> Kind:
-        """The kind of an op; messages, reductions and gathers are all communication."""
+        """Return the kind of an op. Messages, reductions and gathers are all communication."""
         return cls(op.value) if op.is_compute else cls.COMMUNICATION
 
 
@@ -68,13 +68,13 @@ SENTENCES: Mapping[str, str] = MappingProxyType({op.value: _sentence(op) for op 
 
 
 def describe(action: Action) -> str:
-    """An action in words: `forward of microbatch 3, stage 1`."""
+    """Describe an action in words: `forward of microbatch 3, stage 1`."""
     text = _with_known(action.op, has_number=action.microbatch is not None, has_peer=action.peer is not None)
     return text.format(stage=action.stage, microbatch=action.microbatch, peer=action.peer)
 
 
 @cache
 def _with_known(op: Op, *, has_number: bool, has_peer: bool) -> str:
-    """A sentence without brackets: of these, those whose value is known."""
+    """Return a label without brackets: of the two values, only those that are known."""
     known = {"microbatch": has_number, "peer": has_peer}
     return _OPTIONAL.sub(lambda part: part[1] if known[_PLACE.findall(part[1])[0]] else "", SENTENCES[op.value])

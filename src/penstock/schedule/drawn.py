@@ -13,19 +13,20 @@ from penstock._base.lazy import borrowed
 
 
 class Drawn:
-    """Something that `penstock.report.svg.panel_of` makes a panel of."""
+    """Something that `penstock.report.svg.make_panel` makes a panel of."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        """The picture in a notebook; None, which shows the text, if the schedule cannot be run."""
+        """Return the picture for a notebook, or None if the schedule cannot be run, so that the notebook shows the
+        text."""
         try:
             return str(borrowed("drawing").picture(self))
         except ScheduleError:
             return None
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws it by matplotlib: `pip install 'penstock[plot]'`.
+        """Draw it by matplotlib: `pip install 'penstock[plot]'`.
 
         Args:
             axes: matplotlib's Axes to draw into; new ones by default.

@@ -14,7 +14,7 @@ from penstock.schedule.timeline import Timeline
 
 
 def in_slots(schedule: Schedule) -> Timeline:
-    """When each F, B, I and W runs if each takes one slot, as early as possible; a slot is a second of the timeline.
+    """Time each F, B, I and W as if it took one slot, as early as possible; a slot is a second of the timeline.
 
     Messages and reductions take no slot and are left out.
 
@@ -31,14 +31,14 @@ def in_slots(schedule: Schedule) -> Timeline:
         rows.append(Row([actions[node] for node in nodes]))
         begun = (int(starts[node]) * _SECOND for node in nodes)
         times.append([(start, start, start + _SECOND) for start in begun])
-    return Timeline.of_rows(rows, times)
+    return Timeline.from_rows(rows, times)
 
 
 _SECOND = 10**9
 
 
 def grid(schedule: Schedule, width: int = 120) -> str:
-    """The schedule with every F, B, I and W in its earliest possible slot, each one slot long.
+    """Draw the schedule with every F, B, I and W in its earliest possible slot, each one slot long.
 
     >>> from penstock.schedule import generate
     >>> print(grid(generate("gpipe", ranks=2, microbatches=2)))

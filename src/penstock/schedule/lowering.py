@@ -16,13 +16,13 @@ from penstock.schedule import (
     add_communication,
     add_sharding,
     drop_backward,
-    first_microbatches,
     forward_only,
     generate,
+    merge_last_backward,
     reduce_replicas,
     reduce_ties,
     stages_with_backward,
-    whole_last_backward,
+    truncate_microbatches,
 )
 from penstock.schedule.check import require_legal
 from penstock.schedule.passes import compute_only
@@ -36,7 +36,7 @@ class Sharded:
     window: int | None = None
 
     def gathering(self, order: Schedule, like: Schedule | None, kept: Callable[[Schedule], Schedule]) -> Schedule:
-        """The computations that are `kept` of the order, with gathers, which `like`'s order determines.
+        """Return the computations that are `kept` of the order, with gathers, whose places follow from `like`'s order.
 
         A stage is gathered as often as `like` says, and reduces its gradients in the same place between gathers: its
         last backward is that of the same microbatch. So replicas with fewer microbatches do the same collectives in
@@ -44,14 +44,14 @@ class Sharded:
         """
 
         def gathered(schedule: Schedule) -> Schedule:
-            return add_sharding(kept(whole_last_backward(schedule, self.stages)), self.stages, self.window)
+            return add_sharding(kept(merge_last_backward(schedule, self.stages)), self.stages, self.window)
 
         if like is None or self.window is None or like.microbatches == order.microbatches:
             return gathered(order)
         full = gathered(like)
         last = {a.stage: a.microbatch for row in full.rows for a in row if a.op is Op.B and a.stage in self.stages}
         reduced_in = {number for number in last.values() if number is not None}
-        return first_microbatches(full, order.microbatches, reduced_in)
+        return truncate_microbatches(full, order.microbatches, reduced_in)
 
 
 UNSHARDED = Sharded()
@@ -59,7 +59,7 @@ UNSHARDED = Sharded()
 
 
 def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
-    """The computations of a schedule, given by name or ready-made, for this many ranks.
+    """Return the computations of a schedule, given by name or as a `Schedule`, for this many ranks.
 
     Raises:
         ArgumentError: it does not fit these numbers.
@@ -80,8 +80,8 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
         )
     if chunks is not None and chunks * ranks != schedule.stages:
         raise ArgumentError(
-            f"chunks={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on "
-            f"{counted(ranks, 'rank')}; leave chunks out, or make the schedule for as many"
+            f"stages_per_rank={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on "
+            f"{counted(ranks, 'rank')}; omit stages_per_rank=, or make the schedule for as many"
         )
     return require_legal(compute_only(schedule))
 
@@ -103,7 +103,7 @@ def lower_training(
     sharded: Sharded,
     replicas_like: Schedule | None,
 ) -> Schedule:
-    """The schedule of a training step.
+    """Build the schedule of a training step.
 
     Args:
         order: computations only.
@@ -132,7 +132,7 @@ def lower_training(
 def lower_evaluation(
     order: Schedule, kinds: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
 ) -> Schedule:
-    """The schedule of an evaluation: forwards only. Arguments and errors as for `lower_training`."""
+    """Build the schedule of an evaluation: forwards only. Arguments and errors are those of `lower_training`."""
     order = sharded.gathering(order, replicas_like, forward_only)
     order = add_communication(order, links_of(kinds, forward_links), ())
     return require_legal(order)

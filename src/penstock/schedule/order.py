@@ -26,7 +26,7 @@ class Advance:
 
 
 def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
-    """Runs the ranks in turn, one action each, until all have finished or none can go on.
+    """Run the ranks in turn, one action each, until all have finished or none can go on.
 
     With `rendezvous` a send also waits until its receive has been posted; without, sends are buffered. What can run
     never depends on the order of turns, so a deadlock found here is the schedule's own.
@@ -61,7 +61,8 @@ def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
 
 
 def describe_cycle(dependencies: Dependencies, blocked: dict[int, tuple[int, int]]) -> tuple[int, str]:
-    """The first rank in a deadlock's cycle, and its text: rank a waits at X for Y of rank b, which waits at ..."""
+    """Return the first rank in a deadlock's cycle, and its text: rank a waits at X for Y of rank b, which waits at
+    ..."""
     chain = [min(blocked)]
     while (target := dependencies.rank_of[blocked[chain[-1]][1]]) not in chain:
         chain.append(target)
@@ -74,7 +75,7 @@ def describe_cycle(dependencies: Dependencies, blocked: dict[int, tuple[int, int
 
 
 def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
-    """One global order of (rank, action) in which a single process could run the whole schedule.
+    """Return one global order of (rank, action) in which a single process could run the whole schedule.
 
     Respects rows and dependencies, with buffered sends; the same schedule always gives the same order.
 
@@ -87,7 +88,7 @@ def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def runnable_order(dependencies: Dependencies) -> list[int]:
-    """`linearize` in nodes. Raises ScheduleError like it."""
+    """`linearize` in nodes. Raise ScheduleError like it."""
     first = min(dependencies.missing(), key=lambda found: found[0], default=None)
     if first is not None:
         node, need = first
@@ -102,7 +103,7 @@ def runnable_order(dependencies: Dependencies) -> list[int]:
 def earliest_times(
     dependencies: Dependencies, duration: Callable[[int], float], delay: Callable[[int, int], float]
 ) -> tuple[list[float], list[float]]:
-    """When each node starts and ends if each one starts as soon as it can.
+    """Compute when each node starts and ends if each one starts as soon as it can.
 
     Args:
         dependencies: of a schedule that can be run.

@@ -17,7 +17,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every B becomes I and W, one right after the other.
+    """Replace every B by I and W, one right after the other.
 
     >>> from penstock.schedule import generate
     >>> print(split_backward(generate("gpipe", ranks=1, microbatches=2)))
@@ -31,7 +31,7 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Every I becomes B, and every W is removed."""
+    """Replace every I by B, and remove every W."""
     merged = {Op.I: Op.B}
     return _replace(
         schedule,
@@ -40,22 +40,22 @@ def merge_backward(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Only the forwards, in the same order and without messages: for evaluation."""
+    """Keep only the forwards, in the same order and without messages: for evaluation."""
     return _replace(schedule, lambda a: (a,) if a.op is Op.F else ())
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Only F, B, I, W and overlaps: without messages, reductions, and gathers of sharded parameters."""
+    """Keep only F, B, I, W and overlaps: drop messages, reductions, and gathers of sharded parameters."""
     return schedule.with_rows([[item for item in row.items() if item.parts[0].op.is_compute] for row in schedule.rows])
 
 
 def drop_communication(schedule: Schedule) -> Schedule:
-    """Everything but sends and receives: undoes `add_communication`."""
+    """Drop sends and receives: undo `add_communication`."""
     return _replace(schedule, lambda a: () if a.op.is_communication else (a,))
 
 
 def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Removes the backwards of `stages` and the messages that carry gradients to or from them.
+    """Remove the backwards of `stages` and the messages that carry gradients to or from them.
 
     For stages that need no backward because they, and everything that enters them, are frozen.
     """
@@ -68,8 +68,8 @@ def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _replace(schedule, keep)
 
 
-def first_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] = frozenset()) -> Schedule:
-    """The schedule for a smaller batch: only its first microbatches, in the same order, renumbered.
+def truncate_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] = frozenset()) -> Schedule:
+    """Return the schedule for a smaller batch: only its first microbatches, in the same order, renumbered.
 
     Nothing waits for what is left out, so a legal schedule stays legal, and within its memory. If there are several
     pipelines, each keeps the first of its microbatches.
@@ -108,7 +108,7 @@ def first_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] = f
 
 
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
-    """Adds reductions for the gradients of parameters that several stages hold.
+    """Add reductions for the gradients of parameters that several stages hold.
 
     For each group g, every rank that holds any of its stages gets one `REDUCE_GRAD` with g in the microbatch's place,
     on the lowest of these stages, right after the last B or W of any of them, but never before the reduction of a lower
@@ -146,7 +146,7 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
 
 
 def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None = None) -> Schedule:
-    """Adds reductions for the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
+    """Add reductions for the gradients of stages that have replicas: a `REDUCE_GRAD` without a number.
 
     It comes right after the stage's last B or W and its sends, so that it overlaps with the stages that still run. A
     stage without a backward gets none.
@@ -166,7 +166,7 @@ def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None 
 
 
 def _last_weight_gradients(row: Row) -> dict[int, int]:
-    """For each stage, the index of its last B or W among the row's items."""
+    """Return, for each stage, the index of its last B or W among the row's items."""
     items = enumerate(row.items())
     return {part.stage: index for index, item in items for part in item.parts if part.op in (Op.B, Op.W)}
 
@@ -174,7 +174,7 @@ def _last_weight_gradients(row: Row) -> dict[int, int]:
 def _with_reductions(
     row: Row, reductions: Iterable[tuple[Action, int]], *, after_sends: bool = False
 ) -> list[Action | Overlap]:
-    """The row with these reductions in order, each after the item with this index or later."""
+    """Insert these reductions into the row in order, each after the item with this index or later."""
     items, behind, place = [*row.items()], defaultdict[int, list[Action]](list), 0
     for action, least in reductions:
         place = min(max(place, least), len(items) - 1)
@@ -185,7 +185,7 @@ def _with_reductions(
 
 
 def _replace(schedule: Schedule, change: Callable[[Action], Iterable[Action]]) -> Schedule:
-    """Replaces each action by what `change` makes of it. An overlap stays one only if both its parts stay."""
+    """Replace each action by what `change` makes of it. An overlap stays one only if both its parts stay."""
 
     def changed(row: Row) -> Iterator[Action | Overlap]:
         for item in row.items():

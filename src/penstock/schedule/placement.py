@@ -52,17 +52,17 @@ class Placement:
 
     @classmethod
     def wave(cls, ranks: int, waves: int = 1) -> Placement:
-        """Two chunks per rank and wave, there and back: the two stages at a turn are on the same rank."""
+        """Place two chunks per rank and wave, there and back: the two stages at a turn are on the same rank."""
         return cls(ranks, (*range(ranks), *reversed(range(ranks))) * waves)
 
     @classmethod
     def v(cls, ranks: int) -> Placement:
-        """One wave: the last rank owns the two middle stages, rank 0 the first and last."""
+        """Place one wave: the last rank owns the two middle stages, rank 0 the first and last."""
         return cls.wave(ranks)
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
-        """Two copies of the model: one from rank 0 to the last, the other from the last to rank 0."""
+        """Place two copies of the model: one from rank 0 to the last, the other from the last to rank 0."""
         return cls(ranks, (*range(ranks), *reversed(range(ranks))), pipelines=2)
 
     @property
@@ -76,7 +76,7 @@ class Placement:
         return len(self.rank_of) // self.pipelines
 
     def pipeline_of(self, stage: int) -> int:
-        """Which copy of the model a stage belongs to."""
+        """Return the copy of the model that a stage belongs to."""
         return stage // self.depth
 
     def is_first(self, stage: int) -> bool:
@@ -88,7 +88,7 @@ class Placement:
         return stage % self.depth == self.depth - 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, ascending."""
+        """Return the stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     @property
@@ -100,7 +100,7 @@ class Placement:
         return tuple(map(tuple, found))
 
     def microbatches_of(self, stage: int, microbatches: int) -> range:
-        """The microbatches that go through a stage: its pipeline's contiguous share."""
+        """Return the microbatches that go through a stage: its pipeline's contiguous share."""
         pipeline = self.pipeline_of(stage)
         return range(microbatches * pipeline // self.pipelines, microbatches * (pipeline + 1) // self.pipelines)
 
@@ -110,9 +110,8 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """The placement that `str` wrote. Raises ArgumentError if it is not one, ValueError if there are non-numbers in
-        it.
-        """
+        """Parse what `str` wrote for a placement. Raise ArgumentError if it is not one, ValueError if it has
+        non-numbers in it."""
         copies = [tuple(map(int, part.split())) for part in text.split("|")]
         rank_of = tuple(rank for copy in copies for rank in copy)
         if len({len(copy) for copy in copies}) > 1:

@@ -17,7 +17,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Receives that are posted before an action of their rank that their message depends on.
+    """Receive that are posted before an action of their rank that their message depends on.
 
     Args:
         order: all nodes, in an order that respects rows and dependencies.
@@ -47,7 +47,7 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
 
 
 def postpone_receives(schedule: Schedule) -> Schedule:
-    """Moves each receive behind all actions of its rank that its message depends on.
+    """Move each receive behind all actions of its rank that its message depends on.
 
     Keeps the order of messages, and a schedule that finishes still does: such an action already comes before the SEND,
     so the SEND waits for nothing new.
@@ -63,7 +63,7 @@ def postpone_receives(schedule: Schedule) -> Schedule:
 
 
 def _moved(schedule: Schedule, dependencies: Dependencies, rank: int, moved: dict[int, int]) -> list[Action | Overlap]:
-    """A rank's items, with each receive in `moved` after the node that `moved` gives for it."""
+    """Return a rank's items, with each receive in `moved` placed after the node that `moved` names for it."""
     items: list[Action | Overlap] = []
     behind: defaultdict[int, list[Action | Overlap]] = defaultdict(list)
     node = dependencies.first[rank]

@@ -50,7 +50,7 @@ class Row(Sequence[Action]):
                 raise _not_a("action", item, "an Action, as in Action(0, Op.F, 0), or an Overlap of two") from None
 
     def items(self) -> Iterator[Action | Overlap]:
-        """The actions, with two that overlap as one `Overlap`. `Row(row.items()) == row`."""
+        """Yield the actions, with two that overlap as one `Overlap`. `Row(row.items()) == row`."""
         for index, action in enumerate(self):
             # An overlap's second part is never joined itself, so it is skipped below.
             if self.joined[index]:
@@ -63,7 +63,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def of(cls, op: Op, stage: int, microbatches: Sequence[int]) -> Row:
-        """One compute op of one stage, for each of the microbatches."""
+        """Return one compute op of one stage, for each of the microbatches."""
         return cls.from_columns(
             array("i", [stage]) * len(microbatches), array("b", [op.code]) * len(microbatches), array("i", microbatches)
         )
@@ -91,7 +91,7 @@ class Row(Sequence[Action]):
 
     @classmethod
     def alternate(cls, *rows: Row) -> Row:
-        """The first action of each row, then the second of each, and so on. All rows have the same length."""
+        """Interleave rows of equal length: the first action of each row, then the second of each, and so on."""
         made = cls()
         for name in COLUMNS:
             columns = [getattr(row, name) for row in rows]
@@ -102,7 +102,7 @@ class Row(Sequence[Action]):
         return made
 
     def part(self, start: int | None, stop: int | None) -> Row:
-        """The actions from `start` up to but excluding `stop`: a slice that is again a row."""
+        """Return the actions from `start` up to but excluding `stop`: a slice that is again a row."""
         made = Row()
         for name in COLUMNS:
             setattr(made, name, getattr(self, name)[start:stop])
@@ -146,13 +146,13 @@ class Row(Sequence[Action]):
 
     @classmethod
     def parse(cls, text: str) -> Row:
-        """The row that `str` wrote: items separated by spaces. Raises ScheduleError."""
+        """Parse what `str` wrote for a row: items separated by spaces. Raise ScheduleError if it is not a row."""
         return cls(map(parse_item, text.split()))
 
 
 @lru_cache(maxsize=8)
 def _constant(typecode: str, value: int, length: int) -> array[int]:
-    """A column of one value, shared by all rows that have it: rows never change, and there may be thousands."""
+    """Return a constant column. All rows that have it share it: rows never change, and there may be thousands."""
     return array(typecode, [value]) * length
 
 

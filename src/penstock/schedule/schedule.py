@@ -78,11 +78,11 @@ class Schedule(Drawn):
         return any(Op.W.code in row.op for row in self.rows)
 
     def numbers_on(self, stage: int) -> range:
-        """The microbatches that go through a stage: its pipeline's contiguous share."""
+        """Return the microbatches that go through a stage: its pipeline's contiguous share."""
         return self.placement.microbatches_of(stage, self.microbatches)
 
     def with_rows(self, rows: Iterable[Iterable[Action | Overlap]]) -> Schedule:
-        """The same schedule with other rows, as every pass returns it."""
+        """Return the schedule with other rows, as every pass does."""
         return Schedule(self.name, self.placement, self.microbatches, rows)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Schedule(Drawn):
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that `str` wrote as `text`. Raises ScheduleError if it is not one.
+        """Parse what `str` wrote for a schedule. Raise ScheduleError if `text` is not a schedule.
 
         >>> schedule = Schedule.parse("mine: 1 microbatch, stages on ranks 0 1\\nrank 0: 0F0 0B0\\nrank 1: 1F0 1B0")
         >>> schedule.ranks, schedule.stages, list(map(str, schedule.rows[1]))

@@ -28,8 +28,8 @@ from penstock.schedule.schedule import Schedule
 SHARDING = (Op.UNSHARD, Op.RESHARD)
 
 
-def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Makes the last backward of each of these stages whole, after all the stage's other weight gradients.
+def merge_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """Make the last backward of each of these stages whole, after all the stage's other weight gradients.
 
     For stages whose gradients are reduced within their last backward (`fully_shard`).
     """
@@ -47,7 +47,7 @@ def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
-    """The items with the stage's I at `last` made whole; the Ws that followed, except its own, move before it."""
+    """Make the stage's I at `last` whole in these items; the Ws that followed, except its own, move before it."""
     (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
     waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
     whole = Action(stage, Op.B, number)
@@ -58,7 +58,7 @@ def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[
 
 
 def add_sharding(schedule: Schedule, stages: Set[int], window: int | None = None) -> Schedule:
-    """Adds `UNSHARD` and `RESHARD` for each of these stages; any that it has already are placed anew.
+    """Add `UNSHARD` and `RESHARD` for each of these stages; any that it has already are placed anew.
 
     `UNSHARD` comes before the first computation that needs the stage, one computation earlier if the window has room;
     `RESHARD` comes after the last, and after the stage's sends. If another stage needs the room, the one that is needed
@@ -66,7 +66,7 @@ def add_sharding(schedule: Schedule, stages: Set[int], window: int | None = None
     microbatches, and replicas must gather in the same order though one may have fewer.
 
     >>> from penstock.schedule import generate
-    >>> print(add_sharding(generate("gpipe", ranks=1, microbatches=1, chunks=3), {0, 1, 2}, window=2))
+    >>> print(add_sharding(generate("gpipe", ranks=1, microbatches=1, stages_per_rank=3), {0, 1, 2}, window=2))
     gpipe: 1 microbatch, stages on ranks 0 0 0
     rank 0: 0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
 
@@ -123,7 +123,7 @@ def _with_gathers(rank: int, row: Row, stages: Set[int], window: int | None) -> 
 
 
 def _turns(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Which stages are gathered before which step, and which are freed before which step; both in order.
+    """Decide which stages to gather before which step, and which to free before which step; both in order.
 
     Args:
         needs: the stages that each step needs.
@@ -153,6 +153,6 @@ def _turns(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[t
 
 
 def _next(steps: Sequence[int], step: int) -> float:
-    """The first of the steps after `step`; infinity if there is none."""
+    """Return the first of the steps after `step`; infinity if there is none."""
     place = bisect_right(steps, step)
     return steps[place] if place < len(steps) else math.inf

@@ -83,20 +83,20 @@ class Timeline(Drawn):
     Iterating yields `Span`s, rank by rank.
 
     Attributes:
-        in_turns: one process ran all ranks, one action at a time. Durations are real; start times say nothing about
+        serialized: one process ran all ranks, one action at a time. Durations are real; start times say nothing about
             ranks with a device each, so there is no bubble to measure.
         crowded: ranks had fewer cores than they compute with, and so slowed each other down.
     """
 
     tracks: tuple[Track, ...]
-    in_turns: bool = False
+    serialized: bool = False
     crowded: bool = False
 
     @classmethod
-    def of_rows(
+    def from_rows(
         cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False, crowded: bool = False
     ) -> Timeline:
-        """Builds one from the actions of each rank, and their (begin, ready, end) in nanoseconds on one clock.
+        """Build one from the actions of each rank, and their (begin, ready, end) in nanoseconds on one clock.
 
         From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`,
         `crowded`: as in the attributes.
@@ -113,12 +113,12 @@ class Timeline(Drawn):
             )
             for of_rank in times
         )
-        made = cls.of_columns(rows, columns)
-        return replace(made, in_turns=in_turns and len(rows) > 1, crowded=crowded)
+        made = cls.from_columns(rows, columns)
+        return replace(made, serialized=in_turns and len(rows) > 1, crowded=crowded)
 
     @classmethod
-    def of_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:
-        """Builds one from the actions of each rank, and for each rank when they started, ended, and how long the rank
+    def from_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:
+        """Build one from the actions of each rank, and for each rank when they started, ended, and how long the rank
         waited before them, in seconds.
 
         Raises:
@@ -128,7 +128,7 @@ class Timeline(Drawn):
 
     @classmethod
     def from_dict(cls, data: Any, what: str = "the timeline") -> Timeline:
-        """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline, or a rank's part is missing.
+        """Read what `to_dict` wrote. Raise ArgumentError if it is not a timeline, or a rank's part is missing.
 
         Args:
             what: names the file in messages.
@@ -158,7 +158,7 @@ class Timeline(Drawn):
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and text, for JSON."""
         return {
-            "in_turns": self.in_turns,
+            "in_turns": self.serialized,
             "crowded": self.crowded,
             "stages": self.stages,
             "ranks": [
@@ -182,7 +182,7 @@ class Timeline(Drawn):
         return 1 + max((stage for track in self.tracks for stage, _ in track.actions.kinds), default=-1)
 
     def __len__(self) -> int:
-        """How many spans there are."""
+        """Return the number of spans."""
         return sum(map(len, self.tracks))
 
     def __iter__(self) -> Iterator[Span]:
@@ -190,7 +190,7 @@ class Timeline(Drawn):
             yield from self.spans(rank)
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """The spans of one rank, in order."""
+        """Yield the spans of one rank, in order."""
         track = self.tracks[rank]
         for action, start, end, waited in zip(track.actions, track.start, track.end, track.waited, strict=True):
             yield Span(rank, action, start, end, waited)
@@ -214,11 +214,11 @@ class Timeline(Drawn):
         return max(spans, default=0.0)
 
     def busy_seconds(self, rank: int) -> float:
-        """How long a rank computed: F, B, I and W, excluding waits."""
+        """Return the seconds that a rank computed: F, B, I and W, without waits."""
         return self._busy[rank]
 
     def waited_seconds(self, rank: int) -> float:
-        """How long a rank was blocked in total, waiting for messages before its actions."""
+        """Return the seconds that a rank waited for messages before its actions."""
         return sum(self.tracks[rank].waited)
 
     @cached_property
@@ -226,7 +226,7 @@ class Timeline(Drawn):
         """The share of `span_seconds` in which ranks do not compute, averaged over ranks; 0 if nothing ran, NaN if
         ranks took turns in one process.
         """
-        if self.in_turns:
+        if self.serialized:
             return math.nan
         available = self.ranks * self.span_seconds
         return 1 - sum(self._busy) / available if available else 0.0
@@ -243,7 +243,7 @@ class Timeline(Drawn):
 
     def __repr__(self) -> str:
         size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
-        turns = ", ranks took turns in one process" if self.in_turns else ""
+        turns = ", ranks took turns in one process" if self.serialized else ""
         return f"Timeline({size}, makespan {self.makespan_seconds:g} s{turns})"
 
 
@@ -255,7 +255,7 @@ def _busy_seconds(track: Track) -> float:
 
 
 def refuse_far_numbers(actions: Iterable[Action]) -> None:
-    """Raises ArgumentError if a stage or microbatch is numbered so high that a file must be damaged: tables of all
+    """Raise ArgumentError if a stage or microbatch is numbered so high that a file must be damaged: tables of all
     stages and microbatches would fill the memory."""
     for action in actions:
         if max(action.stage, action.microbatch or 0) > _MAX_NUMBER:
@@ -266,7 +266,7 @@ _MAX_NUMBER = 1_000_000
 
 
 def _track(row: Row, start: Sequence[float], end: Sequence[float], waited: Sequence[float]) -> Track:
-    """A track, once its columns have been checked. Looks at no action, which would have to be made."""
+    """Build a track whose columns have been checked, without making its actions."""
     for index, started, ended, blocked in zip(range(len(row)), start, end, waited, strict=True):
         if not (-math.inf < started <= ended < math.inf and 0 <= blocked < math.inf):
             raise ArgumentError(

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from penstock.simulate.memory_use import memory as memory
     from penstock.simulate.memory_use import peaks as peaks
     from penstock.simulate.simulator import simulate as simulate
-    from penstock.simulate.waits import Cause as Cause
     from penstock.simulate.waits import CriticalPath as CriticalPath
+    from penstock.simulate.waits import IdleCause as IdleCause
     from penstock.simulate.waits import critical_path as critical_path
-    from penstock.simulate.waits import idle as idle
+    from penstock.simulate.waits import idle_time_by_cause as idle_time_by_cause
 
 _HOMES = {
     "costs": "LinkCost StageCost NO_COST Links",
     "simulator": "simulate",
-    "waits": "Cause CriticalPath critical_path idle",
+    "waits": "IdleCause CriticalPath critical_path idle_time_by_cause",
     "memory_use": "Memory Peaks memory peaks",
 }
 

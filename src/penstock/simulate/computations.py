@@ -52,9 +52,8 @@ class Columns:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Columns:
-        """Raises ScheduleError if an action waits for one that is missing, or that comes later on the same rank, and if
-        an action is out of range or on a rank that does not own its stage.
-        """
+        """Raise ScheduleError if an action waits for one that is missing, or that comes later on the same rank, and if
+        an action is out of range or on a rank that does not own its stage."""
         rows = tuple(map(_compute_only, schedule.rows))
         first = np.cumsum([0, *map(len, rows)])
         rank_of = np.array(schedule.placement.rank_of)
@@ -86,39 +85,39 @@ class Columns:
         return np.concatenate([column(row.stage) for row in self.rows])
 
     def nodes(self, rank: int) -> slice:
-        """The nodes of a rank."""
+        """Return the nodes of a rank."""
         return slice(int(self.first[rank]), int(self.first[rank + 1]))
 
     def action(self, node: int) -> Action:
-        """The action of a node."""
+        """Return the action of a node."""
         rank = int(np.searchsorted(self.first, node, side="right")) - 1
         return self.rows[rank][node - int(self.first[rank])]
 
     def before(self, ends: Floats) -> Floats:
-        """When each node's rank ended the node before; NaN for the first of a rank."""
+        """Return when each node's rank ended the node before; NaN for the first of a rank."""
         found = np.roll(ends, 1)
         found[self.first[:-1]] = np.nan
         return found
 
     def kinds(self) -> Ints:
-        """The kind of each node: `Op.code` * stages + stage."""
+        """Return the kind of each node: `Op.code` * stages + stage."""
         kinds = np.empty(self.first[-1], np.int32)
         for part in _parts(self.rows, self.first):
             kinds[part.begin : part.begin + len(part.op)] = part.op.astype(np.int32) * self.stages + part.stage
         return kinds
 
     def numbers(self) -> Ints:
-        """The microbatch (or slice) of each node."""
+        """Return the microbatch of each node."""
         return np.concatenate([column(row.microbatch) for row in self.rows])
 
 
 def column(of_row: array[Any]) -> NDArray[Any]:
-    """A view of a row's or a track's column."""
+    """Return a view of a row's or a track's column."""
     return np.frombuffer(of_row, dtype=of_row.typecode)
 
 
 def _compute_only(row: Row) -> Row:
-    """The row without messages and reductions; the row itself if it has none."""
+    """Return the row without messages and reductions; the row itself if it has none."""
     keep = IS_COMPUTE[column(row.op)]
     if keep.all():
         return row
@@ -143,7 +142,7 @@ class _Part:
 
 
 def _parts(rows: Sequence[Row], first: Ints) -> Iterator[_Part]:
-    """All ranks, in parts of about `_TOGETHER` nodes."""
+    """Yield all ranks, in parts of about `_TOGETHER` nodes."""
     start = 0
     for end in range(1, len(rows) + 1):
         if first[end] - first[start] >= _TOGETHER or end == len(rows):
@@ -188,7 +187,7 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
 
 
 def _enter(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
-    """Writes a part's nodes into the tables of their ops, each at its place: stage * numbers + number."""
+    """Write a part's nodes into the tables of their ops, each at its place: stage * numbers + number."""
     place = part.stage.astype(np.int64) * schedule.microbatches + part.number
     for op in COMPUTE:
         chosen = np.flatnonzero(part.op == op.code)[::-1]  # if an action occurs twice, the first counts
@@ -201,9 +200,9 @@ def _enter(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
 def _wanted(
     schedule: Schedule, neighbors: Neighbors, part: _Part, occurring: Iterable[Op]
 ) -> Iterator[tuple[Op, Ints, Ints, Ints, Ints, tuple[Op, ...]]]:
-    """For each need of each op: the op, the nodes that have the need, their stages, the stages and the places that they
-    look at, and which ops can fill it there. Nodes that look at their own stage have the very same array for both.
-    """
+    """Yield, for each need of each op: the op, the nodes that have the need, their stages, the stages and positions
+    that they look at, and the ops that can fill it there. Nodes that look at their own stage have the very same array
+    for both."""
     for op in occurring:
         chosen = np.flatnonzero(part.op == op.code)
         nodes, stage, number = part.begin + chosen, part.stage[chosen], part.number[chosen]

@@ -74,7 +74,7 @@ class StageCost:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     def seconds(self, op: Op) -> float:
-        """How long one action with this op takes."""
+        """Return the seconds of one action with this op."""
         name = SECONDS_OF.get(op)
         return 0.0 if name is None else getattr(self, name)
 
@@ -96,16 +96,16 @@ class LinkCost:
 
     @classmethod
     def slowest(cls, links: Collection[LinkCost]) -> LinkCost:
-        """A link with the longest latency and the least bandwidth of one or more."""
+        """Return a link with the longest latency and the least bandwidth of all these."""
         return cls(max(link.latency_seconds for link in links), min(link.bytes_per_second for link in links))
 
     def seconds(self, message_bytes: float) -> float:
-        """From the send of a message to its arrival."""
+        """Return the seconds from the send of a message to its arrival."""
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
 def refuse_extreme(name: str, value: float, given: str) -> None:
-    """Refuses numbers that could make a sum or a quotient infinite; `given` is the number as the user wrote it.
+    """Refuse numbers that could make a sum or a quotient infinite; `given` is the number as the user wrote it.
 
     Raises:
         ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.
@@ -117,14 +117,14 @@ def refuse_extreme(name: str, value: float, given: str) -> None:
 
 
 def check_cost(name: str, value: float) -> None:
-    """Raises ArgumentError unless a cost is finite and not negative."""
+    """Raise ArgumentError unless a cost is finite and not negative."""
     if not value >= 0:
         raise ArgumentError(f"{name}={value}: expected a cost of 0 or more")
     refuse_extreme(name, value, f"{name}={value}")
 
 
 def check_bandwidth(name: str, value: float) -> None:
-    """Raises ArgumentError unless a bandwidth is above 0; it may be infinite."""
+    """Raise ArgumentError unless a bandwidth is above 0; it may be infinite."""
     if not value > 0:
         raise ArgumentError(f"{name}={value}: expected a bandwidth above 0")
     if value < math.inf:
@@ -143,12 +143,12 @@ OfStage = StageCost | Sequence[StageCost]
 
 
 def each_of(cost: OfStage) -> tuple[StageCost, ...]:
-    """A stage's one cost, or one for each microbatch."""
+    """Return a stage's costs as a tuple: a single one, or one for each microbatch."""
     return (cost,) if isinstance(cost, StageCost) else tuple(cost)
 
 
 def costs_by_stage(placement: Placement, costs: StageCost | Sequence[OfStage]) -> list[OfStage]:
-    """What each stage costs, copies included. Raises ArgumentError if there are too few or too many."""
+    """Return the cost of each stage, copies included. Raise ArgumentError if there are too few or too many."""
     if isinstance(costs, StageCost):
         return [costs] * placement.stages
     given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
@@ -158,7 +158,7 @@ def costs_by_stage(placement: Placement, costs: StageCost | Sequence[OfStage]) -
 
 
 def costs_of_actions(schedule: Schedule, costs: StageCost | Sequence[OfStage]) -> list[tuple[StageCost, ...]]:
-    """For each stage one cost, or one for each number of a microbatch.
+    """Return, for each stage, one cost or one for each microbatch.
 
     Raises:
         ArgumentError: there are too few or too many, or they do not agree on what the stage holds all the time.
@@ -186,7 +186,7 @@ _HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "unsharded_byte
 
 
 def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
-    """What a message costs. Raises ArgumentError if `links` has no cost from the one rank to the other."""
+    """Return the cost of a message. Raise ArgumentError if `links` has no cost between these ranks."""
     link = links if isinstance(links, LinkCost) else links.get((source_rank, target_rank))
     if link is None:
         raise ArgumentError(
@@ -203,6 +203,6 @@ _OF_STAGE = (
 
 
 def divided(cost: StageCost, by: float) -> StageCost:
-    """What each of `by` equal parts of a stage costs."""
+    """Return the cost of each of `by` equal parts of a stage."""
     shares = {name: value / by for name in _OF_STAGE if (value := getattr(cost, name)) is not None}
     return replace(cost, **shares)

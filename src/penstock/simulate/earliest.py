@@ -21,7 +21,7 @@ _loaded = False
 
 
 def loop(nodes: int) -> Callable[..., int] | None:
-    """The compiled `run` for a schedule of so many nodes; None if plain Python is quicker, or numba is missing."""
+    """Return the compiled `run` for this many nodes; None if plain Python is quicker, or numba is missing."""
     global _loaded  # noqa: PLW0603  (once it has been loaded, it is always quicker)
     if nodes < LARGE and not _loaded:
         return None
@@ -43,7 +43,7 @@ def run(
     first: Any, need: Any, work: Any, seconds: Any, lag: Any, paired: Any, hold: Any,
     turns: Any, at: Any, begin: Any, starts: Any, ends: Any,
 ) -> int:  # fmt: skip
-    """Runs every rank ahead until it needs what has not run, and resumes it from the rank that runs that.
+    """Run every rank ahead until it needs what has not run, and resumes it from the rank that runs that.
 
     Args:
         first: the first node of each rank, then the number of nodes.

@@ -14,13 +14,13 @@ from penstock.simulate.computations import Columns
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
 from penstock.simulate.memory_use import Peaks, peaks
 from penstock.simulate.simulator import timed
-from penstock.simulate.waits import Cause, CriticalPath, Waits
+from penstock.simulate.waits import CriticalPath, IdleCause, Waits
 
 WORK = (Op.F, Op.B, Op.I, Op.W)
 
 
 @dataclass(frozen=True)
-class Figures:
+class SimulationSummary:
     """A simulated schedule and what follows from it, in the units of the costs.
 
     Attributes:
@@ -34,8 +34,8 @@ class Figures:
     columns: Columns | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, schedule: Schedule, by_stage: Sequence[OfStage], links: Links = NO_COST) -> Figures:
-        """Simulates a schedule. Raises what `simulate` raises."""
+    def of(cls, schedule: Schedule, by_stage: Sequence[OfStage], links: Links = NO_COST) -> SimulationSummary:
+        """Simulate a schedule. Raise what `simulate` raises."""
         return cls(schedule, by_stage, *timed(schedule, by_stage, links))
 
     @property
@@ -57,7 +57,7 @@ class Figures:
         return Waits.of(self.schedule, self.timeline, self.columns)
 
     @cached_property
-    def idle(self) -> list[dict[Cause, float]]:
+    def idle(self) -> list[dict[IdleCause, float]]:
         return self._waits.idle()
 
     @cached_property
@@ -65,7 +65,7 @@ class Figures:
         return self._waits.critical_path()
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the metrics, for JSON."""
         path = self.path
         on_path = {op.value: path.seconds(op) for op in WORK if path.seconds(op)}
         return {
@@ -89,7 +89,7 @@ def chunks(schedule: Schedule) -> int:
 
 
 def title(schedule: Schedule) -> str:
-    """A one-line description of the schedule."""
+    """Return a one-line description of the schedule."""
     counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
     text = ", ".join(counted(count, what) for what, count in counts.items())
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
@@ -97,7 +97,7 @@ def title(schedule: Schedule) -> str:
 
 
 def with_activations(placement: Placement, costs: Sequence[OfStage]) -> list[OfStage]:
-    """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
+    """Fill in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
     known = {
         rank
         for rank, stage in zip(placement.rank_of, costs, strict=True)
@@ -118,9 +118,8 @@ def with_activations(placement: Placement, costs: Sequence[OfStage]) -> list[OfS
 
 
 def units_of_memory(placement: Placement, costs: Sequence[OfStage]) -> list[float]:
-    """For each rank, what one microbatch keeps on all its stages, on average. A microbatch goes through one copy of the
-    model.
-    """
+    """Return, for each rank, the activations of one microbatch on all its stages, averaged over the copies of the
+    model: a microbatch goes through one of them."""
     held = [0.0] * placement.ranks
     for rank, stage in zip(placement.rank_of, costs, strict=True):
         sizes = [cost.activation_bytes for cost in each_of(stage)]

@@ -47,7 +47,7 @@ class Memory:
 
 
 def memory(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline) -> list[Memory]:
-    """The memory of each rank over the timeline.
+    """Return the memory of each rank over the timeline.
 
     A microbatch's `activation_bytes` are held from the start of its F to the end of its B; if the backward is split,
     `weight_gradient_bytes` take their place at the end of I, and are freed at the end of W. On a stage without a
@@ -81,7 +81,7 @@ class Peaks:
 
 
 def peaks(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline) -> list[Peaks]:
-    """The peaks of `memory`, whose courses may take more room than the schedule and the timeline themselves.
+    """Return the peaks of `memory`, whose columns may take more room than the schedule and the timeline themselves.
 
     Args and errors as for `memory`.
     """
@@ -100,7 +100,7 @@ _Held = tuple[float, float, float]
 def _courses(
     schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline
 ) -> Iterator[tuple[_Held, tuple[Floats, Floats, Floats]]]:
-    """For each rank what it holds all the time, and the last three columns of `Memory`."""
+    """Yield, for each rank, its static memory and the last three columns of `Memory`."""
     by_stage = costs_of_actions(schedule, costs)
     table = changes_of(by_stage, stages_with_backward(schedule))
     for stages, row, track in zip(schedule.placement.by_rank, schedule.rows, timeline.tracks, strict=False):
@@ -114,7 +114,8 @@ def _courses(
 
 
 def changes_of(costs: Sequence[Sequence[StageCost]], kept: frozenset[int]) -> Floats:
-    """What actions take at their start, and free at their end: by kind of memory, start or end, op, stage and number.
+    """Return what actions allocate at their start and free at their end: by kind of memory, start or end, op, stage and
+    microbatch.
 
     What I frees may be negative. `kept`: the stages that keep activations for a backward.
     """
@@ -136,7 +137,8 @@ _GATHERS = (Op.UNSHARD.code, Op.RESHARD.code)
 
 
 def _with_gathers(row: Row, track: Track) -> tuple[Ints, Ints, Ints, Floats, Floats]:
-    """The ops, stages, numbers, starts and ends of a track, with the row's gathers if a simulation left these out."""
+    """Return the ops, stages, microbatches, starts and ends of a track, with the row's gathers if a simulation left
+    these out."""
     actions = track.actions
     op, stage, number = column(actions.op), column(actions.stage), column(actions.microbatch)
     start, end = column(track.start), column(track.end)
@@ -155,9 +157,8 @@ def _with_gathers(row: Row, track: Track) -> tuple[Ints, Ints, Ints, Floats, Flo
 def _course(
     table: Floats, op: Ints, stage: Ints, number: Ints, start: Floats, end: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """When memory changes, and to what, by kind. A rank runs one action after another, so its nodes are in order of
-    time.
-    """
+    """Return when memory changes, and to what, by kind. A rank runs one action after another, so its nodes are in order
+    of time."""
     place = (op, stage, number if table.shape[-1] > 1 else 0)  # what gathers take is the same for every number
     moments, changes = np.empty(2 * len(op)), np.zeros((len(table), 2 * len(op)))
     moments[::2], moments[1::2] = start, end

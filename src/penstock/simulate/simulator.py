@@ -53,7 +53,7 @@ class CostColumns:
 
     @classmethod
     def of(cls, costs: Sequence[Sequence[StageCost]]) -> CostColumns:
-        """Of each stage's one cost, or one for each number."""
+        """Build the columns from each stage's one cost, or one for each microbatch."""
         seconds = np.zeros((len(Op), len(costs), max(map(len, costs))))
         for op, name in SECONDS_OF.items():
             seconds[op.code] = _by_number(costs, name)
@@ -61,7 +61,7 @@ class CostColumns:
 
     @classmethod
     def of_seconds(cls, seconds: Floats) -> CostColumns:
-        """Of times alone: messages have no bytes."""
+        """Build the columns from times alone: messages have no bytes."""
         shape = seconds.shape[1:]
         return cls(seconds, np.zeros(shape), np.full(shape, np.nan))
 
@@ -86,7 +86,8 @@ class Work:
 
     @classmethod
     def of_columns(cls, columns: Columns, costs: CostColumns, links: Links) -> Work:
-        """The entries are the kinds of nodes, or the kinds by number where costs are.
+        """Build the work of all nodes. Entries are kinds of nodes, or kinds by microbatch where costs differ by
+        microbatch.
 
         Raises:
             ArgumentError: a link in use has no cost.
@@ -98,7 +99,7 @@ class Work:
         return plain._with_overlaps(columns, costs.overlapped_seconds.ravel()) if len(columns.joined) else plain
 
     def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
-        """An entry for each of two nodes that overlap; those whose entries are the same as another pair's share it.
+        """Add an entry for each two nodes that overlap; pairs with the same entries share one.
 
         `fused` is how long two take together, by the stage (and number) of the forward; NaN if that is unknown.
         """
@@ -124,7 +125,8 @@ class Work:
 
 
 def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
-    """One field of all costs, by stage and number; a single number if no stage's costs differ by it. NaN is None."""
+    """Return one field of all costs, by stage and microbatch; a single column if no stage's costs differ by microbatch.
+    None becomes NaN."""
     found = np.empty((len(costs), max(map(len, costs))))
     for stage, each in enumerate(costs):
         found[stage] = np.array([getattr(cost, name) for cost in each], dtype=float)
@@ -132,9 +134,8 @@ def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
 
 
 def _lags(columns: Columns, size: Floats, links: Links) -> Floats:
-    """For each kind of node that waits for another rank, and number: how long its message takes. `size` is of each
-    stage's output, by number.
-    """
+    """Return, for each kind of node that waits for another rank and each microbatch, how long its message takes.
+    `size`: of each stage's output, by microbatch."""
     lag = np.zeros((len(columns.source), size.shape[1]))
     used = np.flatnonzero(columns.source >= 0)
     stage, source = used % columns.stages, columns.source[used]
@@ -157,7 +158,7 @@ def simulate(
     *,
     begin: Sequence[float] | None = None,
 ) -> Timeline:
-    """The timeline of a schedule whose actions all start as soon as their rank and everything they wait for allow.
+    """Simulate a schedule whose actions all start as soon as their rank and everything they wait for allow.
 
     A dependency that crosses ranks costs its link once. The schedule's own messages, if it has any, are left out: the
     link accounts for their cost. Reductions take no time and are left out too. Two actions that overlap start together
@@ -242,7 +243,7 @@ def timed_columns(
 
 
 def _run(columns: Columns, work: Work, begins: Floats) -> tuple[Floats, Floats] | None:
-    """When each node starts and ends; None if the ranks wait for each other in a circle."""
+    """Compute when each node starts and ends; None if the ranks wait for each other in a circle."""
     nodes = int(columns.first[-1])
     given = [columns.first, columns.need, work.of, work.seconds, work.lag, work.paired, work.hold]
     given += [np.zeros(columns.ranks, int), np.zeros(columns.ranks, int), begins]

@@ -18,7 +18,7 @@ from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate.computations import IS_COMPUTE, Columns, Floats, Ints, column
 
 
-class Cause(Enum):
+class IdleCause(Enum):
     """Why a rank computes nothing. The value is the name in tables and JSON."""
 
     WARM_UP = "warm-up"
@@ -29,8 +29,8 @@ class Cause(Enum):
     COOL_DOWN = "cool-down"
 
 
-def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
-    """For each rank, how many seconds it idled for which cause; together with its work these add up to the makespan.
+def idle_time_by_cause(schedule: Schedule, timeline: Timeline) -> list[dict[IdleCause, float]]:
+    """Return, for each rank, its idle seconds by cause; together with its work they add up to the makespan.
 
     Before its first action a rank warms up; after its last one it cools down. In between, before an action that needs
     another rank's F (or B, or I), it waits for that forward (backward) until it has ended, and from then on for the
@@ -60,12 +60,12 @@ class CriticalPath:
     link_seconds: float
 
     def seconds(self, op: Op) -> float:
-        """How long the path spends in one op."""
+        """Return the seconds that the path spends in one op."""
         return sum(s.end_seconds - s.start_seconds for s in self.spans if s.action.op is op)
 
 
 def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
-    """The critical path of a timeline: from its last end backwards, each time to what the action had waited for.
+    """Return the critical path of a timeline: from its last end backwards, each time to what the action had waited for.
 
     Args and errors as for `idle`.
     """
@@ -90,7 +90,7 @@ class Waits:
     @classmethod
     def of(cls, schedule: Schedule, timeline: Timeline, columns: Columns | None = None) -> Waits:
         """`columns` are those of the timeline's actions, if they are known."""
-        if timeline.in_turns:
+        if timeline.serialized:
             raise ArgumentError(
                 "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; "
                 "pass one of a run with a process for each rank, or a simulated one"
@@ -109,13 +109,13 @@ class Waits:
             need[columns.joined] = np.where((two >= 0) & ((one < 0) | (end[two] > end[one])), two, one)
         return cls(columns, timeline.makespan_seconds, starts, ends, need)
 
-    def idle(self) -> list[dict[Cause, float]]:
+    def idle(self) -> list[dict[IdleCause, float]]:
         """See `idle`."""
         columns, leaving, makespan = self.columns, self._leaving(), self.makespan_seconds
         report = []
         for rank, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             if not len(start):
-                report.append(dict.fromkeys(Cause, 0.0) | {Cause.WARM_UP: makespan})
+                report.append(dict.fromkeys(IdleCause, 0.0) | {IdleCause.WARM_UP: makespan})
                 continue
             need, before = self.need[columns.nodes(rank)][1:], end[:-1]
             gap = np.maximum(start[1:] - before, 0.0)
@@ -124,12 +124,12 @@ class Waits:
             needs, forward = need >= 0, columns.op[need] == Op.F.code
             report.append(
                 {
-                    Cause.WARM_UP: float(start[0]),
-                    Cause.FORWARD: float(until[needs & forward].sum()),
-                    Cause.BACKWARD: float(until[needs & ~forward].sum()),
-                    Cause.LINK: float(rest[needs].sum()),
-                    Cause.OTHER: float(gap[~needs].sum()),
-                    Cause.COOL_DOWN: float(makespan - end[-1]),
+                    IdleCause.WARM_UP: float(start[0]),
+                    IdleCause.FORWARD: float(until[needs & forward].sum()),
+                    IdleCause.BACKWARD: float(until[needs & ~forward].sum()),
+                    IdleCause.LINK: float(rest[needs].sum()),
+                    IdleCause.OTHER: float(gap[~needs].sum()),
+                    IdleCause.COOL_DOWN: float(makespan - end[-1]),
                 }
             )
         return report
@@ -158,7 +158,7 @@ class Waits:
         return CriticalPath(tuple(reversed(spans)), link)
 
     def _last(self) -> int:
-        """The first of the nodes that end last; -1 if there are none."""
+        """Return the first of the nodes that end last; -1 if there are none."""
         latest, found = -1.0, -1
         for rank, ends in enumerate(self.ends):
             place = int(np.argmax(ends)) if len(ends) else -1
@@ -167,13 +167,14 @@ class Waits:
         return found
 
     def _leaving(self) -> Floats:
-        """When the output of each node leaves: at its end, or when the node that overlaps with it has ended too."""
+        """Return when the output of each node leaves: at its end, or when the node that overlaps with it has ended
+        too."""
         leaving = np.concatenate(self.ends)
         leaving[self.columns.joined] = leaving[self.columns.joined + 1]
         return leaving
 
 
 def _of_computations(actions: Row, times: array[float]) -> Floats:
-    """The times of a track's computations: a view, if it has nothing else."""
+    """Return the times of a track's computations: a view, if it has nothing else."""
     computes = IS_COMPUTE[column(actions.op)]
     return column(times) if computes.all() else column(times)[computes]

@@ -18,9 +18,9 @@ from penstock._base.lazy import face
 if TYPE_CHECKING:
     from penstock.testing.nccl import nccl_rules as nccl_rules
     from penstock.testing.network import BadNetwork as BadNetwork
-    from penstock.testing.network import Finished as Finished
+    from penstock.testing.network import JobResult as JobResult
     from penstock.testing.network import bad_network as bad_network
-    from penstock.testing.network import why_no_bad_network as why_no_bad_network
+    from penstock.testing.network import bad_network_unavailable_reason as bad_network_unavailable_reason
     from penstock.testing.training import assert_same_training as assert_same_training
     from penstock.testing.transports import check_factory as check_factory
     from penstock.testing.transports import check_transport as check_transport
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "transports": "check_factory check_transport",
     "nccl": "nccl_rules",
-    "network": "BadNetwork Finished bad_network why_no_bad_network",
+    "network": "BadNetwork JobResult bad_network bad_network_unavailable_reason",
     "training": "assert_same_training",
 }
 

@@ -18,7 +18,7 @@ from penstock.testing import network
 @pytest.fixture
 def bad_network() -> Callable[..., AbstractContextManager[network.BadNetwork]]:
     """`penstock.testing.bad_network`. Skips the test, saying why, if this machine cannot make one."""
-    reason = network.why_no_bad_network()
+    reason = network.bad_network_unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     return network.bad_network

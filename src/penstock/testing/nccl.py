@@ -61,7 +61,7 @@ class Message(Operation):
     ended_at: int = 0
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits until the message has been exchanged; on a stream, only the stream does. Raises what went wrong."""
+        """Wait until the message has been exchanged; on a stream, only the stream does. Raise what went wrong."""
         if self.waiting:
             self.waiting[-1].waits.append(self)
             return True
@@ -143,7 +143,7 @@ class NcclRules:
             communicator.synchronize()
 
     def end(self) -> None:
-        """Ends each thread once everything issued to it has run."""
+        """End each thread once everything issued to it has run."""
         for communicator in self._communicators.values():
             communicator.end()
 
@@ -172,7 +172,7 @@ class NcclRules:
         return message
 
     def _meet(self, group: dist.ProcessGroup, peer: int) -> None:
-        """Waits until the other rank wants to talk to this one too."""
+        """Wait until the other rank wants to talk to this one too."""
         mine, theirs = torch.zeros(1), torch.zeros(1)
         works = (
             self._isend(mine, group=group, group_dst=peer, tag=_MEETING),
@@ -201,7 +201,7 @@ class LazyLoading(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def nccl_rules(*, eager: bool = False, lazy_loading: bool = False) -> Iterator[NcclRules]:
-    """Imposes NCCL's rules on this process's `torch.distributed.isend` and `irecv` for a `with` block.
+    """Impose NCCL's rules on this process's `torch.distributed.isend` and `irecv` for a `with` block.
 
     Every process of the group must enter such a block, and leave it too. Inside it a CPU is timed like a GPU: by
     events, and `torch.cuda.synchronize` waits for everything that was issued.
@@ -240,7 +240,7 @@ class Stream:
         self.waits: list[Message] = []
 
     def wait_stream(self, other: Stream) -> None:
-        """Waits for what another stream waits for."""
+        """Wait for what another stream waits for."""
         for operation in other.waits:
             operation.ended.wait()
 
@@ -256,12 +256,12 @@ class Event:
         self._at, self._after = perf_counter_ns(), [*stream.waits]
 
     def synchronize(self) -> None:
-        """Waits for the operations that the stream waited for."""
+        """Wait for the operations that the stream waited for."""
         for operation in self._after:
             operation.ended.wait()
 
     def elapsed_time(self, later: Event) -> float:
-        """The time until a later event, in milliseconds as in torch."""
+        """Return the time until a later event, in milliseconds as in torch."""
         return (later._done_at() - self._done_at()) / 1e6
 
     def _done_at(self) -> int:
@@ -290,7 +290,7 @@ class Device:
 
 
 def _peer(group: dist.ProcessGroup | None, of_all: int | None, of_group: int | None) -> tuple[dist.ProcessGroup, int]:
-    """The group, and the other rank's number in it."""
+    """Return the group, and the other rank's number in it."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if of_group is None:

@@ -20,8 +20,8 @@ from typing import IO, Any, Self
 
 from penstock._base.errors import ArgumentError
 from penstock.network import nodes
-from penstock.network.checks import why_not
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.scenario import Event, read_scenario
 from penstock.network.shapers import AUTO, why_no_switch
@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class JobResult:
     """A job that has ended.
 
     Attributes:
@@ -52,7 +52,7 @@ class Finished:
         return "".join(self.outputs)
 
     def check(self) -> Self:
-        """Returns itself if the job succeeded.
+        """Return itself if the job succeeded.
 
         Raises:
             AssertionError: the job failed; the message has what failed first and everything that was printed.
@@ -80,8 +80,8 @@ class BadNetwork:
         ranks: int | None = None,
         threads: int = 1,
         timeout: float = TIMEOUT_SECONDS,
-    ) -> Finished:
-        """Runs a script as `penstock run --hosts` would, and waits until every process of it has ended.
+    ) -> JobResult:
+        """Run a script as `penstock run --hosts` would, and wait until every process of it has ended.
 
         Ranks find each other through torch's environment variables, as under torchrun. Otherwise they inherit this
         process's environment.
@@ -109,10 +109,10 @@ class BadNetwork:
             except TimeoutError:
                 printed = "".join(map(_text, files))
                 raise TimeoutError(f"{' '.join(argv)} took more than {timeout:g} s\n{printed}") from None
-            return Finished(ended.status, ended.message, tuple(map(_text, files)), time.monotonic() - began)
+            return JobResult(ended.status, ended.message, tuple(map(_text, files)), time.monotonic() - began)
 
     def told(self) -> dict[str, Any]:
-        """What the user-space switch has counted so far; empty if the kernel shapes the links.
+        """Return what the user-space switch has counted so far; empty if the kernel shapes the links.
 
         `frames`; `links`, which for each host has `up` (from it) and `down` (to it), each with `frames`, `lost`,
         `reordered`, `queue_full` and more; and `late`, how late the switch was, in seconds.
@@ -125,13 +125,13 @@ def bad_network(
     hosts: int,
     link: str | None,
     *,
-    own: Mapping[int, str] | None = None,
+    host_links: Mapping[int, str] | None = None,
     seed: int = 0,
     background: Sequence[str] = (),
     shaper: str = AUTO,
     scenario: str | Path | None = None,
 ) -> Iterator[BadNetwork]:
-    """Makes hosts joined by links as bad as you ask for, for the duration of a `with` block.
+    """Make hosts joined by links as bad as you ask for, for the duration of a `with` block.
 
     The hosts reach each other and nothing else, and share this machine's files and processors. Nothing of them remains
     at the end, however the block ends. Making them takes a second or two; about fifteen the first time on a machine,
@@ -141,7 +141,7 @@ def bad_network(
         hosts: how many.
         link: every host's link to the others, in the syntax of `tc`: "100mbit delay 5ms jitter 1ms loss 1% stall 300ms
             every 2s"; None: as fast as the machine can.
-        own: links of single hosts, by host.
+        host_links: links of single hosts, by host.
         seed: for all random draws: with the same seed, the k-th frame on a link meets the same fate.
         background: traffic from neighbors, such as "50mbit to 1".
         shaper: what shapes the links: "auto", "tbf" or "switch".
@@ -149,20 +149,22 @@ def bad_network(
 
     Raises:
         ArgumentError: a text cannot be parsed, a host does not exist, or the links cannot be made at this rate.
-        FabricError: this machine cannot make hosts; `why_no_bad_network` tells you beforehand.
+        FabricError: this machine cannot make hosts; `bad_network_unavailable_reason` tells you beforehand.
     """
-    if link is None and (own or shaper != AUTO or scenario):
+    if link is None and (host_links or shaper != AUTO or scenario):
         raise ArgumentError("own=, shaper= and scenario= are of links: pass link= as well, what joins the other hosts")
     topology, events = None, tuple[Event, ...]()
     if link is not None:
-        topology = Topology(parse_link(link), {host: parse_link(text) for host, text in (own or {}).items()}, seed)
+        topology = Topology(
+            parse_link(link), {host: parse_link(text) for host, text in (host_links or {}).items()}, seed
+        )
         events = () if scenario is None else read_scenario(Path(scenario), topology, hosts)
     with Machines(hosts, topology, shaper=shaper, background=background, changes=bool(events)) as machines:
         yield BadNetwork(machines, events)
 
 
-def why_no_bad_network() -> str | None:
-    """What this machine lacks to make hosts and bad links, and how to get it; None if it lacks nothing."""
+def bad_network_unavailable_reason() -> str | None:
+    """Return what this machine lacks to make hosts and bad links, and how to get it; None if it lacks nothing."""
     return why_not() or why_no_switch()
 
 

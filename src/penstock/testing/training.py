@@ -12,7 +12,7 @@ from penstock.verification.blame.finding import Blame
 
 
 def assert_same_training(train_step: Sequence[str], reference: str | Callable[[], Any], *, steps: int = 3) -> Blame:
-    """Runs a pipeline for some steps and compares it with the unsplit model, as `penstock blame` does.
+    """Run a pipeline for some steps and compare it with the unsplit model, as `penstock blame` does.
 
     Args:
         train_step: the command that starts its ranks: `["torchrun", "--nproc-per-node", "2", "train.py"]`.

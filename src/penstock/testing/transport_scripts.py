@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,27 +12,137 @@ from torch import Tensor
 
 from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
-from penstock.runtime.transport.protocol import Channel
-from penstock.testing.transport_steps import (
-    LINK,
-    Rank,
-    Step,
-    both,
-    close,
-    drop_step,
-    end_step,
-    equal,
-    looks_like,
-    message,
-    post,
-    same,
-    send,
-    take,
-)
+from penstock.runtime.exact.rules import Layout, copy_as
+from penstock.runtime.transport.protocol import Channel, Message, Pending, Transport
 
 MICROBATCHES = 3
+LINK = Link(0, 1, ((0, "a"), (0, "b")))
+CPU = torch.device("cpu")
 
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank's transport, and what a script's steps leave for later steps. Scripts make tensors on the CPU, and look at
+    them there; what the transport takes and leaves is on `device`."""
+
+    transport: Transport
+    program: int
+    device: torch.device
+    channels: dict[tuple[Link, bool], Channel] = field(default_factory=dict)
+    pending: list[Pending] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def channel(self, link: Link = LINK, *, backward: bool = False) -> Channel:
+        if (link, backward) not in self.channels:
+            ends = int(backward), 1 - int(backward)
+            self.channels[link, backward] = self.transport.channel(self.program, link, *ends, backward=backward)
+        return self.channels[link, backward]
+
+    def send(self, k: int, message: Message, *, backward: bool = False, link: Link = LINK) -> None:
+        self.channel(link, backward=backward).send(k, moved(message, self.device))
+
+    def post(self, k: int, *, backward: bool = False, link: Link = LINK) -> None:
+        self.channel(link, backward=backward).post(k)
+
+    def receive(self, k: int, *, backward: bool = False, link: Link = LINK) -> list[Tensor | None]:
+        arrived = self.channel(link, backward=backward).receive(k)
+        for tensor in arrived:
+            assert tensor is None or tensor.device.type == self.device.type, f"a tensor arrived on {tensor.device}"
+        return moved(arrived, CPU)
+
+    def take(self, k: int, expected: Message, *, same: Same, **where: Any) -> None:
+        for pair in zip(self.receive(k, **where), expected, strict=True):
+            same(*pair)
+
+    def end_step(self) -> None:
+        self.transport.end_step()
+
+    def drop_step(self) -> None:
+        self.transport.drop_step()
+        self.pending.clear()
+        self.tensors.clear()
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+Step = tuple[int, Callable[[Rank], None]]
 Script = Callable[[], Iterator[Step]]
+Same = Callable[[Any, Any], object]
+
+
+def moved(message: Message, device: torch.device) -> list[Tensor | None]:
+    """The same on a device, with the same strides and alignment."""
+    return [t if t is None or t.device.type == device.type else copy_as(Layout.of(t), t, device) for t in message]
+
+
+def both(step: Callable[[Rank], None]) -> Iterator[Step]:
+    yield 0, step
+    yield 1, step
+
+
+def message(step: int, microbatch: int) -> list[Tensor]:
+    """Return two tensors that either rank can make: one channels-last, one that does not start on a cache line."""
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
+    return [image, torch.randn(8, generator=generator)[1:]]
+
+
+def same_memory(got: Tensor | None, expected: Tensor | None) -> None:
+    if expected is None:
+        assert got is None, "a tensor arrived where None was sent"
+        return
+    arrived = same_layout(got, expected)
+    assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
+
+
+def same_layout(got: Tensor | None, expected: Tensor) -> Tensor:
+    arrived = same_values(got, expected)
+    assert arrived.stride() == expected.stride(), f"strides {expected.stride()} became {arrived.stride()}"
+    return arrived
+
+
+def same_values(got: Tensor | None, expected: Tensor) -> Tensor:
+    """Compare values byte by byte: torch compares those of some types in no other way."""
+    assert got is not None, "a tensor did not arrive"
+    assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
+    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
+    mine, other = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (got, expected))
+    assert torch.equal(mine, other), f"a tensor arrived with other values ({expected.dtype})"
+    return got
+
+
+def sends(messages: Sequence[Message], *, backward: bool = False) -> Iterator[Step]:
+    """By rank 0, or backward by rank 1, as many as these."""
+    for k, tensors in enumerate(messages):
+        yield int(backward), partial(Rank.send, k=k, message=tensors, backward=backward)
+
+
+def takes(
+    messages: Sequence[Message], posted: int = 2, *, backward: bool = False, same: Same = same_memory
+) -> Iterator[Step]:
+    """By the other rank, which posts so many of them."""
+    for k in range(posted):
+        yield 1 - int(backward), partial(Rank.post, k=k, backward=backward)
+    for k, tensors in enumerate(messages):
+        yield 1 - int(backward), partial(Rank.take, k=k, expected=tensors, backward=backward, same=same)
+
+
+def one_by_one(
+    make: Callable[[], Sequence[Message]], *, backward: bool = False, same: Same = same_memory
+) -> Iterator[Step]:
+    """Each message is taken before the next is sent."""
+    source, target = int(backward), 1 - int(backward)
+    for k, (tensors, expected) in enumerate(zip(make(), make(), strict=True)):
+        yield source, partial(Rank.send, k=k, message=tensors, backward=backward)
+        yield target, partial(Rank.post, k=k, backward=backward)
+        yield target, partial(Rank.take, k=k, expected=expected, backward=backward, same=same)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def ranks_connect_before_they_talk() -> Iterator[Step]:
@@ -41,51 +152,44 @@ def ranks_connect_before_they_talk() -> Iterator[Step]:
 
 def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
     for step in range(3):
-        for k in range(MICROBATCHES):
-            yield 0, partial(send, k=k, tensors=message(step, k))
-            yield 1, partial(post, k=k)
-            yield 1, partial(take, k=k, expected=message(step, k))
-        yield from both(end_step)
+        yield from one_by_one(lambda step=step: [message(step, k) for k in range(MICROBATCHES)])  # type: ignore[misc]
+        yield from both(Rank.end_step)
 
 
 def sends_run_ahead_of_receives() -> Iterator[Step]:
-    """As in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run ahead."""
+    """Send ahead, as in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run
+    ahead."""
     for step in range(2):
-        for k in range(2):
-            yield 0, partial(send, k=k, tensors=message(step, k))
-        for k in range(2):
-            yield 1, partial(post, k=k)
+        yield from sends([message(step, k) for k in range(2)])
+        yield from takes([])
 
         def receive(rank: Rank, step: int = step) -> None:
-            messages = [rank.channel().receive(k) for k in range(2)]
+            messages = [rank.receive(k) for k in range(2)]
             for k, tensors in enumerate(messages):  # the first is kept for its backward while the second arrives
                 for got, expected in zip(tensors, message(step, k), strict=True):
-                    same(got, expected)
+                    same_memory(got, expected)
 
         yield 1, receive
-        yield from both(end_step)
+        yield from both(Rank.end_step)
 
 
 def absent_tensors_arrive_as_none() -> Iterator[Step]:
-    def without(step: int, k: int) -> list[Tensor | None]:
-        return [None if index == k else tensor for index, tensor in enumerate(message(step, k))]
+    def without(step: int) -> list[Message]:
+        return [[None if i == k else tensor for i, tensor in enumerate(message(step, k))] for k in range(2)]
 
     for step in range(2):
-        for k in range(2):
-            yield 1, partial(send, k=k, tensors=without(step, k), backward=True)
-            yield 0, partial(post, k=k, backward=True)
-            yield 0, partial(take, k=k, expected=without(step, k), backward=True)
-        yield from both(end_step)
+        yield from one_by_one(partial(without, step), backward=True)
+        yield from both(Rank.end_step)
 
 
 def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
     def send(rank: Rank) -> None:
         rank.tensors = message(0, 0)
-        rank.channel().send(0, rank.tensors)
+        rank.send(0, rank.tensors)
 
     def receive(rank: Rank) -> None:
-        rank.channel().post(0)
-        for tensor in rank.channel().receive(0):
+        rank.post(0)
+        for tensor in rank.receive(0):
             assert tensor is not None
             tensor.add_(1)
 
@@ -96,7 +200,7 @@ def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
     yield 0, send
     yield 1, receive
     yield 0, look
-    yield from both(end_step)
+    yield from both(Rank.end_step)
 
 
 def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
@@ -105,7 +209,7 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
         for wrong in ([image, row.double()], [image.contiguous(), row], [image[:1], row], [image, None]):
             text = ""
             try:
-                rank.channel().send(0, wrong)
+                rank.send(0, wrong)
             except ShapeError as error:
                 text = str(error)
             assert text, "a tensor of another layout was sent"
@@ -114,118 +218,54 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
     for step in range(2):
         if step:
             yield 0, send_others
-        yield 0, partial(send, k=0, tensors=message(step, 0))
-        yield 1, partial(post, k=0)
-        yield 1, partial(take, k=0, expected=message(step, 0))
-        yield from both(end_step)
+        yield from one_by_one(lambda step=step: [message(step, 0)])  # type: ignore[misc]
+        yield from both(Rank.end_step)
 
 
 def a_released_program_makes_room_for_another() -> Iterator[Step]:
-    """As for batches of a new shape: another program, with another layout, over the same link."""
+    """Release a program, as for batches of a new shape: another one, with another layout, uses the same link."""
 
     def release(rank: Rank) -> None:
         rank.transport.release(rank.program)
         rank.program += 1000  # which no other script has
         rank.channels.clear()
 
-    for turn in range(3):
+    for rows in (1, 2, 3):
         for step in range(2):
-            sent, expected = ([tensor[: turn + 1] for tensor in message(step, 0)] for _ in range(2))
-            yield 0, partial(send, k=0, tensors=sent)
-            yield 1, partial(post, k=0)
-            yield 1, partial(take, k=0, expected=expected, same=equal)
-            yield from both(end_step)
+            yield from one_by_one(partial(_first_rows, step, 1, rows), same=same_values)
+            yield from both(Rank.end_step)
         yield from both(release)
 
 
-def a_loss_reaches_every_rank() -> Iterator[Step]:
-    for step in range(3):
-        for r in (0, 1):
-
-            def start(rank: Rank, r: int = r, step: int = step) -> None:
-                buffer = torch.tensor([1.5 + step, 0.0] if r == 1 else [0.0, 7.0], dtype=torch.float64)
-                rank.tensors = [buffer]
-                rank.pending = [rank.transport.broadcast(buffer, 1)]
-
-            yield r, start
-        for r in (0, 1):
-
-            def read(rank: Rank, step: int = step) -> None:
-                rank.pending[0].wait()
-                assert rank.tensors[0].tolist() == [1.5 + step, 0.0], "the shared value is not the source's"
-
-            yield r, read
-
-
-def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
-    """One rank's announcements and the other's losses; some are never read, some are read late."""
-    for turn in range(6):
-        for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
-
-            def start(rank: Rank, source: int = source, r: int = r, turn: int = turn) -> None:
-                if source == 0:
-                    rank.tensors, rank.pending = [], []
-                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [0.0] * 3
-                rank.tensors.append(torch.tensor(values, dtype=torch.float64))
-                rank.pending.append(rank.transport.broadcast(rank.tensors[-1], source))
-
-            yield r, start
-        for r in (0, 1) if turn % 2 else ():
-
-            def read(rank: Rank, turn: int = turn) -> None:
-                for source in (1, 0):
-                    rank.pending[source].wait()
-                    assert rank.tensors[source].tolist() == [10.0 * turn + source, 2.0, 3.0], "not the source's value"
-
-            yield r, read
+def _first_rows(step: int, count: int, rows: int = 1) -> list[Message]:
+    return [[tensor[:rows] for tensor in message(step, k)] for k in range(count)]
 
 
 def directions_of_a_link_do_not_mix() -> Iterator[Step]:
     """Values down a link and their gradients up it, with the same numbers and layouts, under way at the same time."""
     for step in range(3):
         for k in range(2):
-            yield 0, partial(send, k=k, tensors=message(step, k))
-            yield 1, partial(send, k=k, tensors=message(step, k + 2), backward=True)
-        for rank, backward in ((0, True), (1, False)):
-            for k in range(2):
-                yield rank, partial(post, k=k, backward=backward)
-            for k in range(2):
-                yield rank, partial(take, k=k, expected=message(step, k + 2 * backward), backward=backward)
-        yield from both(end_step)
+            yield 0, partial(Rank.send, k=k, message=message(step, k))
+            yield 1, partial(Rank.send, k=k, message=message(step, k + 2), backward=True)
+        for backward in (True, False):
+            yield from takes([message(step, k + 2 * backward) for k in range(2)], backward=backward)
+        yield from both(Rank.end_step)
 
 
 def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
     """Messages over two links with the same layouts, received in a different order from that of sends and posts."""
-    other = Link(0, 3, LINK.values)
-
-    def channel(rank: Rank, link: Link) -> Channel:
-        if link == LINK:
-            return rank.channel()
-        if True not in rank.channels:
-            rank.channels[True] = rank.transport.channel(rank.program, link, 0, 1, backward=False)
-        return rank.channels[True]
-
-    def number(step: int, link: Link, k: int) -> int:
-        return 4 * step + 2 * (link == other) + k
-
+    links = LINK, Link(0, 3, LINK.values)
     for step in range(3):
-
-        def send(rank: Rank, step: int = step) -> None:
-            for k in range(2):
-                for link in (LINK, other):
-                    channel(rank, link).send(k, message(0, number(step, link, k)))
-
-        def receive(rank: Rank, step: int = step) -> None:
-            for k in range(2):
-                for link in (LINK, other):
-                    channel(rank, link).post(k)
-            for link in (other, LINK):
-                for k in (1, 0):
-                    same(channel(rank, link).receive(k)[0], message(0, number(step, link, k))[0])
-
-        yield 0, send
-        yield 1, receive
-        yield from both(end_step)
+        number = {(link, k): 4 * step + 2 * i + k for k in range(2) for i, link in enumerate(links)}
+        for (link, k), at in number.items():
+            yield 0, partial(Rank.send, k=k, message=message(0, at), link=link)
+        for link, k in number:
+            yield 1, partial(Rank.post, k=k, link=link)
+        for link in reversed(links):
+            for k in (1, 0):
+                expected = message(0, number[link, k])
+                yield 1, partial(Rank.take, k=k, expected=expected, link=link, same=same_memory)
+        yield from both(Rank.end_step)
 
 
 def every_dtype_travels() -> Iterator[Step]:
@@ -236,11 +276,13 @@ def every_dtype_travels() -> Iterator[Step]:
         (torch.complex64, torch.bfloat16),
         (torch.float8_e4m3fn, torch.uint64),
     )
-    yield from _each_travels(lambda: [[torch.arange(5).to(dtype) for dtype in pair] for pair in pairs], equal, steps=2)
+    for _ in range(2):
+        yield from one_by_one(lambda: [[torch.arange(5).to(t) for t in pair] for pair in pairs], same=same_values)
+        yield from both(Rank.end_step)
 
 
 def every_shape_travels() -> Iterator[Step]:
-    """Scalars, empty tensors, and tensors whose elements share memory."""
+    """Send scalars, empty tensors, and tensors whose elements share memory."""
 
     def pairs() -> list[list[Tensor]]:
         return [
@@ -249,22 +291,76 @@ def every_shape_travels() -> Iterator[Step]:
             [torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)],
         ]
 
-    yield from _each_travels(pairs, looks_like, steps=3)
+    for _ in range(3):
+        yield from one_by_one(pairs, same=same_layout)
+        yield from both(Rank.end_step)
 
 
-def _each_travels(
-    make: Callable[[], list[list[Tensor]]], same: Callable[[Any, Any], object], *, steps: int
-) -> Iterator[Step]:
-    for _ in range(steps):
-        for k, (sent, expected) in enumerate(zip(make(), make(), strict=True)):
-            yield 0, partial(send, k=k, tensors=sent)
-            yield 1, partial(post, k=k)
-            yield 1, partial(take, k=k, expected=expected, same=same)
-        yield from both(end_step)
+def a_dropped_step_leaves_nothing() -> Iterator[Step]:
+    """Raise in a first step after one message of two has been taken: the next may have other layouts."""
+    yield from sends([message(0, k) for k in range(2)])
+    yield from takes([message(0, 0)])
+    yield from both(Rank.drop_step)
+    yield from both(Rank.end_step)  # of another kind of batch, which uses no channel of this one
+    for turn in range(1, 4):
+        dropped = turn == 2  # also a later step leaves nothing
+        yield from sends(_first_rows(turn, 2))
+        yield from takes([] if dropped else _first_rows(turn, 2), same=same_values)
+        yield from both(Rank.drop_step if dropped else Rank.end_step)
+
+
+def what_was_sent_arrives_after_close() -> Iterator[Step]:
+    """Close a rank that has sent all its messages before the other takes them. Nothing can follow."""
+    yield from one_by_one(lambda: [message(0, 0)], backward=True)  # so all earlier scripts have ended
+    for turn in range(2):
+        yield from sends([message(turn, k) for k in range(2)])
+        if turn == 1:
+            yield 0, Rank.end_step
+            yield 0, Rank.close
+        yield from takes([message(turn, k) for k in range(2)])
+        yield 1, Rank.end_step
+        if turn == 0:
+            yield 0, Rank.end_step
+    yield 1, Rank.close
+
+
+# -- what ranks do together -------------------------------------------------------------------------------------------
+
+
+def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
+    """Exchange one rank's announcements and the other's losses; some are never read, some are read late."""
+    for turn in range(6):
+        for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
+
+            def start(rank: Rank, source: int = source, r: int = r, turn: int = turn) -> None:
+                if source == 0:
+                    rank.tensors, rank.pending = [], []
+                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [7.0] * 3
+                rank.tensors.append(torch.tensor(values, dtype=torch.float64))
+                rank.pending.append(rank.transport.broadcast(rank.tensors[-1], source))
+
+            yield r, start
+
+        def read(rank: Rank, turn: int = turn) -> None:
+            for source in (1, 0):
+                rank.pending[source].wait()
+                assert rank.tensors[source].tolist() == [10.0 * turn + source, 2.0, 3.0], "not the source's value"
+
+        if turn % 2:
+            yield from both(read)
 
 
 def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
     """Even if a second sum starts before the first is waited for."""
+
+    def read(rank: Rank) -> None:
+        for pending in rank.pending:
+            pending.wait()
+        terms = [tensor for group in (0, 1) for tensor in message(group, 0)]
+        for got, term in zip(moved(rank.tensors, CPU), terms, strict=True):
+            assert got is not None
+            assert torch.equal(got, term + (term + 1)), "a sum is not that of both ranks' terms"
+
     for _ in range(2):
         for group in (0, 1):
             for r in (0, 1):
@@ -272,79 +368,26 @@ def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
                 def start(rank: Rank, r: int = r, group: int = group) -> None:
                     if group == 0:
                         rank.tensors, rank.pending = [], []
-                    tensors = [tensor + r for tensor in message(group, 0)]
+                    tensors: Any = moved([tensor + r for tensor in message(group, 0)], rank.device)
                     rank.tensors += tensors
                     rank.pending.append(rank.transport.reduce(group, (0, 1), tensors))
 
                 yield r, start
-        for r in (0, 1):
-
-            def read(rank: Rank) -> None:
-                for pending in rank.pending:
-                    pending.wait()
-                terms = [tensor for group in (0, 1) for tensor in message(group, 0)]
-                for got, term in zip(rank.tensors, terms, strict=True):
-                    assert torch.equal(got, term + (term + 1)), "a sum is not that of both ranks' terms"
-
-            yield r, read
-
-
-def a_dropped_step_leaves_nothing() -> Iterator[Step]:
-    """A first step that raises after one message of two has been taken: the next may have other layouts."""
-
-    def first_rows(turn: int, k: int) -> list[Tensor]:
-        return [tensor[:1] for tensor in message(turn, k)]
-
-    for k in range(2):
-        yield 0, partial(send, k=k, tensors=message(0, k))
-        yield 1, partial(post, k=k)
-    yield 1, partial(take, k=0, expected=message(0, 0))
-    yield from both(drop_step)
-    yield from both(end_step)  # of another kind of batch, which uses no channel of this one
-    for turn in range(1, 4):
-        for k in range(2):
-            yield 0, partial(send, k=k, tensors=first_rows(turn, k))
-            yield 1, partial(post, k=k)
-        if turn == 2:  # also a later step leaves nothing
-            yield from both(drop_step)
-            continue
-        for k in range(2):
-            yield 1, partial(take, k=k, expected=first_rows(turn, k), same=equal)
-        yield from both(end_step)
+        yield from both(read)
 
 
 def a_dropped_step_leaves_no_sums() -> Iterator[Step]:
     """Nor broadcasts, if one rank began some before the step raised."""
 
     def begin(rank: Rank) -> None:
-        rank.transport.reduce(0, (0, 1), message(9, 0))
+        tensors: Any = moved(message(9, 0), rank.device)
+        rank.transport.reduce(0, (0, 1), tensors)
         rank.transport.broadcast(torch.ones(2, dtype=torch.float64), 0)
 
     yield 0, begin
-    yield from both(drop_step)
+    yield from both(Rank.drop_step)
     yield from sums_have_the_same_bits_everywhere()
-    yield from a_loss_reaches_every_rank()
-
-
-def what_was_sent_arrives_after_close() -> Iterator[Step]:
-    """A rank that has sent all its messages may close before the other takes them. Nothing can follow."""
-    yield 1, partial(send, k=0, tensors=message(0, 0), backward=True)
-    yield 0, partial(post, k=0, backward=True)
-    yield 0, partial(take, k=0, expected=message(0, 0), backward=True)  # so all earlier scripts have ended
-    for turn in range(2):
-        for k in range(2):
-            yield 0, partial(send, k=k, tensors=message(turn, k))
-        if turn == 1:
-            yield 0, end_step
-            yield 0, close
-        for k in range(2):
-            yield 1, partial(post, k=k)
-        for k in range(2):
-            yield 1, partial(take, k=k, expected=message(turn, k))
-        yield 1, end_step
-        if turn == 0:
-            yield 0, end_step
-    yield 1, close
+    yield from values_of_several_ranks_cross_each_other()
 
 
 POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
@@ -361,15 +404,14 @@ POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
     every_shape_travels,
 )
 COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
-    a_loss_reaches_every_rank,
     values_of_several_ranks_cross_each_other,
     sums_have_the_same_bits_everywhere,
 )
 
 
 def scripts_for(*, collectives: bool, one_process: bool = False) -> list[Script]:
-    """The scripts for transports with or without collectives. `one_process`: one process drives both ranks, so that
-    after a step that raised another may follow."""
+    """Return the scripts for transports with or without collectives. `one_process`: one process drives both ranks, so
+    that after a step that raised another may follow."""
     found = [*POINT_TO_POINT_SCRIPTS, *(COLLECTIVE_SCRIPTS if collectives else ())]
     if one_process:
         found += [a_dropped_step_leaves_nothing, *([a_dropped_step_leaves_no_sums] if collectives else [])]

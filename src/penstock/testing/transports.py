@@ -23,16 +23,14 @@ from penstock.runtime.transport.protocol import (
     TransportFactory,
     missing,
 )
-from penstock.testing.on_device import OnDevice
-from penstock.testing.transport_scripts import scripts_for
-from penstock.testing.transport_steps import Rank
+from penstock.testing.transport_scripts import CPU, Rank, scripts_for
 
 WAIT_SECONDS = 60.0
 """How long `check_factory` waits for the scripts to end, and how long one rank waits for the other."""
 
 
 def check_transport(transports: Mapping[int, PointToPoint], device: torch.device | None = None) -> list[str]:
-    """Runs every script on those of ranks 0 and 1 whose transports are given, then closes these. Both must call it.
+    """Run every script on those of ranks 0 and 1 whose transports are given, then closes these. Both must call it.
 
     Args:
         transports: by rank.
@@ -42,13 +40,11 @@ def check_transport(transports: Mapping[int, PointToPoint], device: torch.device
     that raised only if both transports are given (see `PointToPoint.drop_step`). Raises AssertionError if a transport
     does not conform.
     """
-    if device is not None:
-        transports = {rank: cast(PointToPoint, OnDevice(given, device)) for rank, given in transports.items()}
-    return _run(transports, lambda name: None)
+    return _run(transports, CPU if device is None else device, lambda name: None)
 
 
-def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) -> list[str]:
-    """Runs the scripts, and calls `begins` with the name of each."""
+def _run(transports: Mapping[int, PointToPoint], device: torch.device, begins: Callable[[str], None]) -> list[str]:
+    """Run the scripts, and call `begins` with the name of each."""
     for rank, transport in transports.items():
         lacking = missing(transport, POINT_TO_POINT)
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
@@ -56,7 +52,7 @@ def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) 
     both = not any(missing(transport, COLLECTIVES) for transport in transports.values())
     for program, script in enumerate(scripts_for(collectives=both, one_process=len(transports) > 1)):
         begins(script.__name__)
-        ranks = {rank: Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
+        ranks = {rank: Rank(cast(Transport, transport), program, device) for rank, transport in transports.items()}
         try:
             for rank, step in script():
                 if rank in ranks:
@@ -71,7 +67,7 @@ def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) 
 
 
 def check_factory(factory: TransportFactory) -> list[str]:
-    """Runs every script on the transports that a factory makes for two ranks on the CPU, each a thread of this process.
+    """Run every script on the transports that a factory makes for two ranks on the CPU, each a thread of this process.
 
     Returns the names of the scripts. Raises AssertionError if a transport does not conform, or hangs.
     """
@@ -88,11 +84,11 @@ def check_factory(factory: TransportFactory) -> list[str]:
             return everyone
 
         try:
-            made = factory(Endpoint(rank, (0, 1), torch.device("cpu"), gather))
+            made = factory(Endpoint(rank, (0, 1), CPU, gather))
         except BaseException:
             barrier.abort()
             raise
-        return _run({rank: made}, lambda name: at.__setitem__(rank, name))
+        return _run({rank: made}, CPU, lambda name: at.__setitem__(rank, name))
 
     late = time.monotonic() + WAIT_SECONDS
     with ThreadPool(2) as threads:

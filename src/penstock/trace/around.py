@@ -73,7 +73,7 @@ class Around:
 
 
 def together(among: Among, reached: Floats) -> Floats:
-    """When each rank begins what it does with others, if they reach it then; NaN where a rank takes no part."""
+    """Return when each rank begins what it does with others, if they reach it then; NaN where a rank takes no part."""
     if among is Among.NOBODY:
         return reached
     axis = {Among.REPLICAS: 0, Among.PIPELINE: 1}.get(among)
@@ -82,7 +82,8 @@ def together(among: Among, reached: Floats) -> Floats:
 
 
 def done(joints: Sequence[Joint], durations: Durations, now: Floats) -> Floats:
-    """When each rank has done one joint after the other, the first of which it reaches `now`; by replica and rank."""
+    """Return when each rank has done one joint after the other, of which it reaches the first `now`; by replica and
+    rank."""
     for joint in joints:
         seconds = durations[joint.name]
         begun = together(joint.among, np.where(np.isnan(seconds), np.nan, now))
@@ -94,7 +95,7 @@ def done(joints: Sequence[Joint], durations: Durations, now: Floats) -> Floats:
 
 
 def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
-    """What ranks did around their pipelines in a step, with the time that each lost before it.
+    """Return what ranks did around their pipelines in a step, with the time that each lost before it.
 
     Args:
         shape: how many replicas and ranks.
@@ -115,7 +116,8 @@ def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, 
 
 
 def traced(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
-    """What each op of a step took, those of `PIPELINE` among them; time that ranks lose in between is left out.
+    """Return the seconds of each op of a step, those of `PIPELINE` among them; time that ranks lose in between is left
+    out.
 
     Args:
         schedule: what every replica ran; one stage a rank, backwards not split.
@@ -143,7 +145,7 @@ _Times = dict[tuple[int, int, int | None], tuple[float, float]]
 
 
 def _by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]]:
-    """What a pipeline did, and by its name what a rank does once a step."""
+    """Return what a pipeline did, and by its name what a rank does once per step."""
     work: defaultdict[Op, _Times] = defaultdict(dict)
     joint: defaultdict[str, _Times] = defaultdict(dict)
     for event in events:
@@ -154,7 +156,7 @@ def _by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]
 
 
 def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floats]:
-    """The first start and the last end of some ops, by replica and rank."""
+    """Return the first start and the last end of some ops, by replica and rank."""
     first, last = np.full(shape, np.inf), np.full(shape, -np.inf)
     for times in ops:
         for (replica, rank, _), (start, end) in times.items():
@@ -164,7 +166,7 @@ def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floa
 
 
 def _computed(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> Floats:
-    """How long each forward (or backward) took."""
+    """Return the seconds of each forward (or backward)."""
     times, name = ops.get(op, {}), FORWARD if op is Op.F else BACKWARD
     for _, rank, number in times:
         if number is None or rank >= shape[1] or number >= shape[2]:
@@ -180,7 +182,8 @@ def _computed(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> 
 
 
 def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, receive: Op, step: int) -> Floats:
-    """How long each message took, from when both ends were there until both were done; NaN where none was sent."""
+    """Return the seconds of each message, from when both ends were there until both were done; NaN where none was
+    sent."""
     took, receives = np.full(shape, np.nan), ops.get(receive, {})
     for (replica, rank, number), (start, end) in ops.get(send, {}).items():
         other = receives.get((replica, rank + step, number))
@@ -192,7 +195,7 @@ def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, r
 def _around(
     joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool = False
 ) -> Around:
-    """What ranks did before and after their pipelines' actions, whose first start and last end are given."""
+    """Return what ranks did before and after their pipelines' actions, whose first start and last end are passed in."""
     if unknown := joint.keys() - among.keys():
         raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
     first, last = pipeline

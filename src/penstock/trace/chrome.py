@@ -11,10 +11,10 @@ from operator import itemgetter
 from re import Pattern
 from typing import Any
 
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, is_number
 from penstock._base.files import quoted
 from penstock.schedule import Action, Op
-from penstock.trace.event import Event, Recording
+from penstock.trace.event import Event, TraceData
 from penstock.trace.names import STAGES_SAID_BY, Named, read_name
 
 _STEP = re.compile(r"(?:ProfilerStep#|iter_[0-9]+_)([0-9]{1,18})")
@@ -41,14 +41,14 @@ No string of JSON has a line break in it."""
 
 
 def without_operations(data: bytearray) -> bytes | bytearray:
-    """What has been read of a trace, without Kineto's operations and kernels; the same, if it is not Kineto's."""
+    """Drop Kineto's operations and kernels from a trace; return it unchanged if it is not Kineto's."""
     return _OPERATIONS.sub(b"", data) if b'"schemaVersion"' in data[:1000] else data
 
 
 def read_chrome(
     events: Any, header: Mapping[str, Any], file: str, number: int, own: Pattern[str] | None = None
-) -> Recording:
-    """What one file says. A file is one process, unless several of its processes name actions.
+) -> TraceData:
+    """Read one file. A file is one process, unless several of its processes name actions.
 
     Args:
         events: the list of trace events.
@@ -107,11 +107,11 @@ def read_chrome(
     told = header.get("distributedInfo")
     world = told.get("world_size") if isinstance(told, Mapping) else 0
     unread = _unread(read, numbered)
-    return Recording(tuple(made), waits, (), stages, unread, crowded, world if isinstance(world, int) else 0)
+    return TraceData(tuple(made), waits, (), stages, unread, crowded, world if isinstance(world, int) else 0)
 
 
 def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:
-    """Names of ranges that are no actions, and how often they occur; of a profiler's events, of user code only."""
+    """Count the names of ranges that are no actions; of a profiler's events, those of user code only."""
     annotated = any(event.get("cat") in _ANNOTATIONS for event, _ in read)
     return Counter(
         str(event.get("name"))
@@ -123,7 +123,7 @@ def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bo
 
 
 def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
-    """Raises ArgumentError if an event that names an action is at no time."""
+    """Raise ArgumentError if an event that names an action is at no time."""
     for event in events:
         timeless = isinstance(event, dict) and "ts" in event and not _is_time(event["ts"])
         if timeless and read_name(event.get("name"), event.get("args"), own) is not None:
@@ -164,7 +164,8 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def _begin_of(end: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> int:
-    """Which of the open ones ends: the innermost of its name, or of all, that began before, or else just now."""
+    """Return which of the open ranges ends: the innermost of its name, or of all, that began before, or else just
+    now."""
     alike = [number for number, one in enumerate(begun) if one.get("name") == end.get("name")] or [*range(len(begun))]
     before = [number for number in alike if _at(begun[number]) < _at(end)]
     return (before or alike)[-1]
@@ -175,17 +176,17 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return is_number(value) and abs(value) < 1e300
 
 
 def _id(event: Mapping[str, Any], key: str) -> int | str:
-    """The number or name of an event's process or thread; 0 if it has none."""
+    """Return the number or name of an event's process or thread; 0 if it has none."""
     value = event.get(key, 0)
     return value if isinstance(value, (int, str)) else str(value)
 
 
 def _times(event: Mapping[str, Any]) -> tuple[float, float]:
-    """When a range starts and ends, in seconds."""
+    """Return when a range starts and ends, in seconds."""
     start = event["ts"] / 1e6
     lasted = event.get("dur")
     if lasted is None or not _is_time(lasted) or lasted < 0:
@@ -197,7 +198,7 @@ def _times(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """When steps begin by the profiler's own marks, and their numbers, ascending."""
+    """Return when steps begin by the profiler's own marks, and their numbers, ascending."""
     found: dict[int, float] = {}
     for event in events:
         if isinstance(event.get("name"), str) and (mark := _STEP.fullmatch(event["name"])):

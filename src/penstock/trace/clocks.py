@@ -20,7 +20,7 @@ LEAST_SECONDS = 1e-5
 
 
 def shifts(columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool) -> list[float]:
-    """What to add to each rank's clock; zeros if they agree: if most messages arrive after they were sent.
+    """Return what to add to each rank's clock; zeros if they agree: if most messages arrive after they were sent.
 
     A single one may not: a rank may be held up between its message and the end of the action that made it, but no
     message arrives before that begins.
@@ -65,7 +65,7 @@ class _Way:
 def _usual(
     columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool
 ) -> Iterator[tuple[tuple[int, int], _Way]]:
-    """For each pair of ranks how long a message takes; only those that were waited for tell."""
+    """Yield, for each pair of ranks, how long a message takes; only messages that were waited for tell."""
     tolerance = tolerance_of(starts, ends)
     users = np.flatnonzero(columns.need >= 0)
     makers = columns.need[users]
@@ -86,7 +86,7 @@ def _usual(
 
 
 def _ahead(usual: dict[tuple[int, int], _Way], rank: int, other: int) -> float:
-    """What to add to the other's clock so that it agrees with this one's."""
+    """Return what to add to the other's clock so that it agrees with this one's."""
     there, back = usual.get((rank, other)), usual.get((other, rank))
     if there is None or back is None:
         return -there.fastest if there else back.fastest if back else 0.0
@@ -96,5 +96,5 @@ def _ahead(usual: dict[tuple[int, int], _Way], rank: int, other: int) -> float:
 
 
 def tolerance_of(starts: Floats, ends: Floats) -> float:
-    """By how much a message may seem to arrive too early."""
+    """Return by how much a message may seem to arrive too early."""
     return max(LEAST_SECONDS, TOLERANCE * float(np.median(ends - starts)))

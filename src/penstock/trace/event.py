@@ -44,7 +44,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class TraceData:
     """All that was read.
 
     Attributes:
@@ -67,8 +67,8 @@ class Recording:
 
 
 def numbered(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events, each process's in order, with the stage, microbatch and step of every action: a trace may leave out
-    the stage of a rank's chunk, and the microbatch and step of ops that are only named."""
+    """Return the events, each process's in order, with the stage, microbatch and step of every action: a trace may
+    leave out the stage of a rank's chunk, and the microbatch and step of ops that are only named."""
     last = max((event.chunk or 0 for event in events), default=0)
     made = _with_stages(events, last) if last else [*events]
     ends, counts = _ends_of_steps(made), Counter[object]()
@@ -114,7 +114,7 @@ def _with_stages(events: Sequence[Event], last: int) -> list[Event]:
 
 
 def _ends_of_steps(events: Sequence[Event]) -> list[int]:
-    """How many microbatches had begun each time that all stages had run as many backwards as forwards."""
+    """Return how many microbatches had begun each time that all stages had run as many backwards as forwards."""
     ahead, begun, even = Counter[object](), Counter[object](), defaultdict[object, set[int]](set)
     for event in events:
         if event.counted and event.action is not None and event.action.op is not Op.W:

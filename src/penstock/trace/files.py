@@ -16,9 +16,9 @@ from penstock._base.files import quoted, read_json, read_text
 from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 from penstock.trace.chrome import IN_TURNS, read_chrome, without_operations
-from penstock.trace.event import Event, Recording, numbered
+from penstock.trace.event import Event, TraceData, numbered
 from penstock.trace.names import OPS, own_pattern
-from penstock.trace.runs import RunRead, is_run
+from penstock.trace.runs import RecordedRun, is_run
 from penstock.trace.runs import read_run as read_folder
 from penstock.trace.tables import read_columns, read_lists
 
@@ -31,9 +31,9 @@ SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
 
 
-def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None) -> Recording:
+def load_trace(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None) -> TraceData:
     """What the files of a run say; of a folder, all that are JSON or CSV, packed by gzip or not. Of a folder that
-    `penstock.pipeline(run=...)` recorded, its timelines, by the numbers of their steps.
+    `penstock.pipeline(run_dir=...)` recorded, its timelines, by the numbers of their steps.
 
     A file is a timeline as `Timeline.to_dict` writes it (or a list of them, a step each), a trace in Chrome's format
     whose events name the actions, or columns: op, microbatch, start_us and duration_us, with step, dp_rank and pp_rank.
@@ -87,7 +87,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     if missed := unread.total():
         notes += (f"{missed} of {missed + len(events)} events are not read, such as {named}; --pattern reads others",)
     waits, crowded = any(one.with_waits for one in found), [one.crowded for one in found if one.crowded is not None]
-    return Recording(events, waits, notes, max(one.stages for one in found), crowded=any(crowded) if crowded else None)
+    return TraceData(events, waits, notes, max(one.stages for one in found), crowded=any(crowded) if crowded else None)
 
 
 def _files(path: Path) -> list[Path]:
@@ -107,7 +107,7 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
-def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
+def _read(file: Path, number: int, own: re.Pattern[str] | None) -> TraceData:
     if file.name.removesuffix(".gz").endswith(".csv"):
         return read_columns(read_text(file), str(file), own)
     given = read_json(file, thinned=None if own else without_operations)
@@ -127,11 +127,11 @@ def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
     )
 
 
-def recording_of_run(run: RunRead) -> Recording:
-    """The timelines that a run has recorded. Raises ArgumentError if there is none."""
+def recording_of_run(run: RecordedRun) -> TraceData:
+    """Return the timelines that a run has recorded. Raise ArgumentError if there is none."""
     timelines, damaged = run.timelines()
     if not timelines:
-        why = "; ".join(damaged) or "the first is of step 5, unless timeline_every is 0"
+        why = "; ".join(damaged) or "the first is of step 5, unless trace_every is 0"
         raise ArgumentError(f"run {str(run.path)!r} has no timeline: {why}")
     found = recording_of(list(timelines.values()), str(run.path), list(timelines))
     steps = run.steps(_RECENT_BYTES)
@@ -142,8 +142,8 @@ def recording_of_run(run: RunRead) -> Recording:
     return replace(found, stages=run.about.stages.stages, notes=(*damaged, *noted, *found.notes))
 
 
-def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> Recording:
-    """The timelines of some steps, as the runtime or the simulator made them.
+def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> TraceData:
+    """Return the recording of the timelines of some steps, as the runtime or the simulator made them.
 
     Args:
         file: where they are from, for messages.
@@ -152,7 +152,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
     Raises:
         ArgumentError: ranks took turns in one process.
     """
-    if any(timeline.in_turns for timeline in timelines):
+    if any(timeline.serialized for timeline in timelines):
         raise ArgumentError(f"{file or 'the timeline'}: {IN_TURNS}")
     numbers: Sequence[int | None] = steps or (range(len(timelines)) if len(timelines) > 1 else [None])
     spans = [(step, span) for timeline, step in zip(timelines, numbers, strict=True) for span in timeline]
@@ -162,4 +162,4 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
         if s.action.op.is_compute
     )
     stages = max((2 + s.action.stage for _, s in spans if s.action.op is Op.SEND_F), default=0)
-    return Recording(events, stages=stages, crowded=any(timeline.crowded for timeline in timelines))
+    return TraceData(events, stages=stages, crowded=any(timeline.crowded for timeline in timelines))

@@ -6,19 +6,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, starmap
+from operator import eq
 
 import numpy as np
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
-from penstock.schedule.generators import Numbers, generators
+from penstock.schedule.generators import ScheduleParams, schedule_specs
 from penstock.schedule.timeline import Timeline, refuse_far_numbers
 from penstock.simulate.computations import Columns
 from penstock.trace.around import KNOWN
 from penstock.trace.clocks import shifts, tolerance_of
-from penstock.trace.event import Event, Recording
+from penstock.trace.event import Event, TraceData
 
 _MAX_PROCESSES = 10_000
 _MAX_TRIED = 200_000
@@ -113,7 +114,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TraceSteps:
     """The steps of a trace that are complete, what was left out or set right, and whether ranks shared cores."""
 
     steps: tuple[Step, ...]
@@ -126,8 +127,8 @@ class Run:
         return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
 
 
-def run_of(recording: Recording) -> Run:
-    """The steps of a recording.
+def steps_of_trace(recording: TraceData) -> TraceSteps:
+    """Return the steps of a recording.
 
     Raises:
         ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order; or there
@@ -182,11 +183,11 @@ def run_of(recording: Recording) -> Run:
             f"steps differ: step {shapes[name, many]} is {name} with {counted(many, 'microbatch')}, {theirs}; if they "
             "are of several runs, explain each alone"
         )
-    return Run(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
+    return TraceSteps(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
 
 
 def _placed(events: Sequence[Event]) -> list[Event]:
-    """The events, each with its step, rank and replica."""
+    """Return the events, each with its step, rank and replica."""
     stages: defaultdict[tuple[int | str, ...], set[int]] = defaultdict(set)
     for event in events:
         if event.action is not None and event.computes:
@@ -214,7 +215,7 @@ def _placed(events: Sequence[Event]) -> list[Event]:
 
 
 def _missing(events: Sequence[Event], stages: int) -> str:
-    """Which ranks or stages have no events; empty if all have."""
+    """Return which ranks or stages have no events; empty if all have."""
     present = {event.action.stage for event in events if event.action is not None}
     ranks = {event.rank or 0 for event in events}
     if lacking := sorted(set(range(max(ranks))) - ranks):
@@ -227,8 +228,8 @@ def _missing(events: Sequence[Event], stages: int) -> str:
 
 
 def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple[Replica, list[str], bool] | str:
-    """One pipeline on one clock, which begins it by the trace's own; notes; whether clocks were set right. Or what is
-    wrong with it."""
+    """Build one pipeline on one clock, which starts with the trace's own: return it, notes, and whether clocks were
+    corrected; or what is wrong with it."""
     rows: list[list[Event]] = [[] for _ in range(1 + max(event.rank or 0 for event in events))]
     for event in sorted(events, key=lambda event: (event.start_seconds, event.end_seconds)):
         rows[event.rank or 0].append(event)
@@ -265,11 +266,11 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
     starts, ends = starts - first, ends - first
     times = starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends)))
     of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
-    return Replica(number, schedule, Timeline.of_columns(schedule.rows, of_ranks), first), notes, any(moved)
+    return Replica(number, schedule, Timeline.from_columns(schedule.rows, of_ranks), first), notes, any(moved)
 
 
 def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
-    """What each rank did in order, or what is missing or out of order."""
+    """Return what each rank did in order, or what is missing or out of order."""
     actions = [[event.action for event in row if event.action is not None] for row in rows]
     owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     numbers: defaultdict[int, set[int]] = defaultdict(set)
@@ -283,7 +284,7 @@ def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
 
 @lru_cache(maxsize=8)
 def _judged(schedule: Schedule) -> Schedule | str:
-    """The schedule under the name of the generator that makes it, if one does; or what is wrong with it."""
+    """Return the schedule under the name of the generator that makes it, if one does; or what is wrong with it."""
     fatal = [violation for violation in check(schedule) if violation.fatal]
     if fatal:
         return summary(fatal, most=2)
@@ -291,15 +292,22 @@ def _judged(schedule: Schedule) -> Schedule | str:
     if sum(map(len, schedule.rows)) > _MAX_TRIED:
         return schedule
     chunks = placement.stages // placement.ranks // placement.pipelines
-    numbers = Numbers(placement.ranks, schedule.microbatches, chunks)
-    for entry in generators():
-        if entry.fits(numbers, placement) and (made := entry.make(numbers)).rows == schedule.rows:
-            return made
+    numbers = ScheduleParams(placement.ranks, schedule.microbatches, chunks)
+    for entry in schedule_specs():
+        if entry.fits(numbers, placement):
+            made = entry.make(numbers)
+            if all(starmap(_same_actions, zip(made.rows, schedule.rows, strict=True))):
+                return replace(schedule, name=made.name)
     return schedule
 
 
+def _same_actions(planned: Row, run: Row) -> bool:
+    """Whether a rank ran what was planned. A trace does not show which two actions were to overlap."""
+    return len(planned) == len(run) and all(map(eq, planned, run))
+
+
 def _step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:
-    """All replicas of a step on the clock of the step, which begins with its first event."""
+    """Build a step of all replicas on one clock, which begins with its first event."""
     ranks = {one.number: one.schedule.ranks for one in replicas}
     kept = tuple(event for event in events if (event.rank or 0) < ranks.get(event.replica or 0, 0))
     zero = min([one.begin_seconds for one in replicas] + [event.start_seconds for event in kept])

@@ -79,7 +79,8 @@ class Named:
 
 
 def own_pattern(text: str | None) -> re.Pattern[str] | None:
-    """The user's pattern. Raises ArgumentError if it is no regular expression with the groups op and microbatch."""
+    """Compile the user's pattern. Raise ArgumentError if it is not a regular expression with the groups op and
+    microbatch."""
     try:
         pattern = None if text is None else re.compile(text)
     except re.error as error:
@@ -97,19 +98,19 @@ _BY_WORD = {word.replace("-", ""): op for word, op in OPS.items()}
 
 @cache
 def field_named(key: str) -> str | None:
-    """The field that an argument or a column is."""
+    """Return the field that an argument or a column stands for."""
     found = _FIELD.fullmatch(key)
     return None if found is None else found.lastgroup
 
 
 def numbers_of(given: Mapping[Any, Any]) -> dict[str, int]:
-    """The fields among arguments or columns that have a number."""
+    """Return the fields among arguments or columns that have a number."""
     fields = {field: str(value).removesuffix(".0") for key, value in given.items() if (field := field_named(str(key)))}
     return {field: int(text) for field, text in fields.items() if text.isdecimal() and len(text) < 19}
 
 
 def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named | None:
-    """What an event says; None if it names no action. Raises ArgumentError for a piece of a microbatch."""
+    """Parse the name of an event; None if it names no action. Raise ArgumentError for a piece of a microbatch."""
     given: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
     text = given["action"] if isinstance(given.get("action"), str) else name
     if not isinstance(text, str):
@@ -128,7 +129,7 @@ def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named
 
 @lru_cache(maxsize=4096)  # a trace has few names and many events
 def _matched(text: str, own: re.Pattern[str] | None) -> tuple[Op | None, list[tuple[str, slice]], bool]:
-    """A name's op, where in it each number is, by its field, and whether it begins with a wait."""
+    """Return a name's op, where in it each number is, by its field, and whether it begins with a wait."""
     patterns = [(own, False), *_COMPILED] if own is not None else _COMPILED
     matches = ((pattern.fullmatch(text), waits) for pattern, waits in patterns)
     match, waits = next((one for one in matches if one[0]), (None, False))
@@ -138,7 +139,7 @@ def _matched(text: str, own: re.Pattern[str] | None) -> tuple[Op | None, list[tu
 
 
 def _parts(text: str) -> dict[str, slice]:
-    """Where the op and the numbers of a name are; empty if anything else is in it."""
+    """Return where the op and the numbers of a name are; empty if anything else is in it."""
     parts = [*_PART.finditer(text)]
     said = [(next((field for field in FIELDS if part[field]), part.lastgroup), part) for part in parts]
     found = {f: slice(*part.span("op" if f == "op" else "number")) for f, part in said if f not in (None, "number")}

@@ -13,7 +13,7 @@ from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import MAX_QUOTED, parse_csv, quoted
 from penstock._base.words import line_of
 from penstock.schedule import Action, Op
-from penstock.trace.event import Event, Recording
+from penstock.trace.event import Event, TraceData
 from penstock.trace.names import field_named, numbers_of, read_name
 
 _OP = ("op", "name", "type", "event", "action")
@@ -24,8 +24,8 @@ _TIME = re.compile(
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 
 
-def read_columns(text: str, file: str, own: re.Pattern[str] | None = None) -> Recording:
-    """The events of a CSV, whose columns are divided by commas, semicolons or tabs.
+def read_columns(text: str, file: str, own: re.Pattern[str] | None = None) -> TraceData:
+    """Read the events of a CSV, whose columns are divided by commas, semicolons or tabs.
 
     Args:
         text: what it says.
@@ -40,8 +40,9 @@ def read_columns(text: str, file: str, own: re.Pattern[str] | None = None) -> Re
     return read_rows((dict(zip_longest(head, row)) for row in table if row), file, own, ("line", 2))
 
 
-def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> Recording | None:
-    """The events of JSON: a list of rows, one of them for each rank, or a list for each column; None if it is none."""
+def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> TraceData | None:
+    """Read the events of JSON: a list of rows, one of them for each rank, or a list for each column; None if it is
+    none."""
     if isinstance(given, dict) and given and all(isinstance(one, list) for one in given.values()):
         if all(key.isdecimal() and len(key) < 19 for key in given):
             given = [given[key] for key in sorted(given, key=int)]
@@ -56,8 +57,8 @@ def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> Rec
 
 def read_rows(
     rows: Iterable[Any], file: str, own: re.Pattern[str] | None = None, first: tuple[str, int] = ("row", 1)
-) -> Recording:
-    """The events of rows, by the names of their columns; `first` is what messages call the first row.
+) -> TraceData:
+    """Read the events of rows, by the names of their columns. `first`: what messages call the first row.
 
     Raises:
         ArgumentError: a column is missing, or a row is no event.
@@ -74,11 +75,11 @@ def read_rows(
             raise ArgumentError(f"{file}, {place} {number}: {quoted(row)} is not an event: {reason}") from None
     sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
     stages = max((2 + stage for stage in sent), default=0)
-    return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
+    return TraceData(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
 
 
 def _check_columns(row: Any, file: str) -> None:
-    """Raises ArgumentError if a column is missing."""
+    """Raise ArgumentError if a column is missing."""
     row = row if isinstance(row, dict) else {}
     times = [time[0] for column in row if (time := _time(str(column)))]
     found = {"op": any(column in row for column in _OP), "start_us": "start" in times, "duration_us": len(times) > 1}
@@ -90,7 +91,7 @@ def _check_columns(row: Any, file: str) -> None:
 
 @cache
 def _time(column: str) -> tuple[str, float] | None:
-    """Which time a column is, and how many seconds its unit has: one, unless it is named or Chrome's."""
+    """Return which time a column is, and how many seconds its unit has: one, unless it is named or Chrome's."""
     if (found := _TIME.fullmatch(column)) is None:
         return None
     kind = next(kind for kind in ("start", "end", "duration") if found[kind])

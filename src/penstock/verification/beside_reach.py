@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ LARGEST_TENSOR = 2**20
 
 
 def places_beside(held: Sequence[Any], own: Iterable[Tensor]) -> list[Place]:
-    """Those that `held`, the objects that a model reaches, lead to; not the tensors in `own`."""
+    """Return the places that `held`, the objects that a model reaches, lead to; not the tensors in `own`."""
     kinds = {value if isinstance(value, type) else type(value) for value in held}
     bases = {base for kind in kinds for base in kind.__mro__ if not is_library(base.__module__)}
     cells = _cells([*held, *(value for base in bases for value in vars(base).values())])
@@ -93,11 +93,13 @@ Place = Holder | _Cell | _Class | _Values
 
 
 def _cells(values: Iterable[Any]) -> dict[int, CellType]:
-    """The variables around functions, and around those that these hold."""
+    """Return the variables around functions, and around those that these hold."""
     found: dict[int, CellType] = {}
     todo = [*values]
     while todo:
-        value = getattr(value := todo.pop(), "__func__", value)
+        value = todo.pop()
+        if isinstance(value, MethodType):  # no getattr: MONAI's stand-ins for missing modules raise ImportError for any
+            value = value.__func__
         cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
         new = {id(cell): cell for cell in cells if id(cell) not in found}
         found |= new
@@ -106,7 +108,7 @@ def _cells(values: Iterable[Any]) -> dict[int, CellType]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """What a value is, or holds if it is a module, of plain tensors that are not large, such as data sets."""
+    """Yield what a value is, or holds if it is a module, of plain tensors that are not large, such as data sets."""
     found = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
     for tensor in found:
         plain = isinstance(tensor, Tensor) and tensor.is_leaf and tensor.layout == torch.strided and not tensor.is_meta
@@ -115,7 +117,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def reach_of(model: nn.Module, loss: Any) -> Reach:
-    """All that a model and its loss can reach."""
+    """Return all that a model and its loss can reach."""
     around = nn.Module()
     around.model = model
     around.loss = loss
@@ -123,7 +125,7 @@ def reach_of(model: nn.Module, loss: Any) -> Reach:
 
 
 def held_by(place: Holder) -> Iterator[Any]:
-    """What a place held at first."""
+    """Yield what a place held at first."""
     entries = place.before
     if isinstance(entries, dict):
         yield from entries.values()

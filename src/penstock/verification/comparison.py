@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import VerificationError
+from penstock._base.second_names import formerly
 from penstock.partition.values.memory import same_bits
 
 TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
@@ -49,7 +50,7 @@ class Comparison:
         max_reference: largest absolute finite entry of the reference.
         max_terms: largest sum of the sizes of an entry's terms, if they cancel so far that the difference must be
             judged against them; otherwise 0.
-        allowed: why it need not be equal to the bit; empty if it must.
+        tolerance_reason: why it need not be equal to the bit; empty if it must.
         step: the first step, from 1, in which it is not as promised; 0: none.
     """
 
@@ -59,13 +60,13 @@ class Comparison:
     verdict: Verdict
     max_difference: float = 0.0
     max_reference: float = 0.0
-    allowed: str = ""
+    tolerance_reason: str = ""
     step: int = 0
     max_terms: float = 0.0
 
     @property
     def ok(self) -> bool:
-        return self.verdict == "equal" or (self.verdict == "close" and bool(self.allowed))
+        return self.verdict == "equal" or (self.verdict == "close" and bool(self.tolerance_reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeBatch:
+class FullBatchCheck:
     """The unsplit model on the whole batch at once, compared with its microbatches.
 
     Attributes:
@@ -127,8 +128,9 @@ class WholeBatch:
         return f"the microbatches' loss is{' that of the whole batch' if self.verdict == 'close' else is_other}"
 
 
+@formerly(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerificationReport:
     """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
 
     Attributes:
@@ -136,7 +138,7 @@ class Report:
         loss: the first step's.
         exact: whether equality to the bit was demanded.
         steps: how many were compared.
-        whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
+        full_batch: whether microbatches make what the whole batch does; None if that was not asked.
         notes: the pipeline's, including what runs again in backward.
         first: where what is not as promised begins; None if all is, or if that could not be found.
     """
@@ -150,37 +152,38 @@ class Report:
     exact: bool
     replicas: int = 1
     steps: int = 1
-    whole_batch: WholeBatch | None = None
+    full_batch: FullBatchCheck | None = None
     notes: tuple[str, ...] = ()
     first: Difference | None = None
 
     @property
     def ok(self) -> bool:
         """Whether everything is equal, as far as promised, and nothing suggests that the batch is cut wrongly."""
-        return all(row.ok for row in self.rows) and (self.whole_batch is None or self.whole_batch.ok)
+        return all(row.ok for row in self.rows) and (self.full_batch is None or self.full_batch.ok)
 
     @property
-    def wrong(self) -> tuple[Comparison, ...]:
+    def failures(self) -> tuple[Comparison, ...]:
         return tuple(row for row in self.rows if not row.ok)
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
         """Those that are another than they should be, by the step in which that begins, then in the model's order."""
-        return tuple(sorted((row for row in self.wrong if row.verdict != "undefined"), key=lambda row: row.step))
+        return tuple(sorted((row for row in self.failures if row.verdict != "undefined"), key=lambda row: row.step))
 
     def __str__(self) -> str:
         return self.summary()
 
     def summary(self) -> str:
-        """One line: what was proven, or the first layer that differs, or why the batch cannot be cut this way."""
+        """Return one line: what was verified, or the first layer that differs, or why the batch cannot be cut this
+        way."""
         if self.differing:
             return self._first_wrong()
-        if self.wrong:
+        if self.failures:
             return self._unproven()
-        if self.whole_batch is not None and not self.whole_batch.ok:
-            return f"the batch is not the sum of its microbatches: {self.whole_batch.text}"
-        warned = self.whole_batch is not None and self.whole_batch.verdict in ("missing", "warning")
-        return self._proven() + (f"; warning: {self.whole_batch.text}" if self.whole_batch and warned else "")
+        if self.full_batch is not None and not self.full_batch.ok:
+            return f"the batch is not the sum of its microbatches: {self.full_batch.text}"
+        warned = self.full_batch is not None and self.full_batch.verdict in ("missing", "warning")
+        return self._proven() + (f"; warning: {self.full_batch.text}" if self.full_batch and warned else "")
 
     def _proven(self) -> str:
         gradients = [row for row in self.rows if row.kind == "gradient"]
@@ -192,18 +195,18 @@ class Report:
             worst = max((difference / size for difference, size in sizes if size), default=0.0)
             values, whose = ("1 value is", "its") if len(close) == 1 else (f"{len(close)} values are", "their")
             entry = "entry, or of the terms that cancel in it" if any(row.max_terms for row in close) else "entry"
-            why = "; ".join(sorted({row.allowed for row in close}))
+            why = "; ".join(sorted({row.tolerance_reason for row in close}))
             text += f"; {values} within {worst:.1e} of {whose} largest {entry} ({why})"
         return text
 
     def _unproven(self) -> str:
-        undefined = self.wrong
+        undefined = self.failures
         found = ["the loss is not finite"] if any(row.kind == "loss" for row in undefined) else []
         for kind in ("output", "gradient"):
             count, all_of = (sum(row.kind == kind for row in rows) for rows in (undefined, self.rows))
             found += [f"{count} of {all_of} {kind}s have no finite entry"] if count else []
         step = f" (step {undefined[0].step})" if undefined[0].step else ""
-        whole = self.whole_batch
+        whole = self.full_batch
         more = f"; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else ""
         return (
             f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values compare equal "
@@ -224,16 +227,16 @@ class Report:
         text = f"{text}: {how}{step}{remedy}"
         return text if self.first is None else f"{self.first.text}. Downstream, {text}"
 
-    def check(self) -> Report:
-        """Returns itself. Raises VerificationError, with the summary, unless everything is equal."""
+    def raise_if_failed(self) -> VerificationReport:
+        """Return itself. Raise VerificationError, with the summary, unless everything is equal."""
         if not self.ok:
             raise VerificationError(self.summary())
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        whole = None if self.whole_batch is None else {**asdict(self.whole_batch), "text": self.whole_batch.text}
-        return {**asdict(self), "whole_batch": whole, "ok": self.ok, "summary": self.summary()}
+        """Return plain values for JSON."""
+        whole = None if self.full_batch is None else {**asdict(self.full_batch), "text": self.full_batch.text}
+        return {**asdict(self), "full_batch": whole, "ok": self.ok, "summary": self.summary()}
 
 
 def compare(
@@ -249,7 +252,7 @@ def compare(
     rounded: Tensor | None = None,
     noise: float = 0.0,
 ) -> Comparison:
-    """Compares one tensor with that of the unsplit model; either may be absent.
+    """Compare one tensor with that of the unsplit model; either may be absent.
 
     Args:
         exact: demand equality to the bit. If not, `computed_in`, `rounded` and `noise` count.
@@ -294,7 +297,8 @@ def compare(
 
 
 def measure_noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | None]) -> dict[Key, float]:
-    """The largest difference of each floating-point value from the same in full precision; finite entries only."""
+    """Measure the largest difference of each floating-point value from the same in full precision; finite entries
+    only."""
     pairs = ((key, mine, full.get(key)) for key, mine in low.items())
     return {
         key: _largest(_wide(_dense(mine)) - _wide(_dense(other)))
@@ -304,7 +308,7 @@ def measure_noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | 
 
 
 def merged(rows: Iterable[Comparison]) -> dict[Key, Comparison]:
-    """One row for each value: the first that is not as promised, or the one that is furthest from equal."""
+    """Merge rows to one for each value: the first that is not as promised, or the one that is furthest from equal."""
     found: dict[Key, Comparison] = {}
     for row in rows:
         known = found.setdefault((row.kind, row.name), row)
@@ -334,7 +338,7 @@ def _same(mine: Tensor, other: Tensor) -> bool:
 
 
 def _finite(wide: Tensor) -> Tensor:
-    """The same with 0 for entries that are not finite."""
+    """Replace entries that are not finite by 0."""
     return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))
 
 

@@ -21,7 +21,7 @@ from penstock.partition.recorder import foreign
 from penstock.partition.source import is_ours
 from penstock.partition.stages.stage import Gate
 from penstock.partition.units.units import intercepted
-from penstock.partition.watch.observer import argument_names, is_seeded
+from penstock.partition.watch.work import argument_names, is_seeded
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 
@@ -51,7 +51,7 @@ class OwnDraws(TorchFunctionMode):
 
     @contextmanager
     def drawing(self, *, again: bool = False) -> Iterator[None]:
-        """Wraps the forward; `again`: its backward, in which checkpoints draw what they drew before."""
+        """Wrap the forward; `again`: its backward, in which checkpoints draw what they drew before."""
         self._again = again
         whole = {function: self._as_one_call(function) for function in self._whole}
         units = map(self._model.get_submodule, self._units.values())
@@ -60,7 +60,7 @@ class OwnDraws(TorchFunctionMode):
                 yield
 
     def _read(self, code: nn.Module, gate: Gate | None) -> Iterator[_Event]:
-        """The events of a stage's code, in order."""
+        """Yield the events of a stage's code, in order."""
         stream = ""
         for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
             if node.op == "call_method" and node.target == "enter":
@@ -76,7 +76,7 @@ class OwnDraws(TorchFunctionMode):
                 yield from inside or [_Event(str(node.target), "", gate)]
 
     def draw(self) -> None:
-        """Sets the stream of the running call, if that is outside of units and has not drawn yet."""
+        """Set the stream of the running call, if that is outside of units and has not drawn yet."""
         if self._drew and not self._again:
             return
         self._drew = True
@@ -88,7 +88,7 @@ class OwnDraws(TorchFunctionMode):
             self._streams.enter(stream)
 
     def _advance(self, is_it: Callable[[_Event], Any]) -> str:
-        """Goes on to the next such event, past branches that were left out, and returns its stream."""
+        """Go on to the next such event, past branches that were left out, and return its stream."""
         left = range(self._at, len(self._events))
         at = next((i for i in left if is_it(self._events[i]) and self._may_run(i)), None)
         if at is None:

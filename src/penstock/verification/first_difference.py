@@ -31,7 +31,7 @@ def first_difference(
     factors: Mapping[float, str],
     exact: bool,
 ) -> Difference | None:
-    """The first value of a step that differs; None if none does this time.
+    """Return the first value of a step that differs; None if none does this time.
 
     Args:
         mine, other: of the pipeline and of the unsplit model.
@@ -61,7 +61,8 @@ def first_difference(
 
 
 def first_value(mine: Trail, other: Trail, exact: bool) -> tuple[Place, Comparison] | None:
-    """The first value that modules take or leave, or gradient that reaches them, that differs; None if none does."""
+    """Return the first value that modules take or leave, or gradient that reaches them, that differs; None if none
+    does."""
     position = {name: index for index, name in reversed([*enumerate(mine.order)])}
     begins = {
         name: min(p for n, p in position.items() if f"{n}.".startswith(f"{name}.") or not name) for name in position
@@ -85,12 +86,13 @@ def first_value(mine: Trail, other: Trail, exact: bool) -> tuple[Place, Comparis
 
 
 def in_reference(place: Place) -> Place:
-    """The same value of the unsplit model, in which a module that runs again leaves what it left."""
+    """Return the same value of the unsplit model, in which a module that runs again leaves what it left."""
     return place._replace(what=FORWARD[1]) if place.what == FORWARD[2] else place
 
 
 def confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
-    """What a value may have been taken for: the same of another microbatch, or what another module takes or leaves."""
+    """Return what a value may have been taken for: the same of another microbatch, or what another module takes or
+    leaves."""
     k, place, found = place.microbatch, in_reference(place), dict[str, Tensor]()
     for known, value in other.values.items():
         j = known.microbatch
@@ -127,7 +129,7 @@ def usual_factors(microbatches: int, replicas: int, rows: int, target: Any) -> d
 def candidates(
     value: Tensor, expected: Tensor, factors: Mapping[float, str], others: Named, terms: Named
 ) -> Iterator[tuple[str, Tensor]]:
-    """The usual shapes of a difference: a sentence for each, and what the value is if it is that."""
+    """Yield the usual shapes of a difference: a sentence for each, and what the value is if it is that."""
     yield "it is zero", torch.zeros_like(expected)
     yield ROUNDING, expected
     yield from others.items()
@@ -144,7 +146,7 @@ def candidates(
 def describe_difference(
     value: Tensor | None, expected: Tensor, factors: Mapping[float, str], others: Named = NONE, terms: Named = NONE
 ) -> str:
-    """What a difference looks like; empty if that is unknown.
+    """Describe what a difference looks like; empty if that is unknown.
 
     Args:
         factors: numbers by which the value may be off, and what these are.

@@ -16,6 +16,7 @@ from penstock._base.marks import NOW, computing
 from penstock._base.stages import needs_backward, ties
 from penstock._base.trees import flatten, leaf_tensors
 from penstock.distributed.world import World
+from penstock.partition.units.chain import default_kwargs
 from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
@@ -32,7 +33,7 @@ from penstock.runtime.loss.loss import Reduction, checked_value, no_gradient, ow
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.schedule import generate
-from penstock.verification.comparison import Key, WholeBatch, measure_noise
+from penstock.verification.comparison import FullBatchCheck, Key, measure_noise
 from penstock.verification.draws import OwnDraws
 from penstock.verification.states import RECORDING, States
 from penstock.verification.term_sizes import TermSizes
@@ -72,7 +73,7 @@ class Reference(NamedTuple):
     evaluated: Expected | Exception
     updated: Mapping[str, Tensor]
     exact: bool
-    whole_batch: WholeBatch | None
+    whole_batch: FullBatchCheck | None
 
 
 class Rule:
@@ -108,7 +109,7 @@ def reference(
     trail: Trail | None = None,
     whole_batch: bool = False,
 ) -> Reference:
-    """Takes the pipeline's steps by the model's own forward, microbatch by microbatch, on the same random streams.
+    """Take the pipeline's steps by the model's own forward, microbatch by microbatch, on the same random streams.
     `trail` notes what modules compute in one of them."""
     # Hooks and draws of compiled code are others. Plain code may use `torch.cond`, which compiles to train.
     with States(made) as states, torch.compiler.set_stance("force_eager" if compiles(pipe) else "default"):
@@ -136,11 +137,11 @@ class _Unsplit:
         self._pipe, self._states, (self._reduction, self._options) = pipe, states, how
         self._loss = saying_what_is_missing(checked_loss(made.loss))
         self._parts = _pieces(pipe, batch)
-        alike = ("leaves", "opens", "materialize", "gradient_dtype", "deferred_batch_norm")
+        alike = ("leaf_modules", "split_inside", "materialize", "grad_dtype", "deferred_batch_norm")
         given = Options(
             loss_fn=self._loss,
             reduction=self._reduction,
-            split=lambda *_: self._all,
+            split_fn=lambda *_: self._all,
             devices=pipe.device,
             seed=pipe.seed,
             **{name: self._options[name] for name in alike if name in self._options},
@@ -171,7 +172,7 @@ class _Unsplit:
         return found
 
     def evaluate(self, batch: Microbatch) -> Expected | Exception:
-        """Forwards of a batch in evaluation mode; what the model raises there."""
+        """Run forwards of a batch in evaluation mode; return what the model raises there."""
         self._parts = _pieces(self._pipe, batch)
         try:
             with evaluating(self.alone.session.split, self._loss), torch.no_grad():
@@ -179,12 +180,12 @@ class _Unsplit:
         except Exception as error:  # from the user's code
             return error
 
-    def whole_batch(self, batch: Microbatch) -> WholeBatch | None:
-        """A batch at once."""
+    def whole_batch(self, batch: Microbatch) -> FullBatchCheck | None:
+        """Run a batch at once."""
         self._parts = _pieces(self._pipe, batch)
         if len(self._parts) > 1:
-            batch = dict(self._pipe.gather((self._pipe.world.replica, batch)))[0]
-        cutting = Cutting.of(*map(self._options.get, ("batch_dims", "split", "merge")))
+            batch = dict(self._pipe.all_gather_object((self._pipe.world.replica, batch)))[0]
+        cutting = Cutting.of(*map(self._options.get, ("batch_dims", "split_fn", "merge_fn")))
         whole = batch._replace(rows=sum(piece.rows or 0 for piece in self._parts[0]))
         return Whole(self.alone, whole, cutting, self._parts[0], self._loss, self._reduction).compare()
 
@@ -196,6 +197,8 @@ class _Unsplit:
             values = self._run(training=True, trail=trail)
         if trail is not None:
             trail.uses = self._terms.uses
+        # A forward may have a buffer require a gradient from then on (vector_quantize_pytorch's VectorQuantize).
+        self.trained |= trained(self.alone.session.split.all_parameters(), self.alone)
         grads = {("gradient", n): _copy(t.grad) for n, t in (*self.trained.items(), *inputs.items())}
         buffers = {("buffer", name): _copy(buffer) for name, buffer in self.alone.named_buffers()}
         terms = {name: size for name, size in sizes.items() if name in self._reordered}
@@ -214,15 +217,15 @@ class _Unsplit:
         return replace(found, lowered=torch.get_autocast_dtype(device), noise=measure_noise(found.values, full.values))
 
     def _run(self, *, training: bool, trail: Trail | None = None) -> dict[Key, Tensor | None]:
-        """Outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
+        """Return outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
         session, label = self.alone.session, "" if training else IN_EVALUATION
-        pieces = session.steps.microbatches(Batch(), session.device)
+        pieces = session.microbatches(Batch(), session.device)
         partitions = self._partitions(training=training)
         weighted = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         found: dict[Key, Tensor | None] = {}
         losses: list[Tensor] = []
         first: Mapping[str, Tensor] = {}
-        deferring = session.steps.deferring_norms() if training else nullcontext()
+        deferring = session.deferring_norms() if training else nullcontext()
         with session.drawing() as streams, deferring as norms, computing(None, None):
             for k, piece in enumerate(pieces):
                 own = OwnDraws(self.alone.model, streams, partitions[k]).drawing if partitions else _nothing
@@ -233,7 +236,7 @@ class _Unsplit:
                     trail.begin(k)
                 with own(), norms.forward(k, runs_again=False) if norms and is_first else nullcontext():
                     kwargs = dict(piece.kwargs)
-                    kwargs |= session.default_kwargs(piece.args, kwargs)
+                    kwargs |= default_kwargs(session.split.model, piece.args, kwargs)
                     output = self.alone.model(*piece.args, **kwargs)
                 streams.begin_loss(k)
                 value = self._loss_of(output, piece.target, training=training)
@@ -253,11 +256,11 @@ class _Unsplit:
         return found
 
     def _partitions(self, *, training: bool) -> Sequence[Partition]:
-        """How each microbatch was recorded, if that is needed to know which draws take which stream."""
+        """Return how each microbatch was recorded, if that is needed to know which draws take which stream."""
         session = self.alone.session
         if not training and not self._draws:
             return ()  # recording takes longer than anything else
-        cut = session.steps.cut(Batch(pieces=tuple(self._all)), "batch", session.device)
+        cut = session.cut(Batch(pieces=tuple(self._all)), "batch", session.device)
         self._states.enter(RECORDING)
         found = session.split.partitions(training=training, outline=Outline.of(cut))
         self._states.enter(OWNER)
@@ -267,7 +270,7 @@ class _Unsplit:
         return found if any(map(draws_in_glue, found)) else ()
 
     def _loss_of(self, output: Any, target: Any, *, training: bool) -> Tensor | None:
-        """The loss; in evaluation, None if it needs a target, and there is none."""
+        """Return the loss; in evaluation, None if it needs a target, and there is none."""
         loss = self._loss
         if loss is not None and target is None and not training and not isinstance(loss, OutputLoss):
             return None
@@ -292,7 +295,7 @@ class _Unsplit:
 
 
 def _update(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Takes a small step against the gradients, as an optimizer does. Returns what it changed, by name."""
+    """Take a small step against the gradients, as an optimizer does. Return what it changed, by name."""
     changed: dict[str, Tensor] = {}
     torch.clear_autocast_cache()  # of casts of the weights as they were
     with torch.no_grad():
@@ -310,18 +313,18 @@ def trained(parameters: Iterable[tuple[str, Tensor]], pipe: Pipeline) -> dict[st
 
 
 def inputs_of(batch: Microbatch) -> dict[str, Tensor]:
-    """The inputs that require a gradient."""
+    """Return the inputs that require a gradient."""
     flat = flatten((batch.args, dict(batch.kwargs)))
     leaves = zip(flat.paths, flat.leaves, strict=True)
     return {f"input {input_path(p)}": x for p, x in leaves if isinstance(x, Tensor) and x.requires_grad}
 
 
 def _pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]:
-    """The microbatches of each replica. They stay on the device of the batch."""
+    """Return the microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    mine = pipe.session.steps.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
-    parts = {0: mine} if pipe.world.data_parallel == 1 else dict(pipe.gather((pipe.world.replica, mine)))
+    mine = pipe.session.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
+    parts = {0: mine} if pipe.world.data_parallel == 1 else dict(pipe.all_gather_object((pipe.world.replica, mine)))
     return [parts[replica] for replica in range(pipe.world.data_parallel)]
 
 

@@ -51,7 +51,7 @@ class States:
         self._modules.restore()  # hooks, too, which go with attributes that say that they are there
 
     def enter(self, owner: Hashable) -> None:
-        """Keeps the present owner's state, and puts that of another in place."""
+        """Keep the present owner's state, and put that of another in place."""
         if owner == self._owner:
             return
         changed: list[Place] = [*self._reach.changed(), *(place for place in self._others if place.is_changed())]
@@ -64,7 +64,7 @@ class States:
 
 
 def _put(place: Place, entries: Any) -> None:
-    """Replaces what a place holds, but not a module's mode, hooks and registered parts, nor what compilers put in."""
+    """Replace what a place holds, but not a module's mode, hooks and registered parts, nor what compilers put in."""
 
     if isinstance(place, Holder) and place.attributes:
         kept = _WITH_HOOKS if place.module else ()

@@ -43,7 +43,7 @@ class TermSizes:
 
     @contextmanager
     def measuring(self) -> Iterator[Sums]:
-        """Wraps the forwards and backwards of one step; the yielded sums of |term| are filled in at the end."""
+        """Wrap the forwards and backwards of one step; the yielded sums of |term| are filled in at the end."""
         self.uses: dict[str, Sums] = {name: {} for name in self._by_use.values()}
         self.rounded, self._sizes, self._of_uses, self._sums, found = Sums(), Sums(), Sums(), Sums(), Sums()
         hooks: list[Any] = [t.register_hook(partial(self._note, n)) for n, t in self._tensors.items()]  # type: ignore[no-untyped-call]

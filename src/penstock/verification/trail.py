@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from penstock._base.trees import leaf_tensors
@@ -42,6 +43,8 @@ class Trail:
         terms: for each parameter, each microbatch's term of its gradient.
         uses: for each tied parameter, the sum of each use's terms; the last use comes first.
         stages: where a module's call was made.
+        random: states of the generator with which calls of modules begin, by module, call and microbatch.
+        notes_random: whether those are noted whose calls draw; if not, they are set, so that the same is drawn.
         active: whether forwards and terms are noted.
         microbatch: the one that runs.
     """
@@ -52,15 +55,18 @@ class Trail:
     terms: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     uses: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     stages: dict[Place, int] = field(default_factory=dict)
+    random: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    notes_random: bool = False
     active: bool = True
     microbatch: int = 0
     _stage: int = 0
     _again: bool = False
     _calls: dict[int, Counter[str]] = field(default_factory=dict)
     _begun: dict[tuple[int, int], Counter[str]] = field(default_factory=dict)
+    _states: list[Tensor] = field(default_factory=list)
 
     def begin(self, microbatch: int, stage: int = 0, *, backward: bool = False) -> None:
-        """Notes what runs next; in a backward, the forward may run again."""
+        """Note what runs next; in a backward, the forward may run again."""
         self.microbatch, self._stage, self._again = microbatch, stage, backward
         if backward:
             self._calls[microbatch] = Counter(self._begun.get((microbatch, stage), Counter()))
@@ -69,9 +75,9 @@ class Trail:
 
     @contextmanager
     def following(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Wraps the step."""
+        """Wrap the step."""
         handles: list[Any] = []
-        for name in {*self.order}:
+        for name in {*self.order, *(name for name, *_ in self.random)}:
             module = model.get_submodule(name)
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
@@ -85,25 +91,37 @@ class Trail:
                 handle.remove()
 
     def forget(self) -> None:
-        """Begins anew, with the next step."""
+        """Begin anew, with the next step."""
         self.step += 1
-        self.values, self.terms, self.stages, self._calls, self._begun = {}, {}, {}, {}, {}
+        self.values, self.terms, self.stages, self.random, self._calls, self._begun = {}, {}, {}, {}, {}, {}
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.notes_random:
+            self._states.append(torch.get_rng_state())
         if self.active and not self._again:
             self._note(FORWARD[0], name, (args, kwargs))
+            state = None if self.notes_random else self.random.get(self._call(name))
+            if state is not None:
+                torch.set_rng_state(state)
 
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
+        state = self._states.pop() if self.notes_random else None
         if not self.active:
             return
+        if state is not None and not self._again and not torch.equal(state, torch.get_rng_state()):
+            self.random[self._call(name)] = state
         for place, tensor in self._note(FORWARD[1 + self._again], name, result):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._keep, place._replace(what=BACKWARD)))  # type: ignore[no-untyped-call]
         self._calls[self.microbatch][name] += 1
 
+    def _call(self, name: str) -> tuple[str, int, int]:
+        return name, self._calls.setdefault(self.microbatch, Counter())[name], self.microbatch
+
     def _note(self, what: str, name: str, value: Any) -> list[tuple[Place, Tensor]]:
-        call = self._calls.setdefault(self.microbatch, Counter())[name]
-        tensors = enumerate(leaf_tensors(value))
+        call, tensors = self._call(name)[1], enumerate(leaf_tensors(value))
+        if name not in self.order:  # it is only followed to set the generator's state
+            return []
         found = [(Place(what, name, call, leaf, self.microbatch), tensor) for leaf, tensor in tensors]
         for place, tensor in found:
             self._keep(place, tensor)

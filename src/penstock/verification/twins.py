@@ -33,7 +33,7 @@ class Made(NamedTuple):
 
 
 def twins(model: nn.Module | Sequence[nn.Module] | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
-    """A model and one that starts alike: made twice from the same seeds, or made once and copied.
+    """Return a model and one that starts alike: made twice from the same seeds, or made once and copied.
 
     Args:
         model: a module or layers; or a function that returns them, or a tuple of them and a loss.
@@ -107,7 +107,7 @@ def _copied(made: Made) -> tuple[Made, Made]:
 
 
 def _copied_loss(loss: Any, memo: dict[int, Any]) -> Any:
-    """A copy that keeps its own state from call to call."""
+    """Return a copy that keeps its own state from call to call."""
     try:
         return copy.deepcopy(loss, memo)
     except Exception as error:
@@ -122,12 +122,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers, by name."""
+    """Copy a model's parameters and buffers, by name."""
     return {name: tensor.detach().clone() for name, tensor in _tensors(model)}
 
 
 def set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Gives a model these values, and no gradients."""
+    """Give a model these values, and no gradients."""
     torch.clear_autocast_cache()  # of casts of the values as they were
     with torch.no_grad():
         for name, tensor in _tensors(model):
@@ -137,8 +137,8 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _shared(one: Made, other: Made) -> tuple[str, str] | None:
-    """A part of one that the other reaches by attributes, hooks, closures or bound methods, and where; or None. Among
-    globals, only those count that the loss names."""
+    """Return a part of one that the other reaches by attributes, hooks, closures or bound methods, and where; or None.
+    Among globals, only those count that the loss names."""
     parts: dict[int, str] = {}
     for name, module in one.model.named_modules():
         parts |= dict.fromkeys((id(module), id(vars(module))), f"module {name!r}" if name else "the model")
@@ -154,6 +154,6 @@ def _shared(one: Made, other: Made) -> tuple[str, str] | None:
 
 
 def _memory(value: Any) -> int:
-    """A key of a tensor's memory; for other values, and for tensors without any, one that nothing else has."""
+    """Return a key of a tensor's memory; for other values, and for tensors without any, one that nothing else has."""
     has = isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided and value.numel()
     return -storage_of(value) if has else id(value)

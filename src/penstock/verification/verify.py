@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -25,20 +25,19 @@ from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
-from penstock.pipe.arguments import checked_inputs
+from penstock.pipe.arguments import checked_inputs, is_whole
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.runtime.gradients.distribution import copy_into, whole
-from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
-from penstock.runtime.step.example import is_whole
+from penstock.runtime.loss.functions import Loss
+from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import order_of
-from penstock.verification.comparison import Comparison, Difference, Report, compare, merged
+from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merged
 from penstock.verification.first_difference import ROUNDING, first_difference, usual_factors
 from penstock.verification.reference import (
     IN_EVALUATION,
@@ -77,13 +76,13 @@ def verify(
     loss_fn: Loss | Callable[[Any], Tensor] | None = None,
     reduction: Reduction = "mean",
     exact: bool | None = None,
-    whole_batch: bool = True,
+    full_batch: bool = True,
     batches: Batches | None = None,
     **options: Any,
-) -> Report:
-    """Takes three training steps through a pipeline and with the unsplit model, and compares everything in each: one,
-    one on other values and an evaluation of them, and one after the weights have changed as an optimizer changes them.
-    What passes is remembered: pipelines of the same model, schedule and options are then verified.
+) -> VerificationReport:
+    """Take three training steps through a pipeline and with the unsplit model, and compare everything in each: one, one
+    on other values and an evaluation of them, and one after the weights have changed as an optimizer changes them. What
+    passes is remembered: pipelines of the same model, schedule and options are then verified.
 
     `verify` takes the model over, as `penstock.pipeline` does, and leaves it without gradients; to keep yours, pass a
     function that makes it, or a copy.
@@ -99,8 +98,8 @@ def verify(
         exact: demand equality to the bit; None: on CPU, in float32 or float64, without compiled stages and without
             tensor parallelism. Otherwise the tolerances of `torch.testing.assert_close` hold, scaled down for tensors
             of small values.
-        whole_batch: also compare with the unsplit model on the whole batch, and say why if it differs:
-            `Report.whole_batch`. If the batch is cut along the wrong dimension the report is not ok.
+        full_batch: also compare with the unsplit model on the whole batch, and say why if it differs:
+            `VerificationReport.full_batch`. If the batch is cut along the wrong dimension the report is not ok.
         batches: what the second and third step take, of other lengths perhaps: a list of `penstock.Microbatch(args,
             kwargs, target)`, or a function that takes the step's number (2, 3) and returns one. None: the same
             samples, in another order in the second step.
@@ -116,7 +115,7 @@ def verify(
     check_grad_enabled("penstock.verify")
     args, kwargs = checked_inputs(args, kwargs)
     first = Microbatch(tuple(args), kwargs, target)
-    return Verification(*twins(model, loss_fn), first, options, reduction, exact, whole_batch, batches).report(schedule)
+    return Verification(*twins(model, loss_fn), first, options, reduction, exact, full_batch, batches).report(schedule)
 
 
 @dataclass(slots=True)
@@ -137,8 +136,8 @@ class Verification:
     initial: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
-    def report(self, schedule: str | Schedule) -> Report:
-        """Verifies one. If anything differs, the same steps are taken again to find where that begins."""
+    def report(self, schedule: str | Schedule) -> VerificationReport:
+        """Verify one. If anything differs, the same steps are taken again to find where that begins."""
         report, steps = self._pass(schedule, None)
         if not report.differing or not steps:
             return report
@@ -154,15 +153,17 @@ class Verification:
         grows = first.shape == ROUNDING and all(after > 1.5 * before for before, after in pairwise(worst))
         return replace(report, first=replace(first, shape=f"{ROUNDING}, which grows step by step") if grows else first)
 
-    def _pass(self, schedule: str | Schedule, trails: Trails | None) -> tuple[Report, list[list[Comparison]]]:
-        """Takes all steps. Returns each one's rows, too, if a second pass may find where differences begin.
+    def _pass(
+        self, schedule: str | Schedule, trails: Trails | None
+    ) -> tuple[VerificationReport, list[list[Comparison]]]:
+        """Take all steps. Return each one's rows, too, if a second pass may find where differences begin.
 
         Args:
             trails: note what modules compute, in the pipeline and in the unsplit model.
         """
         args, kwargs = self.first.args, dict(self.first.kwargs)
         options = {**self.options, "schedule": schedule, "loss_fn": self.mine.loss, "reduction": self.reduction}
-        cutting = Cutting.of(*map(options.get, ("batch_dims", "split", "merge")))
+        cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
         if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
             options["microbatches"] = cutting.usual((args, kwargs))
         for made in (self.mine, self.other) if self.initial else ():
@@ -201,7 +202,7 @@ class Verification:
         expected: Reference,
         states: States,
         trails: Trails | None,
-    ) -> tuple[Report, list[list[Comparison]]]:
+    ) -> tuple[VerificationReport, list[list[Comparison]]]:
         divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
         exact = expected.exact and not compiles(pipe) and not divided if self.exact is None else self.exact
         notes = [note for note in pipe.notes if not isinstance(note, verified.Unverified)]
@@ -210,7 +211,8 @@ class Verification:
         for step, batch in enumerate(batches, 1):
             if step == len(batches):
                 _update(pipe, expected.updated)
-            for tensor in (*trained(pipe.named_parameters(), pipe).values(), *inputs_of(batch).values()):
+            held = chain(pipe.named_parameters(), pipe.named_buffers(), inputs_of(batch).items())
+            for _, tensor in held:
                 tensor.grad = None
             follows = trails is not None and trails[0].step == step
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
@@ -237,7 +239,7 @@ class Verification:
             steps.append([row if row.ok else replace(row, step=step) for row in found])
         rows, order, copies = tuple(merged(row for rows in steps for row in rows).values()), pipe.schedule, pipe.world
         sizes = copies.ranks, len(pipe.stages), order.microbatches, losses[0], exact, copies.data_parallel
-        report = Report(rows, order.name, *sizes, len(steps), expected.whole_batch, tuple(notes), first)
+        report = VerificationReport(rows, order.name, *sizes, len(steps), expected.whole_batch, tuple(notes), first)
         if not report.ok:
             verified.passed.discard(pipe.session.fingerprint())
         elif trails is None:
@@ -246,16 +248,18 @@ class Verification:
 
 
 def _measured_depth(options: Mapping[str, Any]) -> int:
-    """The number of stages, if cuts are found by measuring; else 0."""
-    decided = (options.get(name) for name in ("cuts", "memory_limit", "link", "plan"))
+    """Return the number of stages, if cuts are found by measuring; else 0."""
+    decided = (options.get(name) for name in ("cuts", "memory_limit", "link_cost", "plan"))
     ranks, given = options.get("ranks"), options.get("balance", "time") != "time"
     if ranks is None or given or any(value is not None for value in decided):
         return 0
-    return order_of(options["schedule"], ranks, options.get("microbatches"), options.get("chunks")).placement.depth
+    return order_of(
+        options["schedule"], ranks, options.get("microbatches"), options.get("stages_per_rank")
+    ).placement.depth
 
 
 def _update(pipe: Pipeline, values: Mapping[str, Tensor]) -> None:
-    """Gives the pipeline's weights new values in place, as an optimizer does."""
+    """Give the pipeline's weights new values in place, as an optimizer does."""
     torch.clear_autocast_cache()  # of casts of the weights as they were
     with torch.no_grad():
         for name, parameter in trained(pipe.named_parameters(), pipe).items():
@@ -264,7 +268,7 @@ def _update(pipe: Pipeline, values: Mapping[str, Tensor]) -> None:
 
 
 def _batches(first: Microbatch, more: Batches | None, cutting: Cutting, microbatches: int) -> Iterator[Microbatch]:
-    """The batches of all steps. Inputs that take a gradient are leaves."""
+    """Yield the batches of all steps. Inputs that take a gradient are leaves."""
     for step in range(1, STEPS + 1):
         batch = first
         if step > 1 and more is not None:
@@ -278,7 +282,7 @@ def _batches(first: Microbatch, more: Batches | None, cutting: Cutting, microbat
 def _rows(
     pipe: Pipeline, rule: Rule, result: StepResult, batch: Microbatch, expected: Expected, exact: bool, label: str = ""
 ) -> list[Comparison]:
-    """What all processes hold after a step or an evaluation, compared; in the model's order. What none holds is
+    """Compare what all processes hold after a step or an evaluation, in the model's order. What none holds is
     missing."""
     rows: list[Comparison] = []
 
@@ -309,17 +313,17 @@ def _rows(
             judge("gradient", name, (0,), tensor.grad, None)
         for name, buffer in pipe.named_buffers():
             judge("buffer", name, holders[name], whole(buffer), None)
-    found = merged(row for part in pipe.gather(rows) for row in part)
+    found = merged(row for part in pipe.all_gather_object(rows) for row in part)
     keys = dict.fromkeys((*expected.values, *found))
     return [found.get(key) or compare(*key, (), None, expected.values[key], True) for key in keys]
 
 
-_DECIDED = ("loss_fn", "cuts", "balance", "memory_limit", "link", "seed", "run")
+_DECIDED = ("loss_fn", "cuts", "balance", "memory_limit", "link_cost", "seed", "run_dir")
 """The options that the pipeline to verify has decided, or that do not concern what it computes."""
 
 
 def first_step(model: nn.Module, loss_fn: Any, mesh: DeviceMesh | None) -> Callable[..., None]:
-    """What verifies a pipeline with the batch of its first step, on copies of the model and its loss, made now.
+    """Return what verifies a pipeline with the batch of its first step, on copies of the model and its loss, made now.
 
     Every rank calls it, with the pipeline and the batch. It raises VerificationError on all of them if a value differs.
     """
@@ -334,14 +338,14 @@ def first_step(model: nn.Module, loss_fn: Any, mesh: DeviceMesh | None) -> Calla
         names = [each.name for each in fields(Options) if each.init and each.name not in _DECIDED]
         options: dict[str, Any] = {name: getattr(pipe.session.options, name) for name in names}
         options |= {"schedule": pipe.session.order, "ranks": pipe.world.ranks, "mesh": mesh, "cuts": pipe.cuts}
-        options |= {"target": target, "loss_fn": copy.loss, "seed": pipe.seed, "whole_batch": False}
-        verify(copy.model, args, kwargs, **options).check()
+        options |= {"target": target, "loss_fn": copy.loss, "seed": pipe.seed, "full_batch": False}
+        verify(copy.model, args, kwargs, **options).raise_if_failed()
 
     return verify_with
 
 
 def _given_to_all(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, Any]:
-    """The batch of this replica, from those of its processes that read it."""
+    """Return the batch of this replica, from those of its processes that read it."""
     mine = ((args, kwargs) if pipe.needs_inputs else None, target if pipe.needs_targets else None)
     there = map_tensors(lambda x: x.detach().cpu().requires_grad_(x.requires_grad), mine)
     line = pipe.session.control.gather_line(there)
@@ -364,7 +368,7 @@ class _Follows(Feature):
 
 
 def _units_of(codes: Sequence[nn.Module]) -> Iterator[str]:
-    """The names of the modules that stages' code runs as a whole, in order; one may come again."""
+    """Yield the names of the modules that stages' code runs as a whole, in order; one may come again."""
     for code in codes:
         for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
             if node.op == "call_module":

@@ -22,20 +22,21 @@ from penstock._base.marks import NOW, computing
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock._base.words import shortened
 from penstock.partition.state.reach import Reach
+from penstock.partition.units.chain import default_kwargs
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.batch.batch_dims import Dims
+from penstock.runtime.batch.batch_dims import Dims, Microbatches
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import Microbatches, split
-from penstock.runtime.loss.loss import Loss, Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
-from penstock.runtime.loss.of_torch import advice, padding
+from penstock.runtime.batch.microbatches import split
+from penstock.runtime.loss.functions import Loss, advice, padding
+from penstock.runtime.loss.loss import Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
-from penstock.verification.comparison import WholeBatch
+from penstock.verification.comparison import FullBatchCheck
 
 _WHOLE = Dims("batch", (("", None),))
 
 _TOGETHER = (
     "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
-    "as two inputs that are cut alike (chosen and rejected), or cut the batch yourself with split="
+    "as two inputs that are cut alike (chosen and rejected), or cut the batch yourself with split_fn="
 )
 """What to do about samples that a loss or a model compares."""
 
@@ -75,8 +76,8 @@ class Whole:
     loss: Loss | None
     reduction: Reduction
 
-    def compare(self) -> WholeBatch | None:
-        """The verdict; None if there is no whole batch besides its pieces."""
+    def compare(self) -> FullBatchCheck | None:
+        """Return the verdict; None if there is no whole batch besides its pieces."""
         leaves = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target)).leaves
         if len(self.pieces) < 2 or any(isinstance(leaf, Microbatches) for leaf in leaves):
             return None
@@ -87,17 +88,19 @@ class Whole:
         except Exception as error:  # from the user's code: some models take no more than a microbatch
             told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if self.cutting.split is not None:
-                told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
-            return WholeBatch(math.nan, math.nan, "missing", told)
+                told = (
+                    "the model takes what split_fn= makes of a batch, so that there is no whole batch to compare with"
+                )
+            return FullBatchCheck(math.nan, math.nan, "missing", told)
 
-    def _compare(self) -> WholeBatch:
+    def _compare(self) -> FullBatchCheck:
         model, session = self.alone.model, self.alone.session
         whole, parts = self._run([self.batch]), self._run(self.pieces)
         losses = parts.loss, whole.loss
         if not any(map(math.isfinite, losses)):
-            return WholeBatch(*losses, "explained", "what is not finite cannot be compared")
+            return FullBatchCheck(*losses, "explained", "what is not finite cannot be compared")
         if parts.is_close(whole):
-            return WholeBatch(*losses, "close")
+            return FullBatchCheck(*losses, "close")
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
         drawing = list(session.drawing_modules)
         known = [
@@ -109,18 +112,19 @@ class Whole:
             with evaluating(session.split, self.loss):
                 whole, parts = self._run([self.batch]), self._run(self.pieces)
                 if parts.is_close(whole):
-                    return WholeBatch(*losses, "explained", "; ".join(known))
+                    return FullBatchCheck(*losses, "explained", "; ".join(known))
                 if self._run([self.batch], stream=1).loss != whole.loss:
                     kept = reach.names_changed()
                     changes = kept and f"the forward changes what it keeps from call to call: {shortened(kept)}"
                     drawn = "the model draws random numbers, which cannot be switched off"
-                    return WholeBatch(*losses, "explained", changes or drawn)
-                return WholeBatch(*losses, *self._cause(parts, whole))  # type: ignore[arg-type]
+                    return FullBatchCheck(*losses, "explained", changes or drawn)
+                return FullBatchCheck(*losses, *self._cause(parts, whole))  # type: ignore[arg-type]
         except Exception as error:  # from the user's code: models may return something else in evaluation
-            return WholeBatch(*losses, "warning", f"the cause could not be found ({type(error).__name__}: {error})")
+            why = f"the cause could not be found, since evaluation mode raises {type(error).__name__}: {error}"
+            return FullBatchCheck(*losses, "warning", why)
 
     def _cause(self, parts: _Ran, whole: _Ran) -> tuple[str, str]:
-        """The verdict where nothing is left to chance."""
+        """Return the verdict where nothing is left to chance."""
         depend, each = self._rows_depend(parts.outputs, whole.outputs[0]), [math.nan]
         for piece in self.pieces:
             with suppress(ArgumentError):  # no target counts in it
@@ -142,7 +146,10 @@ class Whole:
                 + (advised or f"pass reduction= what gives the weight of a microbatch. Or {compares}: {_TOGETHER}")
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
-            return "warning", f"rows of the batch depend on each other, as batch_dims= or split= cuts it: {_TOGETHER}"
+            return (
+                "warning",
+                f"rows of the batch depend on each other, as batch_dims= or split_fn= cuts it: {_TOGETHER}",
+            )
         kinds, named = (nn.RNNBase, nn.MultiheadAttention), self.alone.model.named_modules()
         first = [
             f"{type(m).__name__} {n}: batch_first=False" for n, m in named if isinstance(m, kinds) and not m.batch_first
@@ -151,7 +158,7 @@ class Whole:
             return "different", (
                 f"rows along dimension 0 depend on each other{', and along dimension 1 they do not' if along else ''}: "
                 "the batch is in dimension 1; pass batch_dims=1, or what holds for each input, target and output"
-                f"{f' ({shortened(first)})' if first else ''}. If that is meant, pass whole_batch=False"
+                f"{f' ({shortened(first)})' if first else ''}. If that is meant, pass full_batch=False"
             )
         weighted = "" if beyond or depend else ", or the loss weights them (see reduction=)"
         asks = "Is the batch in dimension 1? Then pass batch_dims=1. Or are samples compared? Then"
@@ -202,7 +209,7 @@ class Whole:
             for k, (args, kwargs, target, _) in enumerate(pieces):
                 NOW.microbatch = k
                 streams.begin(stream + k, {})
-                output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
+                output = alone.model(*args, **{**kwargs, **default_kwargs(alone.model, args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 value = own_loss(output) if loss is None else loss_in(loss(output, target))
                 if value is None:
@@ -220,7 +227,7 @@ class Whole:
 
 @contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
-    """Converts a model to double precision, and back."""
+    """Convert a model to double precision, and back."""
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
     model.zero_grad()
@@ -236,7 +243,7 @@ def _widened(model: nn.Module) -> Iterator[None]:
 
 
 def _owned(piece: Microbatch, device: torch.device, is_wide: bool) -> Microbatch:
-    """The same in memory of its own, and in double precision if the model is."""
+    """Return the same in memory of its own, and in double precision if the model is."""
     tree: Any = (piece.args, dict(piece.kwargs), piece.target)
     tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
     return Microbatch._make((*split(tree, (1,), "batch", device, _WHOLE)[0], piece.rows))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import ArgumentError
-from penstock.costs.hardware import DTYPES, device, devices, reported_as
+from penstock.costs.hardware import DTYPES, device, device_by_reported_name, devices
 
 
 def test_each_has_peaks_memory_and_sources() -> None:
@@ -39,11 +39,11 @@ def test_peaks_by_any_name(name: str, dtype: str, teraflops: float) -> None:
 
 
 def test_the_longest_reported_name_decides() -> None:
-    found = reported_as("NVIDIA A100-SXM4-80GB")
+    found = device_by_reported_name("NVIDIA A100-SXM4-80GB")
     assert found is not None
     assert found.key == "a100-sxm-80gb"
-    assert reported_as("NVIDIA GB200").key == "gb200"  # type: ignore[union-attr]
-    assert reported_as("Some CPU") is None
+    assert device_by_reported_name("NVIDIA GB200").key == "gb200"  # type: ignore[union-attr]
+    assert device_by_reported_name("Some CPU") is None
 
 
 def test_an_unknown_name_says_which_are_near() -> None:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from penstock import ArgumentError
 from penstock.costs.hardware import (
-    USUAL,
+    DEFAULT_EFFICIENCY,
     Efficiency,
     Measurement,
     Operation,
-    calibrated,
+    calibrate,
     device,
     operation_seconds,
     seconds_of,
@@ -67,9 +67,9 @@ def _measured(truth: Efficiency) -> list[Measurement]:
     "truth", [Efficiency(0.45, 0.6, 1e-5), Efficiency(0.9, 0.3, 1e-6), Efficiency(0.05, 0.9, 8e-5)]
 )
 def test_planted_constants_are_found(truth: Efficiency) -> None:
-    found = calibrated(_measured(truth), H100)
-    assert found.product_fraction == pytest.approx(truth.product_fraction, rel=0.01)
-    assert found.bandwidth_fraction == pytest.approx(truth.bandwidth_fraction, rel=0.01)
+    found = calibrate(_measured(truth), H100)
+    assert found.matmul_efficiency == pytest.approx(truth.matmul_efficiency, rel=0.01)
+    assert found.bandwidth_efficiency == pytest.approx(truth.bandwidth_efficiency, rel=0.01)
     assert found.launch_seconds == pytest.approx(truth.launch_seconds, rel=0.02)
     assert found.run_seconds == pytest.approx(truth.run_seconds, rel=0.02, abs=2e-7)
     assert found.measurements == 5
@@ -78,35 +78,35 @@ def test_planted_constants_are_found(truth: Efficiency) -> None:
 
 
 def test_what_no_measurement_tells_stays_where_it_was() -> None:
-    assert calibrated([], H100) == USUAL
+    assert calibrate([], H100) == DEFAULT_EFFICIENCY
     products = [Measurement([Operation(flops, 1, "bfloat16")], flops / (0.35 * 989.4e12)) for flops in (1e15, 4e15)]
-    found = calibrated(products, H100)
-    assert found.product_fraction == pytest.approx(0.35, rel=0.05)
-    assert found.bandwidth_fraction == pytest.approx(USUAL.bandwidth_fraction)
-    assert found.launch_seconds == pytest.approx(USUAL.launch_seconds, rel=1e-3)
+    found = calibrate(products, H100)
+    assert found.matmul_efficiency == pytest.approx(0.35, rel=0.05)
+    assert found.bandwidth_efficiency == pytest.approx(DEFAULT_EFFICIENCY.bandwidth_efficiency)
+    assert found.launch_seconds == pytest.approx(DEFAULT_EFFICIENCY.launch_seconds, rel=1e-3)
 
 
 def test_few_measurements_move_what_is_likely_to_be_off() -> None:
     """One that could be explained by any constant does not drive one of them to its end."""
     run = [Operation(1e12, 1e7, "bfloat16"), Operation(0, 2e9, count=2), Operation(0, 1e4, count=20)]
     seconds = 0.8 * seconds_of(run, H100)
-    found = calibrated([Measurement(run, seconds)], H100)
+    found = calibrate([Measurement(run, seconds)], H100)
     assert seconds_of(run, H100, found) + found.run_seconds == pytest.approx(seconds, rel=0.1)
-    assert USUAL.product_fraction < found.product_fraction < 0.95
-    assert USUAL.bandwidth_fraction < found.bandwidth_fraction <= 1
+    assert DEFAULT_EFFICIENCY.matmul_efficiency < found.matmul_efficiency < 0.95
+    assert DEFAULT_EFFICIENCY.bandwidth_efficiency < found.bandwidth_efficiency <= 1
 
 
 def test_faster_than_the_peak_is_fitted_by_the_peak() -> None:
-    found = calibrated([Measurement([Operation(1e15, 1, "bfloat16")], 0.1)], H100)
-    assert found.product_fraction == 1
+    found = calibrate([Measurement([Operation(1e15, 1, "bfloat16")], 0.1)], H100)
+    assert found.matmul_efficiency == 1
     assert found.error > 5
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: Efficiency(0, 0.5, 0), "product_fraction=0: expected a fraction"),
-        (lambda: Efficiency(0.5, 1.5, 0), "bandwidth_fraction=1.5: expected a fraction"),
+        (lambda: Efficiency(0, 0.5, 0), "matmul_efficiency=0: expected a fraction"),
+        (lambda: Efficiency(0.5, 1.5, 0), "bandwidth_efficiency=1.5: expected a fraction"),
         (lambda: Efficiency(0.5, 0.5, -1), "launch_seconds=-1: expected 0 or more"),
         (lambda: Measurement([], 1.0), "expected at least one operation"),
         (lambda: Measurement([Operation(1, 1)], 0.0), "seconds=0.0; expected a time above 0"),

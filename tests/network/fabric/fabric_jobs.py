@@ -17,8 +17,8 @@ import torch.distributed as dist
 from penstock._base.errors import FabricError
 from penstock.distributed import host_clock
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.network.fabric.emulation import clock, probe, signals
-from penstock.network.fabric.emulation import trials as trials_module
+from penstock.network.fabric.emulation import clock, probe
+from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.collectives import Engine, Message, Stepwise, Wire, wrong
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.network.fabric.emulation.joining import Members
@@ -213,8 +213,7 @@ def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tupl
 
     ahead = _Ahead(rank * ahead_ns)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (signals, trials_module):
-            patch.setattr(module, "time", ahead)
+        patch.setattr(signals, "time", ahead)
         patch.setattr(host_clock, "now_ns", ahead.monotonic_ns)
         patch.setattr(host_clock, "clock_name", lambda: f"kernel {rank if ahead_ns else 0}")
         patch.setattr(clock, "estimate", counted)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from penstock._base.errors import FabricError
-from penstock.network.fabric.emulation import signals
+from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.joining import Members
-from penstock.network.fabric.emulation.signals import StartBoard, enough
 from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.emulation.trials import StartBoard, enough
 from penstock.network.fabric.workload import Workload, preset
 from scaffolding.ranks import Ranks
 
@@ -77,7 +77,7 @@ def test_nobody_waits_for_a_host_that_has_ended_or_is_silent(path: str) -> None:
     StartBoard(path, writes=True, stall_seconds=10)
     with pytest.raises(FabricError, match=r"host 0 has not answered for 0\.2 s"):
         StartBoard(path, writes=False, stall_seconds=0.2).wait()
-    imported = "from penstock.network.fabric.emulation.signals import StartBoard"
+    imported = "from penstock.network.fabric.emulation.trials import StartBoard"
     code = f"{imported}; StartBoard({path!r}, writes=True, stall_seconds=1)"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(FabricError, match="host 0 has ended"):

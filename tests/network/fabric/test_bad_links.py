@@ -14,7 +14,7 @@ import pytest
 from host_processes import abandoned
 
 from penstock.network import keeper
-from penstock.network.checks import why_not
+from penstock.network.namespaces import why_not
 from penstock.network.shapers import why_no_switch
 
 _MISSING = why_not() or why_no_switch()

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from step_proof import prove, wanted
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.algorithms import algorithms, generate, rooted
-from penstock.network.fabric.algorithms import tree as trees
-from penstock.network.fabric.algorithms.tree import double_tree
+from penstock.network.fabric.algorithms import algorithms, generate, generators
+from penstock.network.fabric.algorithms.generators import double_tree
 from penstock.network.fabric.steps import Collective, Move, StepList, cost, moves_of, slots_by_port
 
 
@@ -42,8 +41,7 @@ def test_every_rank_ends_with_what_the_table_says(collective: str, algorithm: st
 @given(st.sampled_from(EVERY), st.integers(2, 40), st.integers(1, 12))
 def test_for_any_number_of_ranks_and_pieces(named: tuple[str, str], ranks: int, pieces: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rooted, "PIECES", pieces)
-        patch.setattr(trees, "PIECES", pieces)
+        patch.setattr(generators, "PIECES", pieces)
         assert prove(generate(*named, ranks)) == []
 
 
@@ -209,7 +207,7 @@ def test_the_busier_direction_of_a_port_counts(turned: bool) -> None:
     moves = [Move(0, 1, 0, 2, 0), Move(0, 2, 0, 1, 0), Move(1, 0, 0, 1, 0)]
     if turned:
         moves = [replace(move, source=move.target, target=move.source) for move in moves]
-    assert cost(StepList("send", "made up", 3, 3, 3, (tuple(moves),))) == (1, 1.0)
+    assert cost(StepList("send", "made up", 3, 3, (tuple(moves),), 3)) == (1, 1.0)
 
 
 def test_what_each_rank_starts_with() -> None:
@@ -263,14 +261,14 @@ def test_two_may_add_to_one_slot() -> None:
         (Move(1, 0, 0, 1, 0, adds=True), Move(2, 0, 0, 1, 0, adds=True)),
         (Move(0, 1, 0, 1, 0), Move(0, 2, 0, 1, 0)),
     )
-    assert prove(StepList("all_reduce", "star", 3, 1, 1, star)) == []
+    assert prove(StepList("all_reduce", "star", 3, 1, star, 1)) == []
 
 
 def test_a_round_reads_what_was_before_it() -> None:
     """Rank 1 sends in the round in which it receives: what it had, so rank 2 gets nothing of rank 0."""
     rounds = ((Move(0, 1, 0, 1, 0), Move(1, 2, 0, 1, 0)),)
     assert any(
-        "rank 1 sends slot 0 to 2, but nothing" in line for line in prove(StepList("broadcast", "x", 3, 1, 1, rounds))
+        "rank 1 sends slot 0 to 2, but nothing" in line for line in prove(StepList("broadcast", "x", 3, 1, rounds, 1))
     )
 
 

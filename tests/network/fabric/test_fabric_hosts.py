@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from host_processes import abandoned
 
-from penstock.network.checks import why_not
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.workload import preset
 from penstock.network.machines import Machines
+from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 
 _MISSING = why_not()

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.alpha_beta import LinkFit, predict
-from penstock.network.fabric.forecast import HOSTS, forecast
+from penstock.network.fabric.alpha_beta import HOSTS, LinkFit, forecast, predict
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run, TransferTimes, computed_step, measured_step
 from penstock.network.fabric.views.facts import warnings

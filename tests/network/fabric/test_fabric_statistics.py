@@ -10,6 +10,7 @@ import scipy  # loads its parts when they are asked for
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.network.fabric.results import saturation
 from penstock.network.fabric.statistics import (
     PERCENTILES,
     Summary,
@@ -19,7 +20,6 @@ from penstock.network.fabric.statistics import (
     mean_interval,
     order_interval,
     outliers,
-    saturation,
 )
 
 times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=49)

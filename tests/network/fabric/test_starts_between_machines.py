@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.distributed import host_clock
-from penstock.network.fabric.emulation import clock, signals
+from penstock.network.fabric.emulation import clock
+from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.joining import Members
-from penstock.network.fabric.emulation.signals import Signals
 from penstock.network.fabric.emulation.spec import Spec
+from penstock.network.fabric.emulation.trials import Signals
 from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks

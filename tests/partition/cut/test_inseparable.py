@@ -54,9 +54,9 @@ def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
         schedule="1f1b",
     )
     assert report.ok
-    assert inspect(Siamese(), (x, x + 1), stages=4, microbatches=4).stages[1].begins != "encoder.2"
+    assert inspect(Siamese(), (x, x + 1), stages=4, microbatches=4).stages[1].first_module != "encoder.2"
 
 
 def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:
-    with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leave 1 stage at most"):
+    with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leaves 1 stage at most"):
         inspect(Counting(), (torch.randn(4, WIDTH),), stages=2)

@@ -174,9 +174,9 @@ def test_a_layer_that_a_list_holds_twice_has_a_name_for_each_call() -> None:
     with made([first, second, first], 3) as pipe:
         assert pipe.cuts == ("1", "2")
     with made(nn.Sequential(first, second, first), 2, ["2"]) as pipe:
-        assert pipe.code.count("_modules") == made(nn.Sequential(first, second, first), 2, ["0:2"]).code.count(
-            "_modules"
-        )
+        assert pipe.stage_code.count("_modules") == made(
+            nn.Sequential(first, second, first), 2, ["0:2"]
+        ).stage_code.count("_modules")
         assert [len(stage.parameters) for stage in pipe.stages] == [4, 2]
 
 
@@ -189,7 +189,7 @@ def test_the_names_round_trip_through_checkpoints_plans_and_inspect() -> None:
     assert made(Marked(), 2, balance=profile).cuts == ("cut#1",)
     assert [unit.name for unit in penstock.profile(Bare(), (X,), budget_seconds=0).units][1] == "matmul#2"
     found = penstock.inspect(Marked(), (X,), stages=2, microbatches=3)
-    assert [stage.begins for stage in found.stages] == ["", "cut#1"]
+    assert [stage.first_module for stage in found.stages] == ["", "cut#1"]
     with fresh(None) as pipe, tempfile.TemporaryDirectory() as folder:
         penstock.checkpoint.save(folder, pipe)
         with fresh(pipe.cuts) as other:

@@ -119,7 +119,7 @@ def test_blocks_that_talk(make: Callable[[], nn.Module]) -> None:
 
 def test_what_must_stay_whole_is_refused_with_both_places() -> None:
     with pytest.raises(PartitionError) as caught:
-        inspect(by_attribute(), (torch.randn(5, WIDTH),), leaves=["blocks.0", "blocks.1"])
+        inspect(by_attribute(), (torch.randn(5, WIDTH),), leaf_modules=["blocks.0", "blocks.1"])
     assert "module 'blocks.1' (" in str(caught.value)
     assert "made in module 'blocks.0' (" in str(caught.value)
     assert "leave ['blocks.0', 'blocks.1'] out of leaves" in str(caught.value)
@@ -190,7 +190,7 @@ class Calling:
 def test_a_parameter_that_no_stage_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the watch on each call gone, what the whole recording must satisfy still holds it."""
     monkeypatch.setattr("penstock.partition.run.side_channels.SideChannels.check_call", lambda self, call: None)
-    with pytest.raises(PartitionError, match=r"uses 'body.layers.0.weight', .*no recorded call does.*leaves="):
+    with pytest.raises(PartitionError, match=r"uses 'body.layers.0.weight', .*no recorded call does.*leaf_modules="):
         Partitioner(Stack(), 2, streams=None)((torch.randn(5, WIDTH),))  # type: ignore[arg-type]
 
 
@@ -230,4 +230,4 @@ def test_a_parameter_of_the_model_itself_is_refused_with_a_remedy_that_can_be_fo
     with pytest.raises(PartitionError, match=r"uses 'scale'.*a module of its own"):
         inspect(Scaled(), (torch.randn(4, 4),), stages=2)
     within = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4))  # as the message says
-    assert inspect(within, (torch.randn(4, 4),), stages=2, leaves=["1"])
+    assert inspect(within, (torch.randn(4, 4),), stages=2, leaf_modules=["1"])

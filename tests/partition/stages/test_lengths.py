@@ -161,11 +161,11 @@ def test_evaluation_does_not_push_out_training(monkeypatch: pytest.MonkeyPatch, 
     model, x = Blocks(positions), torch.randn(2, 6, WIDTH)
     with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=1) as pipe:
         pipe.step(x, target=x)
-        first = next(iter(pipe.session.steps.bound_schedules))
+        first = next(iter(pipe.session.bound_schedules))
         before = len(recorded)
         for length in range(6, 14):
             longer = x[:, :1].repeat(1, length, 1)
             assert torch.equal(pipe.predict(longer), model(longer))
         assert len(recorded) == before + 5
-        assert first in list(pipe.session.steps.bound_schedules)
-        assert len(list(pipe.session.steps.bound_schedules)) == 3
+        assert first in list(pipe.session.bound_schedules)
+        assert len(list(pipe.session.bound_schedules)) == 3

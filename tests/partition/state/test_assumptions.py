@@ -120,7 +120,7 @@ def test_an_empty_place_among_layers_is_no_change() -> None:
     with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
         for _ in range(3):
             pipe.step(x, target=y)
-        assert len(list(pipe.session.steps.bound_schedules)) == 1
+        assert len(list(pipe.session.bound_schedules)) == 1
 
 
 def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:

@@ -105,7 +105,7 @@ def batch() -> tuple[Tensor, Tensor]:
 )
 def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, Any]) -> None:
     x, y = batch()
-    report = verify(lambda: made(own=own), (x,), target=y, microbatches=4, **options).check()
+    report = verify(lambda: made(own=own), (x,), target=y, microbatches=4, **options).raise_if_failed()
     weight, whole = "blocks.0.mixture.gate.weight", made(own=own)
     for args, target in zip(x.split(2), y.split(2), strict=True):
         whole[1](whole[0](args), target).backward()
@@ -124,7 +124,7 @@ def test_the_mixtures_need_no_remedy() -> None:
     x, y = batch()
     model, loss = made()
     found = inspect(model, (x,), stages=2, loss=loss, target=y)
-    assert [stage.begins for stage in found.stages[1:]] == ["blocks.2"]
+    assert [stage.first_module for stage in found.stages[1:]] == ["blocks.2"]
     assert all(block.mixture.l_aux is None for block in model.blocks), "the recording takes back what it left"
 
 

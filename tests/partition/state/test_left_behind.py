@@ -189,7 +189,7 @@ def test_plain_values_that_blocks_read(kind: str) -> None:
 
 def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"changes 'blocks.0.flag'.* before it runs 'blocks.0'.*out of leaves"):
-        inspect(Telling("flag"), (batch()[0],), leaves=["blocks.0"])
+        inspect(Telling("flag"), (batch()[0],), leaf_modules=["blocks.0"])
 
 
 def test_blocks_that_do_not_name_what_was_set_stay_whole() -> None:

@@ -106,4 +106,4 @@ def test_the_remedy_trains_as_one_device() -> None:
         loss_fn=lambda out, y: F.mse_loss(out[0], y),
         ranks=2,
         microbatches=4,
-    ).check()
+    ).raise_if_failed()

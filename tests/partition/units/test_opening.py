@@ -65,7 +65,7 @@ class Whole(nn.Module):
 
 def cuts_of(model: nn.Module, stages: int, **options: Any) -> list[str]:
     return [
-        stage.begins
+        stage.first_module
         for stage in inspect(model, (torch.randn(4, WIDTH),), stages=stages, microbatches=1, **options).stages[1:]
     ]
 
@@ -125,7 +125,9 @@ class Draws(Stage):
 def test_a_module_that_draws_itself_is_opened_only_if_it_is_asked_for() -> None:
     assert not any(".blocks." in name for name in cuts_of(Whole(make=Draws), 4))
     assert_equal(losses(4, Draws), losses(1, Draws))
-    with pytest.raises(PartitionError, match=r"inside 'stages\.1', which draws random.*pass opens=\['stages\.1'\]"):
+    with pytest.raises(
+        PartitionError, match=r"inside 'stages\.1', which draws random.*pass split_inside=\['stages\.1'\]"
+    ):
         losses(2, Draws, cuts=["stages.1.blocks.2"])
     opened = losses(2, Draws, opens=["stages.1"], cuts=["stages.1.blocks.2"])
     assert_equal(opened, losses(1, Draws, opens=["stages.1"]))
@@ -214,9 +216,9 @@ def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"opens": ["stages.7"]}, r"opens: the model has no module named 'stages\.7'; the nearest is 'stages\.\d'"),
-        ({"opens": ["stages.1"], "leaves": ["stages.1"]}, r"opens: 'stages\.1' .* leaves=\['stages\.1'\] says"),
-        ({"cuts": ["stages.1.blocks.2"], "leaves": ["stages.1"]}, r"cuts: .*'stages\.1\.blocks'.* leaves="),
+        ({"opens": ["stages.7"]}, r"split_inside: the model has no .*'stages\.7'.*nearest"),
+        ({"opens": ["stages.1"], "leaves": ["stages.1"]}, r"split_inside: 'stages\.1' .* leaf_modules=\['stages\.1'\]"),
+        ({"cuts": ["stages.1.blocks.2"], "leaves": ["stages.1"]}, r"cuts: .*'stages\.1\.blocks'.* leaf_modules="),
         ({"cuts": ["stages.1.blocks.2"], "make": Chooses}, r"inside 'stages\.1'.*depends on the values.*cut at"),
     ],
 )
@@ -228,7 +230,7 @@ def test_what_cannot_be_opened_is_refused_by_name(options: dict[str, Any], words
 
 def test_opens_gives_more_places_to_cut() -> None:
     plain = nn.Sequential(Block(), Block())
-    with pytest.raises(PartitionError, match=r"only 2 layers.*opens="):
+    with pytest.raises(PartitionError, match=r"only 2 layers.*split_inside="):
         cuts_of(plain, 3)
     assert len(cuts_of(plain.eval(), 3, opens=["0", "1"])) == 2
 
@@ -243,4 +245,4 @@ def test_stages_of_a_hierarchical_model_share_the_work() -> None:
     with torch.device("meta"):
         model = transformers.SwinForImageClassification(transformers.SwinConfig(depths=[1, 1, 4, 1]))
     stages = inspect(model, (torch.zeros(1, 3, 224, 224),), stages=4).stages
-    assert 4 * max(stage.work_share for stage in stages) < 1.2
+    assert 4 * max(stage.work_fraction for stage in stages) < 1.2

@@ -99,7 +99,7 @@ def test_four_stages_of_common_models_share_the_work(name: str) -> None:
         model = make()
 
     def slowest(balance: Balance) -> float:
-        shares = [stage.work_share for stage in inspect(model, (given,), stages=4, balance=balance).stages]
+        shares = [stage.work_fraction for stage in inspect(model, (given,), stages=4, balance=balance).stages]
         assert sum(shares) == pytest.approx(1)
         return 4 * max(shares)
 
@@ -111,8 +111,8 @@ def test_shares_add_up_with_tied_parameters_counted_once() -> None:
     case = gpt()
     found = inspect(case.model, case.args, case.kwargs, stages=3)
     assert found.ties
-    assert sum(stage.parameter_share for stage in found.stages) == pytest.approx(1)
-    assert sum(stage.work_share for stage in found.stages) == pytest.approx(1)
+    assert sum(stage.parameter_fraction for stage in found.stages) == pytest.approx(1)
+    assert sum(stage.work_fraction for stage in found.stages) == pytest.approx(1)
 
 
 def test_a_batch_of_another_shape_leaves_the_cuts_as_they_are() -> None:

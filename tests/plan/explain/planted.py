@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.plan.explain import Event, Recording
+from penstock.plan.explain import Event, TraceData
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
@@ -30,7 +30,7 @@ def timeline(
     return simulate(made, costs, link)
 
 
-def recorded(*replicas: Timeline, ahead: dict[int, float] | None = None) -> Recording:
+def recorded(*replicas: Timeline, ahead: dict[int, float] | None = None) -> TraceData:
     """One step of these replicas; `ahead`: by how much ranks' clocks are ahead of the first's."""
     ahead = ahead or {}
     events = [
@@ -47,10 +47,10 @@ def recorded(*replicas: Timeline, ahead: dict[int, float] | None = None) -> Reco
         for number, one in enumerate(replicas)
         for span in one
     ]
-    return Recording(tuple(events))
+    return TraceData(tuple(events))
 
 
-def without(recording: Recording, keep: Callable[[Event], bool]) -> Recording:
+def without(recording: TraceData, keep: Callable[[Event], bool]) -> TraceData:
     return replace(recording, events=tuple(event for event in recording.events if keep(event)))
 
 

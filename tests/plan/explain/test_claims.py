@@ -17,9 +17,9 @@ from planted import even, recorded, timeline, twice
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
-from penstock.plan.explain import Explanation, Predicted, explain, read_run, run_of
+from penstock.plan.explain import Explanation, Prediction, explain, load_trace, steps_of_trace
 from penstock.plan.explain.case import Case, Change
-from penstock.plan.explain.changes import Trial, suggestions
+from penstock.plan.explain.changes import WhatIfContext, suggestions
 from penstock.plan.explain.schedules import FREE, Price, another
 from penstock.report import write_perfetto
 from penstock.schedule import Op, generate
@@ -29,11 +29,11 @@ from penstock.simulate.computations import COMPUTE
 from scaffolding.nanoseconds import merged
 
 
-def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:
-    return Trial.of(run_of(recorded(measured)).typical, predicted, shared=shared)
+def trial_of(measured: Timeline, *, shared: bool = False, predicted: Prediction | None = None) -> WhatIfContext:
+    return WhatIfContext.of(steps_of_trace(recorded(measured)).typical, predicted, shared=shared)
 
 
-def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Predicted:
+def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Prediction:
     """Units as even stages have them, of which a backward that is split takes so many times as long."""
     units = tuple(
         UnitCost(
@@ -43,7 +43,7 @@ def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Predict
         for n in range(ranks)
     )  # fmt: skip
     cuts = [unit.name for unit in units[1:]]
-    return Predicted.of_profile(Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)}), ranks, cuts)
+    return Prediction.of_profile(Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)}), ranks, cuts)
 
 
 gains = st.floats(-1.0, 0.9)
@@ -217,11 +217,11 @@ def test_a_run_that_splits_tells_what_it_costs() -> None:
 def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
     slow, usual = timeline(lambda s, k: 2.0 if s == 2 else 1.0, twice), timeline(even, twice)
     both = recorded(usual, slow)
-    step = run_of(both).typical
-    trial = Trial.of(step)
-    quiet = run_of(recorded(usual, usual)).typical
+    step = steps_of_trace(both).typical
+    trial = WhatIfContext.of(step)
+    quiet = steps_of_trace(recorded(usual, usual)).typical
     shows = suggestions([trial, trial], 0.0)
-    hides = suggestions([trial, Trial.of(quiet)], 0.0)
+    hides = suggestions([trial, WhatIfContext.of(quiet)], 0.0)
     assert shows[0].kind == "rank"
     assert not any(one.kind == "rank" for one in hides)
 
@@ -259,7 +259,7 @@ def in_turns(made: Timeline) -> Timeline:
 def test_ranks_that_took_turns_are_refused_in_perfettos_trace_too(tmp_path: Path) -> None:
     write_perfetto(in_turns(timeline(even, twice)), tmp_path / "turns.json")
     with pytest.raises(ArgumentError, match="one process ran all ranks in turns"):
-        read_run([tmp_path / "turns.json"])
+        load_trace([tmp_path / "turns.json"])
 
 
 def columns(made: Timeline, file: Path) -> Path:
@@ -271,11 +271,11 @@ def columns(made: Timeline, file: Path) -> Path:
 def test_columns_in_which_ranks_took_turns_promise_nothing(tmp_path: Path) -> None:
     """They carry no mark; but at no time do two ranks compute, though their order would let them."""
     usual = timeline(even, twice, schedule="gpipe")
-    found = explain(read_run([columns(in_turns(usual), tmp_path / "turns.csv")]))
+    found = explain(load_trace([columns(in_turns(usual), tmp_path / "turns.csv")]))
     assert "no two ranks compute at once" in found.run.notes[0]
     assert not any(one.measured for one in found.changes)
-    assert not explain(read_run([columns(usual, tmp_path / "usual.csv")])).run.notes
-    naive = explain(read_run([columns(timeline(even, twice, schedule="naive"), tmp_path / "naive.csv")]))
+    assert not explain(load_trace([columns(usual, tmp_path / "usual.csv")])).run.notes
+    naive = explain(load_trace([columns(timeline(even, twice, schedule="naive"), tmp_path / "naive.csv")]))
     assert not naive.run.notes, "its order lets no two ranks compute at once"
 
 
@@ -285,7 +285,7 @@ def test_ranks_that_shared_cores_are_marked_in_every_form(tmp_path: Path) -> Non
     (tmp_path / "timeline.json").write_text(json.dumps(crowded.to_dict()))
     assert Timeline.from_dict(crowded.to_dict()).crowded
     for name in ("trace.json", "timeline.json"):
-        found = explain(read_run([tmp_path / name]))
+        found = explain(load_trace([tmp_path / name]))
         assert "fewer cores than they compute with" in found.run.notes[0]
         assert found.changes
         assert not any(one.measured for one in found.changes)
@@ -308,6 +308,25 @@ def test_what_was_simulated_is_not_called_measured() -> None:
     assert explain(replace(simulated, events=tuple(late))).origin == "measured"
 
 
+def test_a_measured_step_may_be_replayed_without_an_error() -> None:
+    one = recorded(timeline(even, twice, ranks=1, microbatches=2))
+    gaps = [
+        replace(e, start_seconds=e.start_seconds + 0.1 * n, end_seconds=e.end_seconds + 0.1 * n)
+        for n, e in enumerate(one.events)
+    ]
+    found = explain(replace(one, events=tuple(gaps)))
+    assert (found.error, found.origin) == (pytest.approx(0.0), "measured")
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+def test_a_trace_of_actions_that_overlap_has_the_schedules_name(name: str) -> None:
+    """A trace has the two actions one after the other."""
+    schedule = generate(name, 4, 8)
+    ran = schedule.with_rows([*row] for row in schedule.rows)
+    found = explain(recorded(simulate(ran, StageCost(1.0, 1.0, 1.0), LinkCost(0.02))))
+    assert found.step.slowest.schedule.name == name
+
+
 def test_a_prediction_that_is_far_off_is_said_first() -> None:
     slow = recorded(timeline(lambda s, k: 1.9, lambda s, k: 3.8))
     assert explain(slow, predicted=profile()).run.notes[0].startswith("the pipeline took 1.91 times what was predicted")
@@ -322,12 +341,12 @@ def test_of_several_sizes_that_of_the_run_counts() -> None:
     large = Profile(units(8.0), "cpu", "float32", {"layers.0.weight": (1, 1)}, rows=8)
     both = large.with_others([replace(large, units=units(2.0), rows=2)])
     cuts = ["layers.1", "layers.2", "layers.3"]
-    assert Predicted.of_profile(both, 4, cuts, 2).stage_seconds == (6.0,) * 4
-    assert not Predicted.of_profile(both, 4, cuts, 2).note
-    assert "does not say how many rows" in Predicted.of_profile(both, 4, cuts).note
-    assert "have 4 rows, and the profile is of 2, 8" in Predicted.of_profile(both, 4, cuts, 4).note
-    assert "ranks had 3 threads, and the profile was made with 1" in Predicted.of_profile(both, 4, cuts, 2, 3).note
-    found = explain(recorded(timeline(even, twice)), predicted=Predicted.of_profile(both, 4, cuts, 4))
+    assert Prediction.of_profile(both, 4, cuts, 2).stage_seconds == (6.0,) * 4
+    assert not Prediction.of_profile(both, 4, cuts, 2).note
+    assert "does not say how many rows" in Prediction.of_profile(both, 4, cuts).note
+    assert "have 4 rows, and the profile is of 2, 8" in Prediction.of_profile(both, 4, cuts, 4).note
+    assert "ranks had 3 threads, and the profile was made with 1" in Prediction.of_profile(both, 4, cuts, 2, 3).note
+    found = explain(recorded(timeline(even, twice)), predicted=Prediction.of_profile(both, 4, cuts, 4))
     assert any("have 4 rows" in note for note in found.run.notes)
 
 

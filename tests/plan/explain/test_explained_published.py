@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.plan.explain import Explanation, explain, read_run
-from penstock.plan.explain.where import Reason
+from penstock.plan.explain import Explanation, explain, load_trace
+from penstock.plan.explain.where import TimeCategory
 
 DATA = Path(__file__).with_name("data")
 
 
 @cache
 def explained(name: str) -> Explanation:
-    return explain(read_run([DATA / f"trace_{name}.csv.gz"]))
+    return explain(load_trace([DATA / f"trace_{name}.csv.gz"]))
 
 
 def test_one_slow_worker_is_named() -> None:
@@ -34,7 +34,7 @@ def test_unequal_sequences_are_named() -> None:
     assert found.changes[0].kind == "microbatches"
     assert "of replica 22 takes 1.81 times the mean" in found.changes[0].text
     causes = found.where.added_seconds
-    assert max(causes, key=lambda reason: causes[reason]) is Reason.MICROBATCHES
+    assert max(causes, key=lambda reason: causes[reason]) is TimeCategory.MICROBATCHES
 
 
 def test_a_slow_last_stage_is_named() -> None:
@@ -43,7 +43,7 @@ def test_a_slow_last_stage_is_named() -> None:
     assert cut.text.startswith("stage 3 takes 1.40 times the mean (rank 3)")
     assert max(found.stages, key=lambda stage: stage.seconds).stage == 3
     assert found.bubble is not None
-    assert found.bubble.culprit_rank == 3
+    assert found.bubble.blocked_by_rank == 3
 
 
 @pytest.mark.parametrize(("name", "most"), [("AR", 0.0005), ("SE", 0.001), ("ST", 0.001)])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from planted import LINK, even, recorded, timeline, twice, without
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain import Explanation, explain, run_of
-from penstock.plan.explain.changes import Trial, suggestions
-from penstock.plan.explain.where import Reason
+from penstock.plan.explain import Explanation, explain, steps_of_trace
+from penstock.plan.explain.changes import WhatIfContext, suggestions
+from penstock.plan.explain.where import TimeCategory
 from penstock.schedule.timeline import Timeline
 
 
@@ -29,7 +29,7 @@ def test_nothing_planted_nothing_found() -> None:
     assert found.step.slowest.schedule.name == "1f1b"
     assert found.error < 1e-9
     added = found.where.added_seconds
-    assert added[Reason.LINKS] == pytest.approx(found.step.seconds - found.where.even_seconds)
+    assert added[TimeCategory.LINKS] == pytest.approx(found.step.seconds - found.where.even_seconds)
 
 
 def test_a_heavy_stage() -> None:
@@ -93,7 +93,7 @@ def test_one_slow_action() -> None:
     assert "1 action took" in actions.text
     assert "1F5" in actions.text
     assert found.bubble is not None
-    assert str(found.bubble.culprit) == "1F5"
+    assert str(found.bubble.blocked_by) == "1F5"
 
 
 def test_each_ranks_time_adds_up() -> None:
@@ -182,8 +182,8 @@ def test_a_moved_cut_leaves_an_interruption_as_long_as_it_was(change: str) -> No
 def test_nothing_is_accused_of_what_the_replay_may_have_wrong() -> None:
     """Ranks, too: only what brings more than the replay's error is told."""
     slow = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
-    step = run_of(recorded(timeline(even, twice), slow)).typical
-    trial = Trial.of(step)
+    step = steps_of_trace(recorded(timeline(even, twice), slow)).typical
+    trial = WhatIfContext.of(step)
     gain = next(one.gain for one in suggestions([trial], 0.0) if one.kind == "rank")
     assert "rank" in [one.kind for one in suggestions([trial], 0.95 * gain)]
     assert "rank" not in [one.kind for one in suggestions([trial], 1.01 * gain)]

@@ -14,7 +14,7 @@ import pytest
 from planted import even, timeline, twice
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain import Explanation, explain, read_run
+from penstock.plan.explain import Explanation, explain, load_trace
 from penstock.schedule.timeline import Timeline
 
 RANKS, BETWEEN = 3, 100.0
@@ -79,13 +79,13 @@ def check(found: Explanation) -> None:
 
 
 def test_a_folder_with_a_file_for_each_rank(tmp_path: Path) -> None:
-    found = explain(read_run([folder(tmp_path)]))
+    found = explain(load_trace([folder(tmp_path)]))
     check(found)
     assert len(found.run.steps) == 2
 
 
 def test_a_step_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
-    found = explain(read_run([folder(tmp_path, cut_off=2)]))
+    found = explain(load_trace([folder(tmp_path, cut_off=2)]))
     check(found)
     assert len(found.run.steps) == 1
     assert any(note.startswith("left out 1 pipeline, the first in step 1") for note in found.run.notes)
@@ -93,7 +93,7 @@ def test_a_step_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
 
 def test_begins_and_ends_are_actions(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps([*begins_and_ends(SHOWN)]))
-    check(explain(read_run([tmp_path / "trace.json"])))
+    check(explain(load_trace([tmp_path / "trace.json"])))
 
 
 def test_receives_within_a_range_are_waiting(tmp_path: Path) -> None:
@@ -106,16 +106,16 @@ def test_receives_within_a_range_are_waiting(tmp_path: Path) -> None:
         events = [{"ph": "X", "pid": 1, "name": name, "ts": s * 1e6, "dur": (e - s) * 1e6} for name, s, e in given]
         told = {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": events}
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(told))
-    assert [one.seconds for one in explain(read_run([tmp_path])).stages] == [2.0, 2.0]
+    assert [one.seconds for one in explain(load_trace([tmp_path])).stages] == [2.0, 2.0]
 
 
 def test_the_traces_of_some_ranks_are_said_to_be_that(tmp_path: Path) -> None:
     for rank in range(2):
         told = {"distributedInfo": {"rank": rank, "world_size": 3}, "traceEvents": profiled(SHOWN, rank)["traceEvents"]}
         (tmp_path / f"{rank}.json").write_text(json.dumps(told))
-    assert any(note.startswith("the traces are of ranks 0, 1 of 3; pass") for note in read_run([tmp_path]).notes)
+    assert any(note.startswith("the traces are of ranks 0, 1 of 3; pass") for note in load_trace([tmp_path]).notes)
     with pytest.raises(ArgumentError, match=r"0\.json: the trace of rank 0 of 3 alone; pass those of the others"):
-        read_run([tmp_path / "0.json"])
+        load_trace([tmp_path / "0.json"])
 
 
 def test_the_same_trace_twice_is_refused(tmp_path: Path) -> None:
@@ -123,14 +123,14 @@ def test_the_same_trace_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "again.json.gz").write_bytes(file.read_bytes())
     for given in ([tmp_path], [file, file]):
         with pytest.raises(ArgumentError, match=r"is the same trace as .*; pass each once"):
-            read_run(given)
+            load_trace(given)
 
 
 def test_what_shows_no_actions_is_refused_in_a_line(tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(profiled(SHOWN, rank, marked=False)))
     with pytest.raises(ArgumentError, match="no event names an action of a pipeline") as refused:
-        explain(read_run([tmp_path]))
+        explain(load_trace([tmp_path]))
     assert "\n" not in str(refused.value)
 
 
@@ -138,7 +138,7 @@ def test_a_rank_whose_file_is_missing_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     next(tmp_path.glob("*rank-1*")).unlink()
     with pytest.raises(ArgumentError, match="no rank has stage 1, and there are stages up to 2; pass the trace"):
-        explain(read_run([tmp_path]))
+        explain(load_trace([tmp_path]))
 
 
 @pytest.mark.parametrize(("packed", "older"), [(False, False), (True, True)])
@@ -156,15 +156,15 @@ def test_a_trace_beyond_the_limit_is_read_without_its_operations(
     file.write_bytes(gzip.compress(text) if packed else text)
     small = tmp_path / "small.json"
     small.write_text(json.dumps(given | {"traceEvents": many}))
-    expected = read_run([small])
+    expected = load_trace([small])
     monkeypatch.setattr("penstock._base.files.MAX_BYTES", len(text) // 4)
     monkeypatch.setattr("penstock._base.files._THINNED_BYTES", 1 << 12)
-    assert read_run([file]) == expected
+    assert load_trace([file]) == expected
     with pytest.raises(ArgumentError, match="more than 0 MiB, the limit for such a file; of a trace, keep only"):
-        read_run([file], pattern="(?P<op>fwd|bwd)-(?P<microbatch>[0-9]+)")
+        load_trace([file], pattern="(?P<op>fwd|bwd)-(?P<microbatch>[0-9]+)")
 
 
 def test_an_indented_list_is_read_whole(tmp_path: Path) -> None:
     events = [event | {"cat": "mine"} for event in begins_and_ends(SHOWN)]
     (tmp_path / "trace.json").write_text(json.dumps(events, indent=2))
-    check(explain(read_run([tmp_path / "trace.json"])))
+    check(explain(load_trace([tmp_path / "trace.json"])))

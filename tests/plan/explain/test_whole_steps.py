@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from planted import even, recorded, timeline, twice
 
-from penstock.plan.explain import Event, Recording, explain, read_run, run_of
+from penstock.plan.explain import Event, TraceData, explain, load_trace, steps_of_trace
 from penstock.plan.explain.stragglers import in_words, summaries
 
 DATA = Path(__file__).parents[3] / "benchmarks/fidelity/data"
@@ -27,7 +27,7 @@ SAME = {"forward-message": "forward-pp-comm", "backward-message": "backward-pp-c
 def test_what_stragglers_cost_is_what_was_published(name: str) -> None:
     """The usual times are those of these six steps, not of all that the source had."""
     published = json.loads((DATA / "trace_published.json").read_text())[name]["steps"]
-    run = run_of(read_run([DATA / f"trace_{name}.csv.gz"]))
+    run = steps_of_trace(load_trace([DATA / f"trace_{name}.csv.gz"]))
     for number, theirs in published.items():
         found = explain(run, step=int(number))
         ours = found.slowdowns
@@ -42,7 +42,7 @@ def test_what_stragglers_cost_is_what_was_published(name: str) -> None:
         assert found.whole_error <= 0.002
 
 
-def with_optimizer(recording: Recording, seconds: Callable[[int], float], name: str = "optimizer") -> Recording:
+def with_optimizer(recording: TraceData, seconds: Callable[[int], float], name: str = "optimizer") -> TraceData:
     """After its last action each rank runs something else."""
     ends: dict[int, float] = {}
     for event in recording.events:
@@ -72,7 +72,7 @@ def test_what_nobody_knows_of_stays_as_it_was() -> None:
     assert any("'my-own-sum'" in note for note in found.run.notes)
 
 
-def steps(slow: Callable[[int], int | None]) -> Recording:
+def steps(slow: Callable[[int], int | None]) -> TraceData:
     """Five steps of two replicas, in each of which the forwards of a rank of the second are slow, or of none."""
     events: list[Event] = []
     for number in range(5):
@@ -80,12 +80,12 @@ def steps(slow: Callable[[int], int | None]) -> Recording:
         slow_one = timeline(lambda stage, k, rank=rank: 2.0 if stage == rank else 1.0, twice)  # type: ignore[misc]
         one = recorded(timeline(even, twice), slow_one)
         events += [replace(event, step=number) for event in one.events]
-    return Recording(tuple(events))
+    return TraceData(tuple(events))
 
 
 def test_a_steady_straggler_is_told_from_one_that_is_not() -> None:
     def said(slow: Callable[[int], int | None]) -> str:
-        return "; ".join(in_words(summaries(run_of(steps(slow)))))
+        return "; ".join(in_words(summaries(steps_of_trace(steps(slow)))))
 
     assert "steady: rank 2 of replica 1 is the slowest in every step (2.0x)" in said(lambda number: 2)
     once = said(lambda number: 2 if number == 3 else None)
@@ -100,6 +100,9 @@ def test_a_steady_straggler_is_told_from_one_that_is_not() -> None:
 def test_what_ranks_without_actions_do_is_left_out_and_said() -> None:
     measured = with_optimizer(recorded(timeline(even, twice, ranks=2)), lambda rank: 2.0)
     stray = [Event((0, 7), "optimizer", 0.0, 900.0, None, 0, 7, 0)]
-    found = explain(run_of(replace(measured, events=(*measured.events, *stray))))
+    found = explain(steps_of_trace(replace(measured, events=(*measured.events, *stray))))
     assert found.run.notes == ("left out 1 event of ranks that have no actions, such as rank 7",)
-    assert replace(found, run=explain(run_of(measured)).run).to_dict() == explain(run_of(measured)).to_dict()
+    assert (
+        replace(found, run=explain(steps_of_trace(measured)).run).to_dict()
+        == explain(steps_of_trace(measured)).to_dict()
+    )

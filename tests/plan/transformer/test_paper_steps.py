@@ -3,8 +3,17 @@
 import pytest
 
 from penstock.costs.hardware import device
-from penstock.plan import Cluster, Sizes, Wanted, make_plans
-from penstock.plan.transformer import Job, Layout, Machine, Transformer, predict_step, profile_of, transformer, units_of
+from penstock.plan import Cluster, FixedNumbers, Sizes, make_plans
+from penstock.plan.transformer import (
+    ClusterSpec,
+    ParallelLayout,
+    TrainingConfig,
+    TransformerConfig,
+    predict_step,
+    profile_of,
+    transformer,
+    units_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,37 +37,39 @@ def test_rates_of_megatron_are_met_within_a_tenth(
     chunks: int,
     published: float,
 ) -> None:
-    model, sequence, replicas = Transformer(layers, hidden, heads, 51200), 2048, gpus // t // p
-    job = Job(model, sequence, t, recompute="full", dtype="float16")
-    layout = Layout(replicas, p, batch // replicas // rows, rows, chunks)
-    step = predict_step(job, Machine(device("a100")), layout)
+    model, sequence, replicas = TransformerConfig(layers, hidden, heads, 51200), 2048, gpus // t // p
+    job = TrainingConfig(model, sequence, t, recompute="full", dtype="float16")
+    layout = ParallelLayout(replicas, p, batch // replicas // rows, rows, chunks)
+    step = predict_step(job, ClusterSpec(device("a100")), layout)
     forwards = 4  # the published rate counts the recomputed one (their equation 3)
     rate = model.flops(batch * sequence, sequence) / 3 * forwards / gpus / step.seconds
     assert rate / 1e12 == pytest.approx(published, rel=0.1)
 
 
 def test_a_step_is_the_pipeline_then_sums_then_the_optimizer() -> None:
-    machine, model = Machine(device("h100")), transformer("llama3-8b")
-    job = Job(model, 4096, fused_attention=True)
-    one = predict_step(job, machine, Layout(1, 1, 4))
+    machine, model = ClusterSpec(device("h100")), transformer("llama3-8b")
+    job = TrainingConfig(model, 4096, flash_attention=True)
+    one = predict_step(job, machine, ParallelLayout(1, 1, 4))
     units = units_of(job, machine, 1)
     assert one.pipeline_seconds == pytest.approx(4 * sum(unit.seconds for unit in units))
     assert one.reduce_seconds == 0
     held = sum(unit.held_bytes + unit.activation_bytes for unit in units)
     assert one.memory_bytes[0] == held + units[-1].working_bytes  # while all that was kept is still there
-    two = predict_step(job, machine, Layout(2, 1, 4))
+    two = predict_step(job, machine, ParallelLayout(2, 1, 4))
     rate = machine.link.bytes_per_second
     assert two.reduce_seconds == pytest.approx(2 * model.parameters / rate, rel=1e-3)
     assert two.pipeline_seconds == one.pipeline_seconds
-    sharded = predict_step(Job(model, 4096, fused_attention=True, optimizer_shards=2), machine, Layout(2, 1, 4))
+    sharded = predict_step(
+        TrainingConfig(model, 4096, flash_attention=True, optimizer_shards=2), machine, ParallelLayout(2, 1, 4)
+    )
     assert one.memory_bytes[0] - sharded.memory_bytes[0] == pytest.approx(6 * model.parameters, rel=1e-9)
     assert sharded.optimizer_seconds == two.optimizer_seconds / 2
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    machine, model = Machine(device("a100")), transformer("gpt3-175b")
+    machine, model = ClusterSpec(device("a100")), transformer("gpt3-175b")
     none, selective, full = (
-        predict_step(Job(model, 2048, 8, True, recompute), machine, Layout(1, 8, 8))
+        predict_step(TrainingConfig(model, 2048, 8, True, recompute), machine, ParallelLayout(1, 8, 8))
         for recompute in ("none", "selective", "full")
     )
     assert none.seconds < selective.seconds < full.seconds < 1.4 * none.seconds
@@ -66,19 +77,21 @@ def test_recomputation_trades_time_for_memory() -> None:
 
 
 def test_a_slower_network_is_felt_between_hosts_only() -> None:
-    job = Job(transformer("llama3-8b"), 4096, 2, True, fused_attention=True)
-    fast, slow = (Machine(device("h100"), network_fraction=share) for share in (0.8, 0.08))
-    inside, across = Layout(2, 2, 4), Layout(8, 2, 4)
+    job = TrainingConfig(transformer("llama3-8b"), 4096, 2, True, flash_attention=True)
+    fast, slow = (ClusterSpec(device("h100"), network_fraction=share) for share in (0.8, 0.08))
+    inside, across = ParallelLayout(2, 2, 4), ParallelLayout(8, 2, 4)
     assert predict_step(job, fast, inside) == predict_step(job, slow, inside)
     assert predict_step(job, fast, across).seconds < predict_step(job, slow, across).seconds
 
 
 def test_a_profile_of_numbers_is_planned_like_a_measured_one() -> None:
-    machine = Machine(device("h100"))
-    job = Job(transformer("llama3-70b"), 4096, 8, True, fused_attention=True, optimizer_shards=8)
+    machine = ClusterSpec(device("h100"))
+    job = TrainingConfig(transformer("llama3-70b"), 4096, 8, True, flash_attention=True, optimizer_shards=8)
     sizes = Sizes.of([profile_of(job, machine, rows) for rows in (1, 2)])
     link = machine.network
-    found = make_plans(sizes, Cluster(16, machine.device.memory_bytes, link), 64, Wanted(["1f1b", "interleaved-1f1b"]))
+    found = make_plans(
+        sizes, Cluster(16, machine.device.memory_bytes, link), 64, FixedNumbers(["1f1b", "interleaved-1f1b"])
+    )
     best = found.best[0]
     assert best.choice.devices == 16
     assert max(best.memory_bytes) <= machine.device.memory_bytes

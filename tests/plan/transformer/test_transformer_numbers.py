@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.transformer import NAMED, Job, Transformer, transformer
+from penstock.plan.transformer import NAMED, TrainingConfig, TransformerConfig, transformer
 from penstock.plan.transformer.memory import layer_activations, layer_held
 from penstock.plan.transformer.operations import head_work, layer_work, waste
 
@@ -31,10 +31,10 @@ def test_parameters_are_those_of_the_published_models(name: str, parameters: int
     assert transformer(name).parameters == parameters
 
 
-def job_of(row: dict[str, object], recompute: str | None = None, parallel: bool | None = None) -> Job:
-    model = Transformer(row["layers"], row["hidden"], row["heads"], 51200)  # type: ignore[arg-type]
+def job_of(row: dict[str, object], recompute: str | None = None, parallel: bool | None = None) -> TrainingConfig:
+    model = TransformerConfig(row["layers"], row["hidden"], row["heads"], 51200)  # type: ignore[arg-type]
     sequence_parallel = row["sequence_parallel"] if parallel is None else parallel
-    return Job(model, row["seq"], row["tp"], sequence_parallel, recompute or row["recomputation"])  # type: ignore[arg-type]
+    return TrainingConfig(model, row["seq"], row["tp"], sequence_parallel, recompute or row["recomputation"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("row", [row for row in PAPER if row["table"] == "figure1"], ids=lambda row: row["model"])
@@ -62,10 +62,10 @@ def test_shares_of_activations_are_figure_7(row: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_products_are_two_flops_a_parameter_and_token_and_attention(name: str) -> None:
     model, rows, sequence = NAMED[name], 2, 512
-    job = Job(model, sequence)
+    job = TrainingConfig(model, sequence)
     tokens = rows * sequence
     for work, matrices, attention in (
-        (layer_work(job, rows, 0), model.layer_matrices, 4 * tokens * sequence * model.hidden),
+        (layer_work(job, rows, 0), model.layer_matrices, 4 * tokens * sequence * model.hidden_size),
         (head_work(job, rows, 0), model.output, 0),
     ):
         forward, inputs, weights = (
@@ -80,7 +80,7 @@ def test_products_are_two_flops_a_parameter_and_token_and_attention(name: str) -
 def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> None:
     model = NAMED["llama3-8b"]
     alone, divided, by_tokens = (
-        layer_work(Job(model, 1024, t, parallel, fused_attention=True), 1, 0)
+        layer_work(TrainingConfig(model, 1024, t, parallel, flash_attention=True), 1, 0)
         for t, parallel in ((1, False), (8, False), (8, True))
     )
 
@@ -94,7 +94,7 @@ def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> 
     assert rest(by_tokens) == pytest.approx(rest(alone) / 8)
     assert rest(divided) > rest(by_tokens)
     assert alone.forward_sums == alone.backward_sums == ()
-    assert divided.forward_sums == divided.backward_sums == (2 * 1024 * model.hidden,) * 2  # Shoeybi et al. 2019
+    assert divided.forward_sums == divided.backward_sums == (2 * 1024 * model.hidden_size,) * 2  # Shoeybi et al. 2019
 
 
 def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
@@ -107,15 +107,15 @@ def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
 def test_numbers_may_replace_those_of_a_name() -> None:
     text = "layers=126,hidden=16384,heads=128,kv-heads=8,ffn=53248,vocabulary=128256,style=llama"
     assert transformer(text) == NAMED["llama3-405b"]
-    assert transformer("llama3-70b,layers=12") == Transformer(12, 8192, 64, 128256, 8, 28672, style="llama")
+    assert transformer("llama3-70b,layers=12") == TransformerConfig(12, 8192, 64, 128256, 8, 28672, style="llama")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("llama3-70", "did you mean 'llama3-70b'?"),
-        ("layers=12,hidden=64,heads=4", "vocabulary= is missing"),
-        ("layers=12,hidden=64,heads=5,vocabulary=8", "hidden=64 cannot be divided into 5 equal parts"),
+        ("layers=12,hidden=64,heads=4", "vocab_size= is missing"),
+        ("layers=12,hidden=64,heads=5,vocabulary=8", "hidden_size=64 cannot be divided into 5 equal parts"),
         ("layers=a", "expected an integer"),
         ("layers=0,hidden=64,heads=4,vocabulary=8", "layers=0: expected an integer from 1 to 1,000"),
         ("depth=3", "'depth=3' is none of layers="),
@@ -128,5 +128,5 @@ def test_what_is_no_transformer_is_refused(text: str, said: str) -> None:
 
 
 def test_a_group_that_does_not_divide_the_heads_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="tensor_parallel=5 does not divide heads=64"):
-        Job(NAMED["llama3-70b"], 4096, 5)
+    with pytest.raises(ArgumentError, match="tensor_parallel=5 does not divide num_attention_heads=64"):
+        TrainingConfig(NAMED["llama3-70b"], 4096, 5)

@@ -14,9 +14,9 @@ from penstock._base.errors import ArgumentError
 from penstock.cli import app
 from penstock.report.studio import answers
 from penstock.report.studio.question import MAX_SIZES, Question
-from penstock.schedule import generators
+from penstock.schedule import schedule_specs
 
-NAMES = tuple(one.name for one in generators())
+NAMES = tuple(one.name for one in schedule_specs())
 OPTIONS = {"forward": "--forward", "backward_input": "--backward-input", "backward_weight": "--backward-weight"}
 
 
@@ -30,7 +30,7 @@ def numbers(question: Question) -> list[str]:
     given = ["--ranks", str(question.ranks), "--microbatches", str(question.microbatches)]
     for name, option in OPTIONS.items():
         given += [option, str(getattr(question, name))]
-    return [*given, "--comm", str(question.comm)]
+    return [*given, "--link-latency", str(question.comm)]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_chunks_apply_to_schedules_that_can_have_them() -> None:
         "zb-v": 2,
     }
     (one,) = answers.simulate(replace(question, schedules=("interleaved-1f1b",)))["schedules"]
-    both = command("simulate", "--schedule", "interleaved-1f1b,gpipe", "--chunks", "3", *numbers(question))
+    both = command("simulate", "--schedule", "interleaved-1f1b,gpipe", "--stages-per-rank", "3", *numbers(question))
     said = next(other for other in both["schedules"] if other["name"] == "interleaved-1f1b")
     assert one["span"] == said["span"]
 
@@ -89,7 +89,7 @@ def test_chunks_apply_to_schedules_that_can_have_them() -> None:
 def test_a_search_is_the_commands() -> None:
     question = Question(ranks=3, microbatches=6, memory_limit=2.0, forward=1.5)
     found = answers.search_for(question, "loop", 0.2)
-    options = ("--memory-limit", "2", "--seconds", "0.2", *numbers(question))
+    options = ("--activation-limit", "2", "--time-limit", "0.2", *numbers(question))
     said = command("search", *options)
     (one,) = found["schedules"]
     assert (one["span"], one["peak_activations"]) == (said["span"], said["peak_activations"])

@@ -48,7 +48,7 @@ def a_plan(folder: Path) -> Any:
     file = folder.parent / "profile.json"
     shapes = {"layers.0.weight": (1, 1)}
     Profile(units, "cpu", "float32", shapes, inputs={"args[0]": "float32[2, 8]"}, rows=2).save(file)
-    options = ("--profile", str(file), "--devices", "2", "--global-batch", "8", "--search", "0")
+    options = ("--profile", str(file), "--devices", "2", "--global-batch-size", "8", "--search-time", "0")
     return said("plan", *options, "--out", str(folder / "plan.json"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import write_whole
-from penstock.plan.explain import explain, read_run
+from penstock.plan.explain import explain, load_trace
 from penstock.report import write_perfetto
 from penstock.report.studio.app import Server
 from penstock.report.studio.live import in_words, live
@@ -71,7 +71,7 @@ def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> Non
         page.keyboard.press("ArrowLeft")
     text = "cut=2:-0.20"
     page.wait_for_function("() => document.querySelector(\"[data-cut='2']\")?.getAttribute('aria-valuenow') === '-20'")
-    (said,) = explain(read_run([run]), what_ifs=[text]).what_ifs
+    (said,) = explain(load_trace([run]), what_ifs=[text]).what_ifs
     page.wait_for_function(
         "want => Number(document.querySelector('.outcome')?.dataset.seconds) === want", arg=said.step_seconds
     )

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.plan.explain import explain, read_run
+from penstock.plan.explain import explain, load_trace
 from penstock.report import walkthrough
 from penstock.report.studio.app import Server
 from penstock.schedule import generate, read_csv
@@ -54,7 +54,7 @@ def test_sliders_change_the_numbers_to_those_of_simulate(open_page: Any, studio:
         slide(page, name, value)
     said = simulated(
         *("--schedule", "gpipe,1f1b,zb-h1", "--ranks", "3", "--microbatches", "12", "--forward", "1.5"),
-        *("--backward-input", "0.75", "--backward-weight", "2", "--comm", "0.25"),
+        *("--backward-input", "0.75", "--backward-weight", "2", "--link-latency", "0.25"),
     )
     want = said["1f1b"]["span"]
     page.wait_for_function(
@@ -190,7 +190,7 @@ def test_files_open_again(open_page: Any, studio: Start, tmp_path: Path) -> None
         page.click("[data-files=zb-h1] [data-kind=perfetto]")
     file = tmp_path / download.value.suggested_filename
     download.value.save_as(file)
-    found = explain(read_run([file]))
+    found = explain(load_trace([file]))
     assert found.step.slowest.schedule.name == "zb-h1"
     assert found.step.seconds == pytest.approx(figure(page, "zb-h1", "makespan"))
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, ShapeError
 from penstock._base.trees import flatten
-from penstock.runtime.batch.batch_dims import Dims
+from penstock.runtime.batch.batch_dims import Dims, Microbatches, rows_of
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import Microbatches, cut, kind_of, rows_of, sizes_of, split
+from penstock.runtime.batch.microbatches import cut, kind_of, sizes_of, split
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 

@@ -69,7 +69,7 @@ def assert_runs_as_unsplit(model: nn.Module, *masks: Any) -> None:
             given = () if mask is None else (mask,)
             output = pipe.predict(x, *given)
             torch.testing.assert_close(output, model(x, *given), rtol=0, atol=1e-6)
-        assert len(list(pipe.session.steps.bound_schedules)) == 2  # one for training, one for all masks
+        assert len(list(pipe.session.bound_schedules)) == 2  # one for training, one for all masks
 
 
 def test_a_mask_for_each_sample_is_cut_and_a_new_one_needs_no_new_recording() -> None:

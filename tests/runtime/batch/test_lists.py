@@ -100,7 +100,7 @@ def test_what_may_be_a_size_is_asked_for() -> None:
     x, y, model = random(2, 5), random(2, 5), Resized()
     options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
     with pytest.raises(
-        ShapeError, match=r"\[1\] is a tuple of 2 ints: is each one row of the batch\?.*batch_dims=.*split="
+        ShapeError, match=r"\[1\] is a tuple of 2 ints: is each one row of the batch\?.*batch_dims=.*split_fn="
     ):
         pipeline(model, (x, (2, 3)), **options)
     with pipeline(model, (x, (2, 3)), **options, batch_dims={"args": (0, None)}) as pipe:
@@ -194,7 +194,7 @@ class Rotary(nn.Module):
         (
             nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten()),
             ([random(4, 4, 4) for _ in range(8)],),
-            r"4 rows in 4 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of pictures.*split=",
+            r"4 rows in 4 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of pictures.*split_fn=",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.pipe.clipping import clip
+from penstock.pipe.optimizing import clip
 from penstock.schedule import from_csv, generate
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 

@@ -49,7 +49,7 @@ def break_in_step(monkeypatch: pytest.MonkeyPatch) -> Break:
     return break_it
 
 
-def verify_skips(**options: Any) -> penstock.Report:
+def verify_skips(**options: Any) -> penstock.VerificationReport:
     """The first value is used twice on stage 1 and once on stage 2; stage 0 returns two values."""
     torch.manual_seed(0)
     model, x, y = SkipsTwice(WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -57,8 +57,8 @@ def verify_skips(**options: Any) -> penstock.Report:
     return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **given)
 
 
-def wrong_gradients(report: penstock.Report) -> list[str]:
-    return [row.name for row in report.wrong if row.kind == "gradient"]
+def wrong_gradients(report: penstock.VerificationReport) -> list[str]:
+    return [row.name for row in report.failures if row.kind == "gradient"]
 
 
 def test_the_rules_kept() -> None:
@@ -78,7 +78,7 @@ def test_descending_weight_gradients_are_reported_as_inexact_and_have_other_bits
     assert not any(v.fatal for v in violations)
     report = verify_skips(schedule=descending)
     assert len(wrong_gradients(report)) > 6
-    assert {row.kind for row in report.wrong} == {"gradient"}
+    assert {row.kind for row in report.failures} == {"gradient"}
 
 
 def test_a_schedule_that_goes_down_on_one_stage_only_spoils_that_stage_only() -> None:
@@ -118,7 +118,7 @@ def test_gradients_divided_afterwards(monkeypatch: pytest.MonkeyPatch, break_in_
     after_each_step(monkeypatch, divide)
     report = verify_skips()
     assert wrong_gradients(report)
-    for row in report.wrong:
+    for row in report.failures:
         if row.kind == "gradient":  # the right value, but for the last bits
             assert row.max_difference < 1e-6 * row.max_reference
 
@@ -218,7 +218,7 @@ def without_first_column(values: Tensor, rows: int, width: int) -> Tensor:
 
 @pytest.mark.parametrize("lie", [shifted, without_first_column])
 def test_received_tensors_at_another_address(break_in_step: Break, lie: Lie) -> None:
-    def run(layer: type[nn.Linear], rows: int, inner: int, outer: int) -> penstock.Report:
+    def run(layer: type[nn.Linear], rows: int, inner: int, outer: int) -> penstock.VerificationReport:
         torch.manual_seed(rows)
         model = Product(lambda x: lie(x, len(x), inner), inner + 3, layer(inner, outer))
         x, y = torch.randn(rows * MICROBATCHES, 7), torch.randn(rows * MICROBATCHES, outer)
@@ -231,7 +231,7 @@ def test_received_tensors_at_another_address(break_in_step: Break, lie: Lie) -> 
             cuts=["second"],
             microbatches=MICROBATCHES,
             exact=True,
-            whole_batch=False,  # `lie` mixes rows
+            full_batch=False,  # `lie` mixes rows
         )
 
     def aligned(layout: Layout, device: torch.device) -> Buffer:
@@ -242,11 +242,11 @@ def test_received_tensors_at_another_address(break_in_step: Break, lie: Lie) -> 
     allocate = exact.allocate
     break_in_step(exact, "allocate", aligned)
     for case in cases:
-        assert {row.kind for row in run(*case).wrong} >= {"output"}, case
+        assert {row.kind for row in run(*case).failures} >= {"output"}, case
 
 
 def test_microbatches_that_are_slices_of_the_batch(break_in_step: Break) -> None:
-    def run(layer: type[nn.Linear], rows: int, inner: int, outer: int) -> penstock.Report:
+    def run(layer: type[nn.Linear], rows: int, inner: int, outer: int) -> penstock.VerificationReport:
         torch.manual_seed(rows)
         model = nn.Sequential(layer(inner, outer), nn.Linear(outer, 3))
         x, y = torch.randn(rows * MICROBATCHES, inner), torch.randn(rows * MICROBATCHES, 3)
@@ -258,7 +258,7 @@ def test_microbatches_that_are_slices_of_the_batch(break_in_step: Break) -> None
         lambda values, rows, width: values.flatten()[rows * width % 16 :][: rows * width].view(rows, width)
     )
     assert all(run(*case).ok for case in cases)
-    break_in_step(exact, "own", lambda tensor: tensor)
+    break_in_step(exact, "own_parts", torch.split)
     for case in cases:
         assert wrong_gradients(run(*case)), case
 
@@ -268,7 +268,7 @@ def test_received_tensors_with_other_strides(break_in_step: Break) -> None:
         def forward(self, images: Tensor) -> Tensor:
             return super().forward(images.to(memory_format=torch.channels_last))
 
-    def run() -> penstock.Report:
+    def run() -> penstock.VerificationReport:
         torch.manual_seed(0)
         model, x, y = ChannelsLast(), torch.randn(ROWS, 3, 9, 9), torch.randn(ROWS, 3)
         return penstock.verify(
@@ -294,7 +294,7 @@ def receive_as_leaf(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor
     return leaf, slot
 
 
-def verify_in_place() -> penstock.Report:
+def verify_in_place() -> penstock.VerificationReport:
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
     return penstock.verify(
@@ -317,7 +317,7 @@ class Turned(nn.Linear):
 
 
 def test_gradients_of_received_leaves_lose_their_strides(break_in_step: Break) -> None:
-    def run() -> penstock.Report:
+    def run() -> penstock.VerificationReport:
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(7, WIDTH), Turned(12, 5)), torch.randn(12 * MICROBATCHES, 7)
         return penstock.verify(
@@ -351,7 +351,7 @@ def test_views_of_what_is_received_cannot_be_updated_in_place(break_in_step: Bre
 # -- 7. random streams ------------------------------------------------------------------------------------------------
 
 
-def verify_dropout(ranks: int = 3) -> penstock.Report:
+def verify_dropout(ranks: int = 3) -> penstock.VerificationReport:
     torch.manual_seed(0)
     layers = [m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))]
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -375,7 +375,7 @@ def test_all_draws_from_one_stream(break_in_step: Break) -> None:
             self._calls[name] = 1
 
     break_in_step(Streams, "enter", once)
-    assert {row.kind for row in verify_dropout().wrong} == {"output", "loss", "gradient"}
+    assert {row.kind for row in verify_dropout().failures} == {"output", "loss", "gradient"}
 
 
 @pytest.mark.parametrize("forgotten", ["microbatch", "module"])
@@ -421,11 +421,11 @@ def test_a_result_that_waits_in_memory_which_its_module_writes_into(break_in_ste
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
 
-    def report() -> penstock.Report:
+    def report() -> penstock.VerificationReport:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Memory())
         options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "cuts": ["1"]}
         return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **options)
 
     assert report().ok
     break_in_step(exact, "handed_on", lambda values: [None if value is None else value.detach() for value in values])
-    assert {row.kind for row in report().wrong} == {"output"}
+    assert {row.kind for row in report().failures} == {"output"}

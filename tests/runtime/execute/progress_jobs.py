@@ -12,8 +12,8 @@ from torch import nn
 import penstock
 from penstock.distributed.failure import OUTSIDE, Behind, Position
 from penstock.distributed.watchdog import Watchdog
-from penstock.runtime.execute import progress
-from penstock.runtime.execute.progress import Progress, has_events
+from penstock.runtime.execute import clock
+from penstock.runtime.execute.clock import Progress, has_events
 from scaffolding import stand_in
 from scaffolding.stand_in import DEVICE
 
@@ -21,7 +21,7 @@ POSITIONS = [Position(f"0F{number}") for number in range(40)]
 
 
 def _followed() -> tuple[Progress, Watchdog]:
-    watchdog = Watchdog.connect(0, 1)
+    watchdog = Watchdog()
     return Progress(torch.device(DEVICE, 0), watchdog), watchdog
 
 
@@ -41,7 +41,7 @@ def hangs() -> None:
 
 def used_again() -> None:
     """Events are made once. The host may go on by more than there are, and is then only known to be ahead."""
-    with mock.patch.object(progress, "KEPT", 8):
+    with mock.patch.object(clock, "KEPT", 8):
         followed, watchdog = _followed()
         before = stand_in.calls["Event"]
         for position in POSITIONS:
@@ -74,7 +74,7 @@ def failed() -> None:
 
 def events_of_a_step() -> dict[str, int]:
     """How often a steady step of a process that is one of several records events, by what is made and done."""
-    dist_like = Watchdog.connect(0, 1)
+    dist_like = Watchdog()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(4, 4)
     with penstock.pipeline(model, (x,), ranks=2, microbatches=2, loss=F.mse_loss, devices=DEVICE) as pipe:
@@ -86,7 +86,7 @@ def events_of_a_step() -> dict[str, int]:
         made = stand_in.calls.copy()
         pipe.step(x, target=x)
         counted: dict[str, Any] = stand_in.calls - made
-        positions = sum(1 + (each.wait is not None) for each in pipe.session.steps._first.bound.actions)
+        positions = sum(1 + (each.wait is not None) for each in pipe.session._first.bound.actions)
         return {"beyond": counted["record"] - positions, "made": counted["Event"], "asked": counted["query"]}
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.distributed.world import World, device_of, join
-from penstock.runtime.transport.local import LocalHub, LocalTransport
+from penstock.runtime.transport.routes import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
 from penstock.testing.transport_scripts import scripts_for
@@ -97,7 +97,7 @@ def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> No
         assert spans[0].start_seconds >= 0
         assert all(a.end_seconds <= b.start_seconds for a, b in pairwise(spans))  # one process: nothing overlaps
         assert 0 < sum(map(timeline.busy_seconds, range(ranks))) <= timeline.makespan_seconds
-        assert timeline.in_turns == (ranks > 1) == math.isnan(timeline.bubble_rate)
+        assert timeline.serialized == (ranks > 1) == math.isnan(timeline.bubble_rate)
         assert ("took turns" in repr(timeline)) == (ranks > 1)
         assert pipe.step(ids, target=ids).timeline is None
 
@@ -159,7 +159,9 @@ def test_nothing_of_a_step_that_raised_is_kept_in_the_next_one() -> None:
 
     x = torch.randn(8, 5)
     model = nn.Sequential(Fails(5, 5), nn.Linear(5, 5))
-    with penstock.pipeline(model, (x,), microbatches=4, schedule="gpipe", loss=squared_error, leaves=["0"]) as pipe:
+    with penstock.pipeline(
+        model, (x,), microbatches=4, schedule="gpipe", loss=squared_error, leaf_modules=["0"]
+    ) as pipe:
         refs.clear()  # of the recording
         for fails, expected in ((True, [0, 1, 2]), (False, [0, 1, 2, 3])):
             left.clear()

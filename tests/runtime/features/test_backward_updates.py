@@ -41,7 +41,9 @@ def averages(at: int) -> nn.Sequential:
 
 
 def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> None:
-    verify(averages(3), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
+    verify(
+        averages(3), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4
+    ).raise_if_failed()
 
 
 class Noted(torch.autograd.Function):

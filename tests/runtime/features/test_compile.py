@@ -57,7 +57,9 @@ class Counting:
 def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = gpt(0.2) if name == "gpt" else CASES[name]()
     options = {"ranks": ranks, "schedule": schedule, "microbatches": 2, "compile": SAME_BITS}
-    penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, exact=True, **options).check()
+    penstock.verify(
+        case.model, case.args, target=case.target, loss_fn=case.loss, exact=True, **options
+    ).raise_if_failed()
 
 
 def test_stages_are_compiled_once_for_all_microbatches_and_steps() -> None:
@@ -215,7 +217,7 @@ def test_what_the_model_compiles_runs_compiled_in_the_pipeline_and_outside(way: 
         pipe.step(x, target=y)
         assert backend.graphs == once
         if schedule == "zb-h1":
-            assert pipe.split_share == {0: 0.9, 1: 0.9}
+            assert pipe.deferred_weight_grad_fraction == {0: 0.9, 1: 0.9}
         assert any("close, not equal" in note for note in pipe.notes)
     before = backend.calls
     model(x)
@@ -247,7 +249,7 @@ def test_a_stage_whose_compiled_weights_cannot_wait_says_so() -> None:
     with penstock.pipeline(nn.Sequential(*blocks), (x,), **options) as pipe:
         assert not any("split_share" in note for note in pipe.notes)
         pipe.step(x, target=y)
-        assert pipe.split_share == {0: 0.0, 1: 0.0}
+        assert pipe.deferred_weight_grad_fraction == {0: 0.0, 1: 0.0}
         assert [note.split(":")[0] for note in pipe.notes if "split_share is 0" in note] == ["stage 0", "stage 1"]
 
 
@@ -310,7 +312,7 @@ def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> No
 def test_inductor_is_close_and_draws_the_same_masks() -> None:
     case = gpt(0.2)
     options = {"microbatches": 2, "ranks": 2, "schedule": "zb-h1", "compile": True}
-    report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
+    report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).raise_if_failed()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
 
@@ -325,8 +327,8 @@ def test_inductor_leaves_most_of_a_transformer_to_w() -> None:
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1", "compile": True}
     with penstock.pipeline(case.model, case.args, case.kwargs, loss_fn=case.loss, **options) as pipe:
         pipe.step(*case.args, **case.kwargs)
-        assert len(pipe.split_share) == 2
-        assert min(pipe.split_share.values()) > 0.8, pipe.split_share
+        assert len(pipe.deferred_weight_grad_fraction) == 2
+        assert min(pipe.deferred_weight_grad_fraction.values()) > 0.8, pipe.deferred_weight_grad_fraction
 
 
 # -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------

@@ -12,8 +12,7 @@ from torch import Tensor
 from penstock import pipeline, verify
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features import registry
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, contexts, within
+from penstock.runtime.features.feature import Feature, StageContext, contexts, within
 from penstock.runtime.features.recompute import RecomputedStage
 from penstock.schedule import Op
 from scaffolding.small import batch, mlp

@@ -215,7 +215,9 @@ def test_looking_changes_nothing(name: str, ranks: int, schedule: str) -> None:
     if name == "masked":
         case = case._replace(model=Masked(), args=batch(4)[:1], target=batch(4)[1])
     options: dict[str, Any] = {"ranks": ranks, "schedule": schedule, "microbatches": 2, "check_finite": True}
-    penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, exact=True, **options).check()
+    penstock.verify(
+        case.model, case.args, target=case.target, loss_fn=case.loss, exact=True, **options
+    ).raise_if_failed()
 
 
 def test_a_microbatch_that_does_not_count_may_have_any_loss() -> None:

@@ -48,7 +48,7 @@ def test_batch_norm_that_runs_again_in_backward_ends_with_the_statistics_of_plai
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain(reentrant=reentrant) for _ in range(3)), nn.BatchNorm1d(6))
     report = verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4)
-    report.check()
+    report.raise_if_failed()
     assert any(row.kind == "buffer" and "num_batches" in row.name for row in report.rows)
 
 
@@ -101,7 +101,7 @@ def test_checkpoints_that_are_switched_off_and_on_are_followed() -> None:
 
 def test_another_librarys_checkpoint_around_a_norm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of DeepSpeed, say: a forward cannot know that backward runs it again."""
-    monkeypatch.setattr("penstock.runtime.features.checkpointed_norm._in_checkpoint", lambda: False)
+    monkeypatch.setattr("penstock.runtime.features.deferred_norm._in_checkpoint", lambda: False)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(2)))
     with pytest.raises(PartitionError, match=r"updates buffer '\d.norm[.].*', which its forward takes"):
         verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)

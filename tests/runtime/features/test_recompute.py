@@ -240,7 +240,7 @@ def test_the_split_backward_still_waits_for_w() -> None:
             model, (x,), schedule="zb-h1", ranks=2, microbatches=4, loss=squared_error, recompute=policy
         ) as pipe:
             pipe.step(x, target=y)
-            shares[policy] = pipe.split_share
+            shares[policy] = pipe.deferred_weight_grad_fraction
     assert shares["always"] == shares["never"]
     assert all(share == pytest.approx(WIDTH / (WIDTH + 1)) for share in shares["never"].values())
     assert all(0 < shares[2][stage] < shares["never"][stage] for stage in (0, 1))

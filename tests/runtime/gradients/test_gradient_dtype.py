@@ -1,4 +1,4 @@
-"""`gradient_dtype=torch.float32`: gradients of a model in bfloat16 are the float32 sums of its bfloat16 terms."""
+"""`grad_dtype=torch.float32`: gradients of a model in bfloat16 are the float32 sums of its bfloat16 terms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v")
 
 
 def pipeline(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
-    given = {"ranks": 2, "microbatches": MICROBATCHES, "loss_fn": loss, "gradient_dtype": torch.float32} | options
+    given = {"ranks": 2, "microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32} | options
     return penstock.pipeline(model or Net(), batch()[:1], **given)
 
 
@@ -45,7 +45,7 @@ def test_gradients_are_float32_sums_of_bfloat16_terms(schedule: str) -> None:
 
 def test_a_sum_in_bfloat16_would_be_another() -> None:
     low, sums = by_hand(steps=2, accumulate=None), by_hand(steps=2)
-    without = trained(gradient_dtype=None)
+    without = trained(grad_dtype=None)
     for name, grad in without.items():
         other = low[name]
         assert (grad is None) == (other is None)
@@ -202,7 +202,7 @@ def test_torchs_adam_says_so_itself() -> None:
 def test_a_sparse_gradient_is_in_float32_too() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 9)).bfloat16()
     ids = torch.arange(8) % 5
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "gradient_dtype": torch.float32}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "grad_dtype": torch.float32}
     with penstock.pipeline(model, (ids,), loss_fn=F.cross_entropy, schedule="zb-h1", **options) as pipe:
         pipe.step(ids, target=ids)
     assert model[0].weight.grad.is_sparse
@@ -214,7 +214,7 @@ def test_a_user_may_set_it_on_some_parameters_alone() -> None:
     for block in model.blocks:
         block[1].weight.grad_dtype = torch.float32
     expected = {True: by_hand(steps=2), False: by_hand(steps=2, accumulate=None)}
-    for name, grad in trained(2, model, gradient_dtype=None, schedule="zb-h1").items():
+    for name, grad in trained(2, model, grad_dtype=None, schedule="zb-h1").items():
         wanted = expected[name.endswith("1.weight")][name]
         assert name == TIED or grad is wanted is None or torch.equal(grad, wanted), name  # type: ignore[arg-type]
 
@@ -223,7 +223,7 @@ def test_a_user_may_set_it_on_some_parameters_alone() -> None:
 def test_verify_compares_with_one_device_that_accumulates_alike(schedule: str) -> None:
     x, y = batch()
     options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": schedule, "loss_fn": loss}
-    penstock.verify(Net(), (x,), target=y, gradient_dtype=torch.float32, exact=True, **options).check()
+    penstock.verify(Net(), (x,), target=y, grad_dtype=torch.float32, exact=True, **options).raise_if_failed()
 
 
 def test_verify_sees_a_sum_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,14 +236,14 @@ def test_verify_sees_a_sum_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     after_each_step(monkeypatch, low)
     options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "loss_fn": loss, "exact": True}
-    report = penstock.verify(Net(), (x,), target=y, gradient_dtype=torch.float32, **options)
-    assert {row.kind for row in report.wrong} == {"gradient"}
+    report = penstock.verify(Net(), (x,), target=y, grad_dtype=torch.float32, **options)
+    assert {row.kind for row in report.failures} == {"gradient"}
 
 
 def test_parameters_in_float32_are_left_alone() -> None:
     with pipeline() as pipe:
         assert dict(pipe.named_parameters())["scale"].grad_dtype == torch.float32
-    with pipeline(Net(dtype=torch.float32), gradient_dtype=torch.float64) as pipe:
+    with pipeline(Net(dtype=torch.float32), grad_dtype=torch.float64) as pipe:
         assert {p.grad_dtype for p in pipe.parameters()} == {torch.float64}
     with pipeline(Net(dtype=torch.float64)) as pipe:
         assert dict(pipe.named_parameters())[TIED].grad_dtype == torch.float64
@@ -251,5 +251,5 @@ def test_parameters_in_float32_are_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float32"])
 def test_other_dtypes_are_refused(dtype: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"gradient_dtype=.*: expected torch\.float32, torch\.float64 or None"):
-        pipeline(gradient_dtype=dtype)
+    with pytest.raises(ArgumentError, match=r"grad_dtype=.*: expected torch\.float32, torch\.float64 or None"):
+        pipeline(grad_dtype=dtype)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.runtime.gradients.ties import TieGroup, TieReducer, tie_groups
+from penstock.runtime.gradients.sums import TieGroup, TieReducer, tie_groups
 from scaffolding.local_collectives import collective_transports
 
 

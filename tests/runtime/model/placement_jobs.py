@@ -163,8 +163,8 @@ def recorded_for() -> None:
     x, _ = batch()
     some, every = torch.arange(8) % 4 != 1, torch.ones(8, dtype=torch.bool)
     with penstock.pipeline(model, (x, every), ranks=2, microbatches=2, loss=F.mse_loss, devices=DEVICE) as pipe:
-        assert f"type='{DEVICE}'" in pipe.code
-        assert "type='cpu'" not in pipe.code
+        assert f"type='{DEVICE}'" in pipe.stage_code
+        assert "type='cpu'" not in pipe.stage_code
         for mask in (every, some, every):
             loss = pipe.step(x, mask, target=torch.zeros(8, 6)).loss
             there = model(x.to(DEVICE), mask.to(DEVICE))

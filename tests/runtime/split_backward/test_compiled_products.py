@@ -76,7 +76,7 @@ def trained(
     ):
         for _ in range(steps):
             pipe.step(x, target=y)
-        return {name: p.grad for name, p in model.named_parameters()}, pipe.split_share, pipe.notes
+        return {name: p.grad for name, p in model.named_parameters()}, pipe.deferred_weight_grad_fraction, pipe.notes
 
 
 def assert_equal(mine: Grads, its: Grads) -> None:
@@ -321,4 +321,4 @@ def test_most_of_a_transformer_waits() -> None:
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": SPLIT, "compile": SAME_BITS}
     with penstock.pipeline(case.model, case.args, kwargs, loss_fn=case.loss, **options) as pipe:
         pipe.step(*case.args, **kwargs)
-        assert min(pipe.split_share.values()) > 0.8, pipe.split_share
+        assert min(pipe.deferred_weight_grad_fraction.values()) > 0.8, pipe.deferred_weight_grad_fraction

@@ -88,7 +88,7 @@ def trained(model: nn.Module, *, keeps: bool = True, autocast: bool = False, **o
                 model.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 pipe.step(x, target=y)
-        assert all(share > 0.5 for share in pipe.split_share.values())
+        assert all(share > 0.5 for share in pipe.deferred_weight_grad_fraction.values())
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

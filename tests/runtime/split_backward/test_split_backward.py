@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock._base.stages import StageMeta
 from penstock.runtime.execute.stage import _splits
-from penstock.runtime.features.context import Binding, StageContext
+from penstock.runtime.features.feature import Binding, StageContext
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op

@@ -44,14 +44,14 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, float]]:
 
     def seen_step(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
-        found.append(self.split_share)
+        found.append(self.deferred_weight_grad_fraction)
         return result
 
     monkeypatch.setattr(Pipeline, "step", seen_step)
     return found
 
 
-def verify(name: str, schedule: Schedule) -> penstock.Report:
+def verify(name: str, schedule: Schedule) -> penstock.VerificationReport:
     torch.manual_seed(0)
     sizes = {"layers": max(4, schedule.placement.stages)} if name == "tied_gpt_with_dropout" else {}
     model, args, kwargs, target, loss = (EXAMPLES | TINY)[name](**sizes)
@@ -77,7 +77,7 @@ def verify(name: str, schedule: Schedule) -> penstock.Report:
 def test_bits_of_one_device(name: str, late: int | None, shares: list[dict[int, float]]) -> None:
     schedule = with_late_weights(generate("1f1b", 3, MICROBATCHES), late)
     assert check(schedule) == []
-    verify(name, schedule).check()
+    verify(name, schedule).raise_if_failed()
     of_split = next(share for share in shares if share)  # models with dropout are compared with a pipeline of one rank
     assert set(of_split) == {0, 1, 2}
     assert all(share > 0.9 for share in shares[1].values())
@@ -85,7 +85,7 @@ def test_bits_of_one_device(name: str, late: int | None, shares: list[dict[int, 
 
 @pytest.mark.parametrize("name", ["mixtral", *(pytest.param(name, marks=pytest.mark.long) for name in ("vit", "bert"))])
 def test_tiny_models_of_transformers(name: str, shares: list[dict[int, float]]) -> None:
-    verify(name, with_late_weights(generate("gpipe", 2, 2), 1)).check()
+    verify(name, with_late_weights(generate("gpipe", 2, 2), 1)).raise_if_failed()
     assert all(share > 0.9 for share in shares[1].values())
 
 
@@ -98,7 +98,7 @@ def test_overlapping_pairs_run_one_after_the_other() -> None:
     assert {violation.kind for violation in check(order)} == {"inexact"}
     order = Schedule.parse(str(order).replace("0B2 0W1", "0W1 0B2"))
     assert check(order) == []
-    verify("skips", order).check()
+    verify("skips", order).raise_if_failed()
 
 
 # -- orders -----------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_input_gradients_in_another_order_than_weight_gradients() -> None:
     order = rows_of("0F0 0F1 0F2 0I2 0I0 0I1 0W0 0W1 0W2", "1F0 1F1 1F2 1I2 1I0 1I1 1W0 1W1 1W2")
     assert check(order) == []
     for name in ("skips", "batch_norm"):
-        verify(name, order).check()
+        verify(name, order).raise_if_failed()
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def test_some_stages_split_and_others_not() -> None:
     with penstock.pipeline(mlp(), (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
         pipe.step(x, target=y)
         share = WIDTH / (WIDTH + 1)
-        assert pipe.split_share == {1: pytest.approx(share)}
+        assert pipe.deferred_weight_grad_fraction == {1: pytest.approx(share)}
         pipe.evaluate(x, target=y)
-        assert pipe.split_share == {1: pytest.approx(share)}
+        assert pipe.deferred_weight_grad_fraction == {1: pytest.approx(share)}
     assert verify("mlp", order).ok
 
 
@@ -139,7 +139,7 @@ def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
         timeline = pipe.step(x, target=y, timeline=True).timeline
         assert timeline is not None
         assert {str(span.action) for span in timeline} >= {"0I0", "0W0", "1I2", "1W2"}
-        entries = next(job for job in pipe.session.steps.bound_schedules if job.training).actions
+        entries = next(job for job in pipe.session.bound_schedules if job.training).actions
         places = {str(e.action): (str(e.waiting.action), e.waiting.peers, str(e.running.action)) for e in entries}
         assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
         assert places["1W1"] == ("1W1", (), "1W1")

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.exact.rules import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, Product, value_of
-from penstock.runtime.split_backward.weight_uses import Waiting, _node_of
+from penstock.runtime.split_backward.weight_uses import Waiting, _node_of, keys_of
 
 SIZES = st.integers(1, 70)
 LAYOUTS = ["plain", "transposed", "shifted", "narrowed"]
@@ -195,7 +195,9 @@ def test_an_input_that_was_updated_in_place_is_refused() -> None:
     x, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
     plan = FORMS[F.linear](x, weight)
     assert plan is not None
-    call = Waiting(plan.weights, plan.gradients, tuple(map(SavedTensor.of, plan.kept)), torch.ones(3, 5))
+    call = Waiting(
+        plan.weights, keys_of(plan.weights), plan.gradients, tuple(map(SavedTensor.of, plan.kept)), torch.ones(3, 5)
+    )
     call.terms()
     x.view(-1)[0] = 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

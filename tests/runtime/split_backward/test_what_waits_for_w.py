@@ -20,7 +20,7 @@ def test_trap_16_all_weights_of_linear_layers_wait_for_w() -> None:
         model, (x,), ranks=2, microbatches=4, schedule="zb-h1", loss=nn.functional.mse_loss
     ) as pipe:  # fmt: skip
         pipe.step(x, target=target)
-        assert pipe.split_share == {0: 1.0, 1: 1.0}
+        assert pipe.deferred_weight_grad_fraction == {0: 1.0, 1: 1.0}
 
 
 class Trims(nn.Module):
@@ -55,4 +55,4 @@ def test_a_layer_that_runs_otherwise_in_a_later_microbatch_waits_for_w_as_a_whol
             pipe.step(ids, lengths, target=target)
             step_by_hand(reference, (ids, lengths), target, squared_error, 4)
             assert_same_gradients(model, reference)
-        assert pipe.split_share[0] > 0.9
+        assert pipe.deferred_weight_grad_fraction[0] > 0.9

@@ -82,6 +82,15 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
             pipe.step(x[:1], target=y[:1])
 
 
+def test_an_evaluated_batch_is_cut_otherwise_once_a_norm_needed_two_rows() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    x = torch.randn(9, 4)
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
+        before = pipe.predict(x[:3])
+        pipe.step(x[:5], target=x[:5])
+        assert pipe.predict(x[:3]).shape == before.shape
+
+
 def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
     torch.manual_seed(0)
     model = ConvNet()
@@ -253,7 +262,7 @@ def test_trap_14_dataclasses_and_plain_values_that_change_between_steps() -> Non
                 terms.append(loss.detach() * (len(mine) / 11))
             assert torch.equal(result.loss, terms[0] + terms[1] + terms[2])
             assert_same_gradients(model, reference)
-        assert len(list(pipe.session.steps.bound_schedules)) == 4
+        assert len(list(pipe.session.bound_schedules)) == 4
 
 
 class Branching(nn.Module):
@@ -285,7 +294,7 @@ def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
             pipe.step(x, mask, target=y)
             step_by_hand(reference, (x, mask), y, squared_error, 3)
             assert_same_gradients(model, reference)
-        assert len(list(pipe.session.steps.bound_schedules)) == 3
+        assert len(list(pipe.session.bound_schedules)) == 3
 
 
 def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,17 +309,17 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         for _ in range(3):
             for rows in (1, 2, 3):
                 pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert len(list(pipe.session.steps.bound_schedules)) == 3
+        assert len(list(pipe.session.bound_schedules)) == 3
         assert len(recorded) == 3 + 2  # with 4 and 5 rows, to find what follows the number
         with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
             pipe.step(batch(4)[0], target=batch(4)[1])
         assert warned[0].filename == __file__
         pipe.step(batch(5)[0], target=batch(5)[1])  # said once
-        assert len(list(pipe.session.steps.bound_schedules)) == 3
-        oldest = next(iter(pipe.session.steps.bound_schedules))
+        assert len(list(pipe.session.bound_schedules)) == 3
+        oldest = next(iter(pipe.session.bound_schedules))
         for rows in (3, 6):
             pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert any(job is oldest for job in pipe.session.steps.bound_schedules), "it was used after the others"
+        assert any(job is oldest for job in pipe.session.bound_schedules), "it was used after the others"
         assert len(pipe.session.engine.transports[0]._hub.channels) == 0  # type: ignore[attr-defined]
 
 

@@ -81,8 +81,8 @@ def test_a_module_is_told_which_microbatch_is_computed_and_where(schedule: str, 
     options |= {"loss": scaled_error, "leaves": ["first", "second"]}
     report = penstock.verify(copy.deepcopy(model), (x,), target=y, **options)
     assert report.ok
-    assert report.whole_batch is not None
-    assert report.whole_batch.verdict == "warning"  # it has one microbatch, and another factor
+    assert report.full_batch is not None
+    assert report.full_batch.verdict == "warning"  # it has one microbatch, and another factor
     with pipeline(model, (x,), **options) as pipe:
         every = {(stage.index, k) for stage in pipe.stages for k in range(4)}
         if schedule == "dualpipe":  # two copies of each stage, with half of the microbatches each

@@ -113,7 +113,7 @@ def test_pieces_get_theirs() -> None:
         parts = zip(args[0].split(sizes), y.split(sizes), strict=True)
         return [Microbatch((part, args[1]), target=target) for part, target in parts]
 
-    with pipeline(model, (x, scale.detach()), **options, split=cut) as pipe:
+    with pipeline(model, (x, scale.detach()), **options, split_fn=cut) as pipe:
         pipe.step(x, scale.detach(), target=y)
     assert torch.equal(x.grad, other_x.grad)  # type: ignore[arg-type]
 

@@ -131,7 +131,7 @@ def test_features_serve_all_kinds(feature: str, schedule: str) -> None:
                 assert torch.equal(pipe.step(x, mask, target=y).loss, one.step(x, mask, target=y).loss)
             assert_same_gradients(model, reference)
         if schedule == "zb-h1" and feature != "recompute layers":
-            assert min(pipe.split_share.values()) > 0.5
+            assert min(pipe.deferred_weight_grad_fraction.values()) > 0.5
 
 
 def test_evaluation_takes_the_same_ways() -> None:

@@ -113,7 +113,7 @@ class Deferring(nn.Module):
 def test_a_refusal_at_the_end_of_a_step_leaves_no_gradients() -> None:
     model, x, short = Deferring(), torch.randn(16, 5), torch.ones(16, dtype=torch.long)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss_fn": F.mse_loss, "deferred_batch_norm": True}
-    with pipeline(model, (x, short), leaves=["block"], **options) as pipe:
+    with pipeline(model, (x, short), leaf_modules=["block"], **options) as pipe:
         with pytest.raises(ArgumentError, match="is called 2 times in one microbatch and 1 in another"):
             pipe.step(x, torch.tensor([1] * 8 + [LONG] * 8), target=x)
         assert all(p.grad is None for p in model.parameters())
@@ -134,7 +134,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was(how: str, accumulated: b
         torch.manual_seed(1)
         model, loss = Model(how), Counts(how)
         options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": schedule, "loss_fn": loss, "seed": 7}
-        with pipeline(model, (x, short), leaves=["block"], **options) as pipe:
+        with pipeline(model, (x, short), leaf_modules=["block"], **options) as pipe:
             pipe.step(x, short, target=(x, short), loss_scale=2.0)
             if not accumulated:
                 model.zero_grad()

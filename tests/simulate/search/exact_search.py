@@ -15,9 +15,9 @@ from ortools.sat.python import cp_model
 
 from penstock.schedule import Placement
 from penstock.simulate import NO_COST, Links, StageCost
-from penstock.simulate.search import Found, Objective, Problem, problem, search
+from penstock.simulate.search import Objective, Problem, SearchResult, problem, search
 from penstock.simulate.search.bounds import memory_waits
-from penstock.simulate.search.found import judged
+from penstock.simulate.search.found import evaluate
 from penstock.simulate.search.problem import Rows
 from penstock.simulate.search.timing import fits, time_rows
 
@@ -33,7 +33,7 @@ def exact(
     memory_limit: float | None = None,
     objective: Objective = "makespan",
     seconds: float = 60.0,
-) -> Found:
+) -> SearchResult:
     """The best schedule, with `Found.proven` if no other can be better; otherwise the best found in the time.
 
     It begins with what a short `search` finds. The solver's model is slightly looser than reality if costs are not
@@ -53,7 +53,7 @@ def exact(
     bound = max(start.lower_bound_seconds, solver.best_objective_bound / model.scale)
     solved = None if status == cp_model.UNKNOWN else _better(asked, model.rows(solver), start.objective_seconds)
     schedule = start.schedule if solved is None else asked.schedule("exact", solved)
-    timeline, objective_seconds = judged(schedule, costs, links, objective)
+    timeline, objective_seconds = evaluate(schedule, costs, links, objective)
     return replace(
         start,
         schedule=schedule,

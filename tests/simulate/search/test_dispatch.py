@@ -15,7 +15,7 @@ from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import lower_bound, search
 from penstock.simulate.search.dispatch import Pattern, dispatch
 from penstock.simulate.search.found import one_by_one
-from penstock.simulate.search.improve import improve, stretch
+from penstock.simulate.search.improve import extrapolate, improve
 from penstock.simulate.search.pattern import sample, vary
 from penstock.simulate.search.problem import Problem, Rows, problem
 from penstock.simulate.search.timing import fits, time_rows
@@ -128,7 +128,7 @@ def test_rows_that_are_stretched_are_legal_and_fit(
     many = few.with_microbatches(few.microbatches + more)
     rows = dispatch(few, sample(few, Random(seed)))
     assert rows is not None
-    stretched = stretch(few, rows, many)
+    stretched = extrapolate(few, rows, many)
     if stretched is not None:
         cost, made = stretched
         judge(many, *drawn[1:], made)

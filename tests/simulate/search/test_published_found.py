@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import Placement, check, generate, generators
-from penstock.schedule.generators import Numbers
+from penstock.schedule import Placement, check, generate, schedule_specs
+from penstock.schedule.generators import ScheduleParams
 from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import search
@@ -135,9 +135,9 @@ def test_never_worse_than_a_generator_that_fits(data: st.DataObject, p: int, m: 
     assert max(one.peak_activations for one in memory(found.schedule, costs, found.timeline)) <= limit
     assert found.lower_bound_seconds <= found.objective_seconds * (1 + 1e-9)
     chunks = placement.stages // p
-    for entry in generators():
-        numbers = Numbers(p, m, chunks)
-        if entry.broken(numbers) is not None:
+    for entry in schedule_specs():
+        numbers = ScheduleParams(p, m, chunks)
+        if entry.violated_constraint(numbers) is not None:
             continue
         schedule = entry.make(numbers)
         timeline = simulate(schedule, costs, link)
@@ -150,7 +150,7 @@ def test_never_worse_than_a_generator_that_fits(data: st.DataObject, p: int, m: 
 def test_the_bound_allows_for_overlaps() -> None:
     cost = StageCost(2, 2, 1, overlapped_seconds=3.2)
     found = search(Placement.v(4), 8, cost, objective="span", seconds=0.5)
-    assert found.known == "dualpipe-v"
+    assert found.baseline == "dualpipe-v"
     assert found.lower_bound_seconds <= found.objective_seconds
     assert not found.proven
 
@@ -158,9 +158,9 @@ def test_the_bound_allows_for_overlaps() -> None:
 def test_what_is_known_by_name_is_that_schedule() -> None:
     """Not the one with its backwards split, which is better."""
     found = search(Placement.loop(2), 4, UNIT, memory_limit=1, seconds=0.2)
-    assert found.known == "naive"
-    assert found.known_seconds == simulate(generate("naive", 2, 4), UNIT).makespan_seconds
-    assert found.objective_seconds < found.known_seconds
+    assert found.baseline == "naive"
+    assert found.baseline_seconds == simulate(generate("naive", 2, 4), UNIT).makespan_seconds
+    assert found.objective_seconds < found.baseline_seconds
 
 
 def test_a_rank_that_holds_nothing_needs_no_memory() -> None:

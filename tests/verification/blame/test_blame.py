@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock._base.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.distributed.launch.agent import left
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from penstock.testing import assert_same_training
 from penstock.verification.blame.command import checked, run
-from penstock.verification.blame.finding import Blame, Finding
+from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
-from penstock.verification.blame.page import page
-from penstock.verification.blame.watch import FOLDER
+from penstock.verification.blame.watch import FOLDER, Step
 from penstock.verification.first_difference import confusable_values, first_value
 from penstock.verification.trail import FORWARD, Place, Trail
 
@@ -136,7 +135,7 @@ def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
     assert run(command, folder, steps=3, timeout=5.0) == "took no step for 5 s (--timeout)"
     assert tmp_path.joinpath("pid").exists()
     assert left(str(folder), tag=FOLDER) == set()
-    with pytest.raises(PipelineFailure, match="the job took no step for 5 s before all ranks had taken a step"):
+    with pytest.raises(RankFailedError, match="the job took no step for 5 s before all ranks had taken a step"):
         read(folder, "took no step for 5 s")
 
 
@@ -144,7 +143,7 @@ def part(rank: int, stage: nn.Module) -> Part:
     """A stage of one rank, as it would be read from a file."""
     before = {name: value.detach() for name, value in stage.named_parameters()}
     modules = {name: type(module).__name__ for name, module in stage.named_modules()}
-    return Part(rank, 0, [{"stage": None, "names": {}, "before": before, "modules": modules}])
+    return Part(rank, 0, [Step(None, {}, before, modules=modules)])
 
 
 def test_renumbered_layers_are_known_by_their_weights() -> None:

@@ -4,22 +4,25 @@
 'NVIDIA H100 SXM 80GB'
 """
 
-from penstock.costs.hardware.calibration import Measurement, calibrated
-from penstock.costs.hardware.roofline import USUAL, Efficiency, Operation, operation_seconds, seconds_of
-from penstock.costs.hardware.specs import DTYPES, Cable, Device, device, devices, reported_as
+from penstock._base.lazy import old_names
+from penstock.costs.hardware.calibration import Measurement, calibrate
+from penstock.costs.hardware.roofline import DEFAULT_EFFICIENCY, Efficiency, Operation, operation_seconds, seconds_of
+from penstock.costs.hardware.specs import DTYPES, DeviceSpec, Interconnect, device, device_by_reported_name, devices
 
 __all__ = [
+    "DEFAULT_EFFICIENCY",
     "DTYPES",
-    "USUAL",
-    "Cable",
-    "Device",
+    "DeviceSpec",
     "Efficiency",
+    "Interconnect",
     "Measurement",
     "Operation",
-    "calibrated",
+    "calibrate",
     "device",
+    "device_by_reported_name",
     "devices",
     "operation_seconds",
-    "reported_as",
     "seconds_of",
 ]
+
+__getattr__ = old_names(__name__)

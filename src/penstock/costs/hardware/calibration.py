@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock.costs.hardware.roofline import USUAL, Efficiency, Operation
-from penstock.costs.hardware.specs import Device
+from penstock.costs.hardware.roofline import DEFAULT_EFFICIENCY, Efficiency, Operation
+from penstock.costs.hardware.specs import DeviceSpec
 
 LIKELY = np.array([0.3, 0.3, 0.2, 1.0])
 """How far constants usually are from where a fit starts, in the units below. A measurement that is off by `MISFIT` of
@@ -54,8 +54,10 @@ class Measurement:
             raise ArgumentError(f"a measurement: seconds={self.seconds!r}; expected a time above 0")
 
 
-def calibrated(measurements: Iterable[Measurement], device: Device, start: Efficiency = USUAL) -> Efficiency:
-    """The constants with which the estimates of these operations are closest to what they took.
+def calibrate(
+    measurements: Iterable[Measurement], device: DeviceSpec, start: Efficiency = DEFAULT_EFFICIENCY
+) -> Efficiency:
+    """Fit the constants with which the estimates of these operations are closest to their times.
 
     Least squares of the logarithms of estimate / measured, so that short operations count as much as long ones, by
     Levenberg's and Marquardt's method. With no measurement: `start`.
@@ -67,7 +69,7 @@ def calibrated(measurements: Iterable[Measurement], device: Device, start: Effic
     if not given:
         return start
     wrong, spare = _wrong(given, device), len(given) - len(LIKELY)
-    logarithms = -math.log(start.product_fraction), -math.log(start.bandwidth_fraction)
+    logarithms = -math.log(start.matmul_efficiency), -math.log(start.bandwidth_efficiency)
     first = np.clip([*logarithms, start.launch_seconds / _SCALE, start.run_seconds / _SCALE], 0.0, _HIGH)
     misfit = MISFIT
     if spare > 0:
@@ -83,7 +85,7 @@ _Wrong = Callable[[Floats], tuple[Floats, Floats]]
 """By how much the logarithm of each estimate is wrong with these constants, and its slopes by each of them."""
 
 
-def _wrong(given: Sequence[Measurement], device: Device) -> _Wrong:
+def _wrong(given: Sequence[Measurement], device: DeviceSpec) -> _Wrong:
     columns = []
     for one in given:
         products = [op.count * op.flops / device.peak(op.dtype) if op.flops else 0.0 for op in one.operations]
@@ -105,7 +107,7 @@ def _wrong(given: Sequence[Measurement], device: Device) -> _Wrong:
 
 
 def _fit(wrong: _Wrong, first: Floats, pull: Floats) -> Floats:
-    """The constants with the least squares, from `first` on, to which they are drawn."""
+    """Return the least-squares constants, starting from `first`, which they are pulled towards."""
 
     def errors_at(at: Floats) -> tuple[Floats, Floats]:
         errors, slopes = wrong(at)

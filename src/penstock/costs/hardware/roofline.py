@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
 from penstock._base.words import counted
-from penstock.costs.hardware.specs import Device
+from penstock.costs.hardware.specs import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Efficiency:
     """How much of a device's peaks is reached.
 
     Attributes:
-        product_fraction: of the peak, by matrix products.
-        bandwidth_fraction: of the memory's bandwidth.
+        matmul_efficiency: of the peak, by matrix products.
+        bandwidth_efficiency: of the memory's bandwidth.
         launch_seconds: what each kernel takes besides.
         measurements: to how many it was fitted; 0: to none.
         error: the median of |estimate / measured - 1| over these.
@@ -56,15 +56,15 @@ class Efficiency:
         ArgumentError: a fraction is not above 0 and at most 1, or a time is not 0 or more.
     """
 
-    product_fraction: float
-    bandwidth_fraction: float
+    matmul_efficiency: float
+    bandwidth_efficiency: float
     launch_seconds: float
     measurements: int = 0
     error: float = 0.0
     run_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("product_fraction", "bandwidth_fraction"):
+        for name in ("matmul_efficiency", "bandwidth_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a fraction, above 0 and at most 1")
         for name in ("launch_seconds", "run_seconds"):
@@ -79,29 +79,33 @@ class Efficiency:
             origin = f"fitted to {counted(self.measurements, 'measurement')} (median error {self.error:.1%})"
         run = f" and {1e6 * self.run_seconds:.3g} us a run" if self.run_seconds else ""
         return (
-            f"{self.product_fraction:.0%} of the peak, {self.bandwidth_fraction:.0%} of the bandwidth, "
+            f"{self.matmul_efficiency:.0%} of the peak, {self.bandwidth_efficiency:.0%} of the bandwidth, "
             f"{1e6 * self.launch_seconds:.3g} us a kernel{run}, {origin}"
         )
 
 
-USUAL = Efficiency(0.7, 0.8, 4e-6)
+DEFAULT_EFFICIENCY = Efficiency(0.7, 0.8, 4e-6)
 """Round figures, without any measurement. Large products reach 60 to 80% of the dense peak, streaming kernels 75 to 90%
 of the bandwidth, and the host launches a kernel in a few microseconds. Whole training steps, which also wait and
 communicate, reach less: 44 to 52% on A100 (Narayanan et al. 2021, table 1), 38 to 43% on H100 (Llama 3, 2024, table 4).
 """
 
 
-def operation_seconds(operation: Operation, device: Device, efficiency: Efficiency = USUAL) -> float:
-    """What an operation takes, all its runs together.
+def operation_seconds(operation: Operation, device: DeviceSpec, efficiency: Efficiency = DEFAULT_EFFICIENCY) -> float:
+    """Return the seconds of an operation, all its runs together.
 
     Raises:
         ArgumentError: the device has no peak for the product's dtype.
     """
-    product = operation.flops / (device.peak(operation.dtype) * efficiency.product_fraction) if operation.flops else 0.0
-    moved = operation.bytes / (device.bytes_per_second * efficiency.bandwidth_fraction)
+    product = (
+        operation.flops / (device.peak(operation.dtype) * efficiency.matmul_efficiency) if operation.flops else 0.0
+    )
+    moved = operation.bytes / (device.bytes_per_second * efficiency.bandwidth_efficiency)
     return operation.count * (efficiency.launch_seconds + max(product, moved))
 
 
-def seconds_of(operations: Iterable[Operation], device: Device, efficiency: Efficiency = USUAL) -> float:
-    """What operations take one after another."""
+def seconds_of(
+    operations: Iterable[Operation], device: DeviceSpec, efficiency: Efficiency = DEFAULT_EFFICIENCY
+) -> float:
+    """Return the seconds of operations that run one after another."""
     return math.fsum(operation_seconds(operation, device, efficiency) for operation in operations)

@@ -23,7 +23,7 @@ the libraries' own tests. Vendors state none, and sizes that stages exchange har
 
 
 @dataclass(frozen=True, slots=True)
-class Cable:
+class Interconnect:
     """What joins two devices.
 
     Attributes:
@@ -40,7 +40,7 @@ class Cable:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One device.
 
     Attributes:
@@ -52,7 +52,7 @@ class Device:
         network: to a device of another host, its share of a typical host's ports; None: not known.
         sources: where these figures are from.
         aliases: other names by which it is found.
-        reports: what it calls itself begins with one of these.
+        reported_names: what it calls itself begins with one of these.
         type: the type of torch's device ("cuda").
         processors: streaming multiprocessors, among which products are divided; 0: not known.
 
@@ -65,11 +65,11 @@ class Device:
     flops_per_second: Mapping[str, float]
     memory_bytes: float
     bytes_per_second: float
-    link: Cable | None = None
-    network: Cable | None = None
+    link: Interconnect | None = None
+    network: Interconnect | None = None
     sources: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    reports: tuple[str, ...] = field(default=(), repr=False)
+    reported_names: tuple[str, ...] = field(default=(), repr=False)
     type: str = "cuda"
     processors: int = 0
 
@@ -102,13 +102,14 @@ class Device:
 
 
 @functools.cache
-def devices() -> Mapping[str, Device]:
-    """All known devices, by key."""
+def devices() -> Mapping[str, DeviceSpec]:
+    """Return all known devices, by key."""
     return _read(Path(__file__).with_name("devices.toml"))
 
 
-def device(name: str | Path) -> Device:
-    """The device of this key, alias or reported name; or the one that a file, as `devices.toml`, has.
+def device(name: str | Path) -> DeviceSpec:
+    """Return the device with this key, alias or reported name; or the one that a file in the format of `devices.toml`
+    describes.
 
     Raises:
         ArgumentError: no device has that name (the message names those most like it), or the file is not as expected.
@@ -123,7 +124,7 @@ def device(name: str | Path) -> Device:
     wanted = text.lower().replace("_", "-").replace(" ", "-")
     if wanted in names:
         return names[wanted]
-    if (reported := reported_as(text)) is not None:
+    if (reported := device_by_reported_name(text)) is not None:
         return reported
     raise ArgumentError(
         f"device {text!r}: not known; {did_you_mean(wanted, names, 0.5)}"
@@ -131,13 +132,15 @@ def device(name: str | Path) -> Device:
     )
 
 
-def reported_as(name: str) -> Device | None:
-    """The device that calls itself so, as `torch.cuda.get_device_name()` says."""
-    found = [(len(start), each) for each in devices().values() for start in each.reports if name.startswith(start)]
+def device_by_reported_name(name: str) -> DeviceSpec | None:
+    """Return the device with this reported name, as in `torch.cuda.get_device_name()`; None if it is unknown."""
+    found = [
+        (len(start), each) for each in devices().values() for start in each.reported_names if name.startswith(start)
+    ]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _read(path: Path) -> dict[str, Device]:
+def _read(path: Path) -> dict[str, DeviceSpec]:
     tables = read_toml(path).items()
     return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
 
@@ -148,11 +151,11 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _device(key: str, table: Any, where: str) -> Device:
+def _device(key: str, table: Any, where: str) -> DeviceSpec:
     try:
         if unknown := [name for name in table if name not in _KEYS]:
             raise ArgumentError(f"{where}: {quoted(unknown[0])} is unknown; expected {', '.join(_KEYS)}")
-        return Device(
+        return DeviceSpec(
             key,
             str(table.get("name", key)),
             {dtype: 1e12 * value for dtype, value in table["tflops"].items()},
@@ -175,8 +178,8 @@ def _device(key: str, table: Any, where: str) -> Device:
         raise ArgumentError(f"{where}: {missing}; see penstock/costs/hardware/devices.toml") from error
 
 
-def _cable(table: Any, latency_seconds: float) -> Cable | None:
+def _cable(table: Any, latency_seconds: float) -> Interconnect | None:
     if table is None:
         return None
     latency = 1e-6 * table["latency_us"] if "latency_us" in table else latency_seconds
-    return Cable(str(table.get("name", "")), 1e9 * table["gbps"], latency, int(table.get("devices", 0)))
+    return Interconnect(str(table.get("name", "")), 1e9 * table["gbps"], latency, int(table.get("devices", 0)))

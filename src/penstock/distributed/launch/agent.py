@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 def agent_command(arguments: Sequence[str]) -> list[str]:
-    """The command of one machine's agent, to be started in an environment with a `TAG`: torchrun with these arguments.
+    """Return the command of one machine's agent, to be started in an environment with a `TAG`: torchrun with these
+    arguments.
 
     It ends when this process does, and imports nothing from the current folder. Of the arguments those that begin with
     `--` are torchrun's, up to the script's path, or `-m` and a module; all that follow are the script's (rank.py).
@@ -45,14 +46,15 @@ def agent_command(arguments: Sequence[str]) -> list[str]:
 
 
 def end_with_parent(parent: int) -> bool:
-    """From now on this process gets a SIGTERM when its parent ends (on Linux). False if that has ended already."""
+    """Send this process a SIGTERM when its parent ends, from now on (on Linux). Return False if it has ended
+    already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     return os.getppid() == parent
 
 
 def kill_left(job: str, tag: str = TAG) -> None:
-    """Kills what the job left: ranks have their own sessions, so the mark in their environment finds them."""
+    """Kill what the job left: ranks have their own sessions, so the mark in their environment finds them."""
     for _ in range(100):  # again until none is found: one may have started another meanwhile
         found = left(job, tag=tag)
         if not found:
@@ -64,13 +66,13 @@ def kill_left(job: str, tag: str = TAG) -> None:
 
 
 def left(job: str, besides: Sequence[int] = (), tag: str = TAG) -> set[int]:
-    """The processes of a job that have not ended, but for this one and those named."""
+    """Return the processes of a job that have not ended, but for this one and those named."""
     mark = f"{tag}={job}".encode()
     return {pid for pid, given in environments() if mark in given} - {os.getpid(), *besides}
 
 
 def _wake_the_ended() -> None:
-    """Continues this process's children that are stopped and were told to end, from now on: what is stopped heeds no
+    """Continue this process's children that are stopped and were told to end, from now on: what is stopped heeds no
     signal but SIGKILL, and for that torchrun waits half a minute. Of this process's threads only this one is
     interrupted: the others block SIGINT, and so do ranks until they run the program."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -99,7 +101,7 @@ class _Ends:
                 self._at_ns.setdefault(ended.si_pid, time.monotonic_ns())
 
     def note(self, failures: dict[int, ProcessFailure]) -> None:
-        """Leaves those that torchrun has seen, by rank, for the launcher."""
+        """Leave those that torchrun has seen, by rank, for the launcher."""
         now = time.monotonic_ns()
         for rank, failure in failures.items():
             at_ns = self._at_ns.get(failure.pid, now)
@@ -107,7 +109,7 @@ class _Ends:
 
 
 def _agent(launcher: int, arguments: Sequence[str]) -> int:
-    """The job's exit status, by torchrun, in a process that ends when its launcher does."""
+    """Return the job's exit status, by torchrun, in a process that ends when its launcher does."""
     if not end_with_parent(launcher):
         return 128 + signal.SIGTERM
     from torch.distributed import run as torchrun

@@ -51,45 +51,40 @@ class RankFailure:
         return self.message or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
 
     @classmethod
-    def read_all(cls, path: Path | str) -> list[Self]:
-        """What was left in the file that `FAILURES` names."""
-        found = []
+    def first(cls, path: Path | str) -> Self | None:
+        """What failed first, by the file of `FAILURES`, with the exit status of that rank; None if nothing did."""
+        found: list[Self] = []
         for line in _lines(path):
             with contextlib.suppress(ArgumentError):  # whatever a user's code wrote there
                 found.append(validate(cls, line, "failure"))
-        return found
-
-    @classmethod
-    def first(cls, path: Path | str) -> Self | None:
-        """What failed first, with the exit status of that rank; None if nothing did."""
-        found = sorted(cls.read_all(path), key=lambda failure: failure.at_ns)
+        found.sort(key=lambda failure: failure.at_ns)
         if not found or not found[0].message:
             return found[0] if found else None
         codes = [failure.exitcode or 0 for failure in found if failure.rank == found[0].rank]
         return replace(found[0], exitcode=max(1, *codes))  # a signal that came after the failure is the agent's
 
     def write(self, path: str) -> None:
-        """Adds it to such a file."""
+        """Add it to such a file."""
         _add(path, asdict(self))
 
 
 def note(rank: int, message: str = "", exitcode: int | None = None) -> None:
-    """Leaves why a rank failed for the launcher, if there is one."""
+    """Leave why a rank failed for the launcher, if there is one."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
             RankFailure(rank, exitcode, time.monotonic_ns(), line_of(message, _MAX_CHARACTERS)).write(path)
 
 
 def first_noted() -> RankFailure | None:
-    """What failed first in this process's job, as far as is known; None too where no launcher asks."""
+    """Return what failed first in this process's job, as far as is known; None too where no launcher asks."""
     with contextlib.suppress(KeyError, OSError, ValueError):
         return RankFailure.first(os.environ[FAILURES])
     return None
 
 
 def await_culprit(rank: int) -> None:
-    """Lets the rank that failed first end first, if it is not this one: its traceback and its exit status count, and
-    its agent then ends this process."""
+    """Let the rank that failed first end first, if it is not this one: its traceback and its exit status count, and its
+    agent then ends this process."""
     first = first_noted()
     if first is not None and first.rank != rank and first.message:
         time.sleep(_CULPRIT_SECONDS)
@@ -115,7 +110,7 @@ def write_failure_to_runs(path: Path | str, message: str) -> None:
 
 
 def exit_status(error: BaseException) -> int:
-    """Of a program that this exception ends."""
+    """Return the exit status of a program that this exception ends."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, SystemExit):
@@ -125,18 +120,18 @@ def exit_status(error: BaseException) -> int:
 
 
 def shell_status(exitcode: int) -> int:
-    """A process's exit status as a shell reports it: 128 + n for signal n."""
+    """Return a process's exit status as a shell reports it: 128 + n for signal n."""
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
 def how_it_ended(exitcode: int) -> str:
-    """In words: was killed by SIGKILL; ended with exit status 3."""
+    """Describe an exit: was killed by SIGKILL; ended with exit status 3."""
     names = {one.value: f"was killed by {one.name}" for one in signal.Signals}
     return names.get(-exitcode, f"ended with exit status {exitcode}")
 
 
 def stopped_by(number: int) -> str:
-    """Which signal ended a job, in words."""
+    """Describe which signal ended a job."""
     return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
 
 
@@ -151,7 +146,7 @@ def _add(path: str, value: object) -> None:
 
 
 def _lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The objects in a file to which ranks, and so the user's code, may write."""
+    """Yield the objects in a file to which ranks, and so the user's code, may write."""
     with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         for line in file.read(_MAX_BYTES).splitlines():
             with contextlib.suppress(ArgumentError):

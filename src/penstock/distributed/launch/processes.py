@@ -46,7 +46,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
-    """Runs a Python script once for each rank, on a free port of this machine, and waits until all have ended.
+    """Run a Python script once for each rank, on a free port of this machine, and wait until all have ended.
 
     SIGINT, SIGTERM and SIGHUP are passed on. The ranks then have a few seconds to end; a second one ends them at once.
 
@@ -87,7 +87,7 @@ class Outcome:
     happened: tuple[Any, ...] = ()
 
     def report(self) -> int:
-        """Prints what failed first, and returns the exit status. Raises KeyboardInterrupt: a signal, its argument."""
+        """Print what failed first, and return the exit status. Raise KeyboardInterrupt: a signal, its argument."""
         if self.received:
             raise KeyboardInterrupt(self.received)
         if self.message:
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User | None = None) -> Outcome:
-    """How a job ended whose agents did. What failed first goes into the folders of runs, too.
+    """Explain how a job ended whose agents did. What failed first goes into the folders of runs, too.
 
     Args:
         failures: the file that `FAILURES` named.
@@ -169,7 +169,7 @@ def supervise(
     forwards: bool = True,
     patience: Patience = USUAL,
 ) -> Ended:
-    """Starts agents and waits until all have ended, or have to. None of their processes is left.
+    """Start agents and wait until all have ended, or have to. None of their processes is left.
 
     Args:
         commands: of the agents: `agent_command`, or what runs it elsewhere.
@@ -185,6 +185,7 @@ def supervise(
         TimeoutError: it took more than `seconds`.
     """
     until = time.monotonic() + seconds
+    shares_input = not (outputs or sys.stdin is None or sys.stdin.isatty())  # the background reads no terminal
     agents: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_end, agents)
@@ -199,7 +200,7 @@ def supervise(
                 subprocess.Popen(
                     command,
                     env={**environment, TAG: jobs[-1]},
-                    stdin=subprocess.DEVNULL if outputs else _usual_input(),
+                    stdin=None if shares_input else subprocess.DEVNULL,
                     stdout=outputs[number] if outputs else None,
                     stderr=subprocess.STDOUT if outputs else None,
                     process_group=0,  # a Ctrl-C of the terminal comes to us alone
@@ -219,8 +220,8 @@ def _wait(
     until: float,
     patience: Patience,
 ) -> int | None:
-    """Until all have ended, or nobody waits for them any longer: at a deadline, at a second signal, or after a signal
-    once no rank is left, as an agent takes seconds to end. Returns the first that failed, if any."""
+    """Wait until all have ended, or nobody waits for them any longer: at a deadline, at a second signal, or after a
+    signal once no rank is left, as an agent takes seconds to end. Return the first that failed, if any."""
     first: int | None = None
     deadline = float("inf")
     while True:
@@ -261,7 +262,7 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _forwarded(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Passes signals on to the agents; yields the list of those that came."""
+    """Pass signals on to the agents; yield the list of those that came."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -276,15 +277,11 @@ def _forwarded(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]
             signal.signal(number, handler)
 
 
-def _usual_input() -> int | None:
-    """Ours, but never the terminal's, which a group in the background must not read."""
-    return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
-
-
 @contextlib.contextmanager
 def memory(name: str, user: User | None = None) -> Iterator[str]:
-    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full. For
-    another user, who cannot open such a file, it is one on disk, which that user can write, but not replace."""
+    """Yield the path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is
+    full. For another user, who cannot open such a file, it is one on disk, which that user can write, but not
+    replace."""
     if sys.platform != "linux" or user:
         with tempfile.TemporaryDirectory(prefix=f"penstock-{name}-") as folder:
             file = Path(folder, name)
@@ -302,14 +299,14 @@ def memory(name: str, user: User | None = None) -> Iterator[str]:
 
 
 def cores_for(ranks: int, threads: int | None) -> dict[str, str]:
-    """What sets the number of threads of each rank; nothing if the environment does, and none is given."""
+    """Return what sets the number of threads of each rank; nothing if the environment does, and `threads` is None."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(threads or max(1, cores() // ranks))}
 
 
 def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
-    """Raises ArgumentError if `launch` cannot start this."""
+    """Raise ArgumentError if `launch` cannot start this."""
     check_counts(required=False, ranks=ranks, threads=threads)
     target = command[1:2] if command and command[0] == "-m" else command[:1]
     if not target:

@@ -18,17 +18,17 @@ from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
-from penstock._base.errors import PipelineFailure, PlanError
+from penstock._base.errors import PlanError, RankFailedError
 from penstock._base.words import in_a_line
 from penstock.distributed.launch.endings import await_culprit, exit_status, first_noted, note
 
 _DOUBT_SECONDS = 0.5
-_SAYS_ALL = PipelineFailure, PlanError
+_SAYS_ALL = RankFailedError, PlanError
 """Errors whose message needs neither a rank nor a traceback."""
 
 
 def main() -> None:
-    """Runs the program, and ends with its exit status."""
+    """Run the program, and end with its exit status."""
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -47,7 +47,7 @@ def main() -> None:
         sys.last_value = error  # as the interpreter does: a pipeline that is open tells the other ranks at exit
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             note(rank, exitcode=status)
-        elif not isinstance(error, PipelineFailure) or first_noted() is None:
+        elif not isinstance(error, RankFailedError) or first_noted() is None:
             note(rank, str(error) if isinstance(error, _SAYS_ALL) else f"rank {rank} failed: {in_a_line(error)}")
         await_culprit(rank)
         first = first_noted()
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Raises KeyboardInterrupt, as usual. Python's messages are still shown, but not those of C++, through which it may
+    """Raise KeyboardInterrupt, as usual. Python's messages are still shown, but not those of C++, through which it may
     pass."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):
         stream = sys.stderr
@@ -85,7 +85,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _begin(arguments: Sequence[str], folder: str) -> None:
-    """Sets what a program finds in `sys`."""
+    """Set what a program finds in `sys`."""
     sys.argv[:] = arguments
     if folder and not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, folder)
@@ -102,7 +102,7 @@ def _run_script(path: str) -> None:
 
 
 def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this file and of runpy above the program's."""
+    """Drop the frames of this file and of runpy above the program's."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
         traceback = traceback.tb_next
     return traceback

@@ -22,8 +22,8 @@ _BYTES = 8
 
 
 def announcer() -> Callable[[int], None] | None:
-    """What to call with the number of each training step that begins; None where nobody asks, or another rank answers.
-    Raises ArgumentError: the file cannot be written."""
+    """Return what to call with the number of each training step that begins; None where no launcher asks, or another
+    rank answers. Raise ArgumentError if the file cannot be written."""
     path = os.environ.get(VARIABLE)
     if not path or os.environ.get("RANK", "0") != "0":
         return None
@@ -48,7 +48,7 @@ def announcer() -> Callable[[int], None] | None:
 
 
 def read_step(path: Path | str) -> int:
-    """The step in a file, counted from 0; -1 before the first."""
+    """Return the step in a file, counted from 0; -1 before the first."""
     try:
         with open(path, "rb", buffering=0) as file:
             told = file.read(_BYTES)

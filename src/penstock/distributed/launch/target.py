@@ -44,7 +44,7 @@ class Target:
         kwargs: its inputs by keyword.
         target: what the loss takes besides the model's output; None where the model computes its own loss.
         loss: `loss(output, target)`, a scalar; None where the model computes its own.
-        cutting: of `batch_dims`, `split` and `merge` those that are given, as `penstock.pipeline` takes them.
+        cutting: of `batch_dims`, `split_fn` and `merge_fn` those that are given, as `penstock.pipeline` takes them.
         again: calls the function once more, as it was called.
         reduction: how the microbatches' losses make the batch's, as `penstock.pipeline` takes it; None: not given.
         training: of `batches`, `optimizer` and `clip_grad_norm` those that are given, for `penstock blame`.
@@ -62,18 +62,18 @@ class Target:
 
     @property
     def dividing(self) -> dict[str, Any]:
-        """How a batch becomes microbatches: `cutting` without `merge`, as `penstock.profile` takes it."""
-        return {name: value for name, value in self.cutting.items() if name != "merge"}
+        """How a batch becomes microbatches: `cutting` without `merge_fn`, as `penstock.profile` takes it."""
+        return {name: value for name, value in self.cutting.items() if name != "merge_fn"}
 
 
 def load(text: str, *, weights: bool = True) -> Target:
-    """Calls the function that `text` names, from seed 0, and checks what it returns.
+    """Call the function that `text` names, from seed 0, and check what it returns.
 
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
-    `batch_dims`, `split` and `merge`; and `reduction`. Modules are looked up in the current folder too; a file finds
-    the modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of transformers
-    by its configuration; with weights=False it is built on the meta device.
+    `batch_dims`, `split_fn` and `merge_fn`; and `reduction`. Modules are looked up in the current folder too; a file
+    finds the modules next to it. Without a colon, the function is `make`. `hf:path/to/config.json` is a model of
+    transformers by its configuration; with weights=False it is built on the meta device.
 
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
@@ -84,8 +84,8 @@ def load(text: str, *, weights: bool = True) -> Target:
 
 
 def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
-    """What `module:function` or `file.py:function` names. `what`: the argument, for messages. Raises ArgumentError:
-    there is no such module, file or function, or its module raises."""
+    """Return what `module:function` or `file.py:function` names. `what`: the argument, for messages. Raise
+    ArgumentError if there is no such module, file or function, or its module raises."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise ArgumentError(f"{what} {text!r}: expected a colon between a module and a function; {_FORM}")
@@ -99,7 +99,8 @@ def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
 
 
 def _with_usual(place: str) -> str:
-    """The TARGET with its usual function. Its code is read before it runs: a script may train when it is imported."""
+    """Return the TARGET with its default function. Its code is read before it runs: a script may train when it is
+    imported."""
     path = Path(place)
     if place.endswith(".py") and path.is_file():
         with user_code(f"TARGET {place!r}"):
@@ -113,7 +114,7 @@ def _with_usual(place: str) -> str:
 
 
 def _bound(statement: ast.stmt) -> list[str]:
-    """The names that a statement of a module may give to a function."""
+    """Return the names that a statement of a module may bind to a function."""
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return [name.asname or name.name for name in statement.names]
     if isinstance(statement, ast.Assign):
@@ -133,7 +134,7 @@ def call(text: str, function: Callable[[], Any]) -> Target:
 
 @contextlib.contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Runs the user's code, which must not end this process with status 0: that would pass for a result.
+    """Run the user's code, which must not end this process with status 0: that would pass for a result.
 
     Raises:
         PenstockError: as the block raised it.
@@ -149,7 +150,7 @@ def user_code(name: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception on one line: its type, its message, and where it was raised."""
+    """Describe an exception on one line: its type, its message, and where it was raised."""
     text = line_of(in_a_line(error), _MAX_MESSAGE)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
@@ -189,6 +190,8 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
         raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
     model, args, target, loss, *rest = returned
     more = rest[0] if rest else {}
+    if isinstance(more, dict):
+        more = {_OLD_CUTTING.get(key, key): value for key, value in more.items()}
     if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING | {"reduction"}:
         given = f"a dict with {', '.join(map(str, more))}" if isinstance(more, dict) else a(type(more).__name__)
         raise ArgumentError(
@@ -221,7 +224,9 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
     return Target(model, args, kwargs, target, loss, cutting, again, training, reduction)
 
 
-_CUTTING = {"batch_dims", "split", "merge"}
+_CUTTING = {"batch_dims", "split_fn", "merge_fn"}
+_OLD_CUTTING = {"split": "split_fn", "merge": "merge_fn"}
+"""Former names, until 0.2."""
 _TRAINING = {"batches", "optimizer", "clip_grad_norm"}
 
 

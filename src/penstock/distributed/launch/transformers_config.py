@@ -21,7 +21,7 @@ _OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadM
 
 
 def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
-    """Returns (model, args, target, loss) of `hf:PATH` or `hf:PATH:ROWSxLENGTH`, as a TARGET's function does.
+    """Return (model, args, target, loss) of `hf:PATH` or `hf:PATH:ROWSxLENGTH`, as a TARGET's function does.
 
     The model is the first of the configuration's `architectures` (a causal language model, if it names none), with
     random weights. It computes its own loss, of tokens or pixels drawn at random.
@@ -64,7 +64,7 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
 
 
 def _batch(text: str, model: Any, rows: int, length: int | None) -> dict[str, Any]:
-    """What the model's forward takes, labels included. Raises ArgumentError: only the model's authors know."""
+    """Return what the model's forward takes, labels included. Raise ArgumentError if only the model's authors know."""
     config, kind = model.config, type(model).__name__
     classes = torch.randint(max(getattr(config, "num_labels", 2), 1), (rows,))
     if model.main_input_name == "input_ids":

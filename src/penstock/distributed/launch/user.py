@@ -42,18 +42,18 @@ class User:
         return pwd.getpwnam(self.name)
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The command by which root runs `argv` as this user."""
+        """Return the command by which root runs `argv` as this user."""
         account = self._account
         ids = (f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups")
         return ["setpriv", *ids, "env", f"HOME={account.pw_dir}", f"USER={self.name}", f"LOGNAME={self.name}", *argv]
 
     def own(self, path: Path) -> None:
-        """Gives a file to this user."""
+        """Give a file to this user."""
         os.chown(path, self._account.pw_uid, self._account.pw_gid)
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """Reads and writes files with the rights of this user: root must not write where that user says."""
+        """Read and write files with the rights of this user: root must not write where that user says."""
         account, groups = self._account, os.getgroups()
         os.setgroups(os.getgrouplist(self.name, account.pw_gid))
         os.setegid(account.pw_gid)

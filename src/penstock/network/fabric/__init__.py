@@ -9,7 +9,7 @@ steps.py                  a collective as rounds of messages; algorithms/: ring,
 emulation/                runs workloads on hosts, through torch.distributed
 samples.py                every sample of a run, on disk, and the times of its trials
 statistics.py             percentiles with confidence intervals
-alpha_beta.py             fits of costs by closed form; forecast.py: predictions for more hosts
+alpha_beta.py             fits of costs by closed form, and predictions for more hosts; ports.py  lower bounds
 results.py                the results of a run; compare.py: whether two runs differ
 views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

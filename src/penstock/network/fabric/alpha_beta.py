@@ -1,24 +1,32 @@
-"""The alpha-beta cost model of collectives: fit measured times, and predict other sizes and networks.
+"""The alpha-beta cost model of collectives: fit measured times, report how well it fits, and predict others.
 
     seconds = rounds * alpha + bytes * bytes_factor * beta
 
 alpha is the fixed cost of a message in seconds; beta is in seconds per byte (R. Hockney, The communication challenge
 for MPP, 1994). The model assumes that each rank has one full-duplex port, that the network between the ports is never
 the bottleneck, and that adding is free. Its closed forms are in `algorithms`.
+
+A collective that was run at three or more sizes is fitted to the medians of its completion times, so that alpha is the
+cost of one step of its algorithm on this system, software included. Otherwise the measured links stand in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.algorithms import algorithms, closed_form
-from penstock.network.fabric.steps import Terms
+from penstock._base.words import counted
+from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate, or_default
+from penstock.network.fabric.samples import iterations_of, rate_key
+from penstock.network.fabric.statistics import fewest
+from penstock.network.fabric.steps import Terms, is_even
+from penstock.schedule.placement import MAX_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +48,12 @@ class LinkFit:
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
 
     def seconds(self, terms: Terms, size_bytes: float) -> float:
-        """Returns the time of a collective of this cost and size."""
+        """Return the time of a collective of this cost and size."""
         return terms.rounds * self.alpha_seconds + size_bytes * terms.bytes_factor * self.beta_seconds_per_byte
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
-    """Fits alpha and beta, both non-negative, by least squares.
+    """Fit alpha and beta, both non-negative, by least squares.
 
     It minimizes relative residuals, so that small sizes count as much as large ones.
 
@@ -79,12 +87,12 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
 
 
 def predict(link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float) -> float:
-    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no such algorithm."""
+    """Predict the seconds that a collective takes. Raise ArgumentError if there is no such algorithm."""
     return link.seconds(closed_form(collective, algorithm, ranks), size_bytes)
 
 
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
-    """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
+    """Return the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
     Among algorithms that cost the same at all sizes, the first in `algorithms` stands for all.
     """
@@ -103,7 +111,7 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
 
 
 def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
-    """Returns the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
+    """Return the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
     found = []
     for link in record.get("links") or ():
         rate = link.get("bytes_per_second")
@@ -113,8 +121,8 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
 
 
 def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFit | None:
-    """Combines the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of
-    any size; None without links."""
+    """Combine the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of any
+    size; None without links."""
     found = tuple(links)
     if not found:
         return None
@@ -122,7 +130,7 @@ def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFi
 
 
 def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
-    """Returns a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
+    """Return a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
     the fits in its results' `model`; None if there are neither.
 
     Pairs that were not measured get the slowest measured values, as "all".
@@ -139,3 +147,135 @@ def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> 
 def _link(link: LinkFit) -> dict[str, float]:
     rate = {"bandwidth": link.bytes_per_second} if link.beta_seconds_per_byte else {}
     return {"latency": link.alpha_seconds, **rate}
+
+
+# -- predictions from a run --------------------------------------------------------------------------------------------
+
+HOSTS = tuple(2**power for power in range(1, 13))
+"""The numbers of hosts to predict for, if none are given."""
+
+FEWEST_SIZES = 3
+"""With fewer sizes of a collective, the residuals of a fit mean nothing."""
+
+
+def forecast(
+    record: dict[str, Any], results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
+) -> dict[str, Any]:
+    """Predict the times of a collective from a run's record and results.
+
+    Returns an entry of `penstock fabric predict --json`: `fit` (see `_fit`), `predictions` by size and number of hosts,
+    and `crossovers`, the sizes from which each algorithm is the fastest. Raises ArgumentError: there is neither a sweep
+    nor a measured link to fit, or a number is out of range.
+    """
+    if not all(2 <= n <= MAX_RANKS for n in hosts):
+        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
+    return _extrapolated(_fit(record, results, collective), sizes, hosts)
+
+
+def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
+    for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
+        try:
+            found = _fit(record, results, collective)
+        except ArgumentError:
+            continue
+        if found["source"] == "times":
+            yield _extrapolated(found, [max(point["bytes"] for point in found["sizes"])], HOSTS)
+
+
+def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:
+    """Extrapolate a fit to other sizes and host counts."""
+    link, collective = LinkFit(found["alpha_seconds"], found["beta_seconds_per_byte"]), found["collective"]
+    numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
+    rows = []
+    for size, n in product(sizes, numbers):
+        seconds = {name: predict(link, collective, name, n, size) for name in algorithms(collective)}
+        best = min(seconds, key=seconds.__getitem__)
+        rate = size * busbw_factor(collective, n) / seconds[best] / 1e9 if seconds[best] else None
+        rows.append({"hosts": n, "bytes": size, "seconds": seconds, "best": best, "busbw_GBps": rate})
+    fastest = [
+        {"hosts": n, "from": [{"bytes": size, "algorithm": name} for size, name in crossovers(link, collective, n)]}
+        for n in numbers
+    ]
+    return {"fit": found, "predictions": rows, "crossovers": fastest}
+
+
+def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> dict[str, Any]:
+    """Fit the link to a collective's median times, no faster than measured.
+
+    With too few sizes, the slowest measured link stands in, which a collective must wait for. Then `source` is "links"
+    instead of "times", and `lack` says why. `form` is the algorithm whose closed form was fitted. `held_to_links`: the
+    times alone implied a faster link than was measured. A residual is a fraction of the measured time, positive where
+    the collective took longer than the fit says. Raises ArgumentError if there is no measured link either.
+    """
+    # Uneven collectives have no closed form.
+    rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
+    algorithm = rows[0]["algorithm"] if rows else ""
+    form = or_default(collective, algorithm)  # the engine's own algorithm is unknown
+    medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
+    timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
+    sizes, lack, held = len({size for size, *_ in timed}), "", False
+    if not rows:
+        lack = f"the run has no {collective} to fit"
+    elif sizes < FEWEST_SIZES and len(rows) == len(timed):
+        lack = f"{counted(sizes, 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
+    elif sizes < FEWEST_SIZES:
+        lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
+    if lack:
+        link = combined(link for _, link in record_links(record))
+        if link is None:
+            raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
+    else:
+        points = [(size, median, terms) for size, _, median, terms in timed]
+        link, measured = fit(points), _limiting(record, rows, form)
+        held = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
+        if measured is not None and held:
+            link = fit(points, measured.beta_seconds_per_byte)
+    shown = []
+    for size, ranks, median, terms in timed:
+        fitted = link.seconds(terms, size)
+        one = {"bytes": size, "ranks": ranks, "measured_s": median, "fitted_s": fitted}
+        shown.append({**one, "residual": (median - fitted) / median})
+    beta = link.beta_seconds_per_byte
+    return {
+        "collective": collective,
+        "algorithm": algorithm or None,
+        "form": form,
+        "source": "links" if lack else "times",
+        "lack": lack or None,
+        "alpha_seconds": link.alpha_seconds,
+        "beta_seconds_per_byte": beta,
+        "bytes_per_second": 1 / beta if beta else None,
+        "held_to_links": held,
+        "r2": None if lack else link.r2,
+        "largest_residual": max((abs(one["residual"]) for one in shown), default=None),
+        "sizes": shown,
+    }
+
+
+def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
+    """Return the link that limits transfers, of those measured between their ranks; None if none was measured.
+
+    If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
+    fastest does, because slow links may have little to carry.
+    """
+    among = {rank for one in rows for rank in one["ranks"]}
+    sizes = {(one["collective"], len(one["ranks"])) for one in rows}
+    most = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
+    return combined((link for ends, link in record_links(record) if among.issuperset(ends)), most)
+
+
+def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
+    """Return what a transfer, an entry of the results, takes on the measured links; 0 if none was measured.
+
+    A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
+    delays only the first of back-to-back iterations.
+    """
+    form, ranks = or_default(one["collective"], one["algorithm"]), len(one["ranks"])
+    link = _limiting(record, [one], form) or _limiting(record, [{**one, "ranks": range(int(record["hosts"]))}], form)
+    if link is None:
+        return 0.0
+    terms = closed_form(one["collective"], form, ranks)
+    if one["shares"]:
+        terms = terms._replace(bytes_factor=busbw_factor(one["collective"], ranks, one["shares"]))
+    return link.seconds(terms, one["bytes"]) + link.alpha_seconds / iterations_of(record)

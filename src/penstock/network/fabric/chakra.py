@@ -51,7 +51,7 @@ class Node:
 
 
 def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "penstock") -> tuple[Path, ...]:
-    """Writes `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
+    """Write `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
 
     Each node depends on the previous node of its rank, which preserves the workload's order. Pass the traces to
     ASTRA-sim with `--workload-configuration=<folder>/<name>`, and the groups with `--comm-group-configuration`. Returns
@@ -75,7 +75,7 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
 
 
 def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]:
-    """Names each group of ranks that runs collectives, by a number in decimal; "0" is always the group of all ranks."""
+    """Name each group of ranks that runs collectives, by a number in decimal; "0" is always the group of all ranks."""
     groups: dict[tuple[int, ...], str] = {tuple(range(hosts)): "0"}
     for transfer in workload.transfers:
         if transfer.collective not in ("send", "sendrecv") and transfer.ranks:
@@ -84,7 +84,7 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
 
 
 def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
-    """Yields the nodes of one rank, each depending on the one before it; a transfer's do not depend on each other."""
+    """Yield the nodes of one rank, each depending on the one before it; a transfer's do not depend on each other."""
     steps: list[tuple[str, float, list[tuple[int, dict[str, int | str]]]]] = []
     for tag, transfer in enumerate(workload.transfers):
         ranks = transfer.members(hosts)
@@ -106,7 +106,7 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
 def _communication(
     transfer: Transfer, ranks: tuple[int, ...], rank: int, tag: int, groups: dict[tuple[int, ...], str]
 ) -> list[tuple[int, dict[str, int | str]]]:
-    """Returns the types and attributes of a transfer's nodes on one rank."""
+    """Return the types and attributes of a transfer's nodes on one rank."""
     if transfer.collective in ("send", "sendrecv"):
         place = ranks.index(rank)
         both = [
@@ -140,7 +140,7 @@ ASTRA-sim's first reader looks in no other field.
 
 
 def _encoded(node: Node) -> bytes:
-    """Encodes a Node, omitting fields that are 0."""
+    """Encode a Node, omitting fields that are 0."""
     attributes = [_field(1, name) + _field(_VALUE_FIELD[name], value) for name, value in node.attributes.items()]
     deps = b"".join(map(_varint, node.data_deps))
     fields: list[tuple[int, int | str | bytes]] = [
@@ -158,7 +158,7 @@ def _field(number: int, value: int | str | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encodes in base 128, lowest seven bits first; a byte's eighth bit says that more follow."""
+    """Encode in base 128, lowest seven bits first; a byte's eighth bit says that more follow."""
     low = bytearray()
     while value > 127:
         low.append(value & 127 | 128)

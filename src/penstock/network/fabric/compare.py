@@ -29,7 +29,7 @@ FEWEST = 8
 
 
 def compare(a: Run, b: Run) -> dict[str, Any]:
-    """Compares two runs transfer by transfer, matching them by name, size and collective.
+    """Compare two runs transfer by transfer, matching them by name, size and collective.
 
     The result describes these two runs only: it includes anything else that changed between them, such as the time of
     day or other tenants of the network. Several alternating runs of each kind are stronger evidence.
@@ -87,7 +87,7 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
 def _tested(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
 ) -> dict[str, Any]:
-    """Describes how the completion times of one transfer, or of the whole step, differ between run A and run B.
+    """Describe how the completion times of one transfer, or of the whole step, differ between run A and run B.
 
     For a group of similar transfers (see `groups`), percentiles cover all of them, and the tests use each trial's
     mean. Without enough samples, a figure is None.
@@ -123,7 +123,7 @@ def _tested(
 
 
 def _judge(found: Sequence[dict[str, Any]]) -> None:
-    """Corrects p-values with Holm's method over all tests. Adds a verdict, "differs" if any is below 5%, and in
+    """Correct p-values with Holm's method over all tests. Adds a verdict, "differs" if any is below 5%, and in
     `differs_in` which."""
     tests = [(one["p_values"], name) for one in found for name, p in one["p_values"].items() if p is not None]
     corrected = holm([ps[name] for ps, name in tests])
@@ -141,7 +141,7 @@ _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Returns a run's settings, and the properties that all of its hosts share; None means not requested.
+    """Return a run's settings, and the properties that all of its hosts share; None means not requested.
 
     `scenario` lists the events that took place.
     """
@@ -166,7 +166,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> float:
-    """Tests by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
+    """Test by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
 
     The p-value is the normal approximation's. The variance is corrected for ties and the statistic for continuity (H.
     Mann and D. Whitney, 1947; Lehmann, Nonparametrics, 1.5), as in scipy's test, which cannot inflate the variance.
@@ -182,13 +182,13 @@ def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> float:
 
 
 def _variance(a: Samples, b: Samples) -> float:
-    """Returns the variance of U if nothing differs."""
+    """Return the variance of U if nothing differs."""
     (stats, _), m, n = scipy(), len(a), len(b)
     return m * n / 12 * (m + n + 1) * float(stats.tiecorrect(stats.rankdata(np.concatenate([a, b]))))
 
 
 def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> float:
-    """Tests by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
+    """Test by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
 
     Stephens' correction is applied (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics
     without extensive tables, 1970). The test detects differences in shape, but hardly any that affect only one trial in
@@ -202,7 +202,7 @@ def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | 
 
 
 def tails(a: Samples, b: Samples, q: float) -> float:
-    """Tests whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
+    """Test whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
 
     Consecutive slow samples are one event and count once.
     """
@@ -212,7 +212,7 @@ def tails(a: Samples, b: Samples, q: float) -> float:
 
 
 def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interval]:
-    """Returns how much larger b's samples are than a's, with the 95% confidence interval.
+    """Return how much larger b's samples are than a's, with the 95% confidence interval.
 
     The shift is the median of all pairwise differences (Hodges and Lehmann, 1963). The interval contains the shifts
     that `mann_whitney` does not reject.
@@ -226,7 +226,7 @@ def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interv
 
 
 def _difference(a: Samples, b: Samples, place: int) -> float:
-    """Returns the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
+    """Return the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
     low, high = float(b[0] - a[-1]), float(b[-1] - a[0])
     while True:
         middle = (low + high) / 2
@@ -240,7 +240,7 @@ def _difference(a: Samples, b: Samples, place: int) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Returns p-values corrected for multiple tests with Holm's method.
+    """Return p-values corrected for multiple tests with Holm's method.
 
     If nothing differs, the chance that any corrected p-value falls below a level is at most that level (S. Holm, A
     simple sequentially rejective multiple test procedure, 1979).

@@ -22,8 +22,7 @@ from typing import Any
 
 from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.link import Link
-from penstock.network.parse import parse_link
-from penstock.network.topology import Topology
+from penstock.network.topology import topology_of
 
 Measured = tuple[tuple[int, int], LinkFit]
 """A link's ends (from, to), and its measured values."""
@@ -44,7 +43,7 @@ class Port:
     latency_seconds: float = 0.0
 
     def seconds(self, size: float, iterations: int = 1) -> float:
-        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
+        """Return the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
         if not size:
             return 0.0
         left = 0.0 if math.isinf(self.bytes_per_second) else max(size * iterations - self.burst_bytes, 0.0)
@@ -71,22 +70,8 @@ def changed(record: Mapping[str, Any]) -> bool:
     return bool(network.get("link")) and network.get("rates") is None
 
 
-def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
-    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
-    if not network or not network.get("link") or network.get("rates") is None:
-        return None
-    own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
-    plain = Topology(parse_link(network["link"])).with_own(own)
-    return plain.with_mtu(int(network["mtu"])) if network.get("mtu") else plain
-
-
-def least_delay(topology: Topology, source: int, target: int) -> float:
-    """Returns the seconds that impairments delay every frame from one host to another, at least."""
-    return sum(met.shortest_seconds for met in topology.meets(source, target))
-
-
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
-    """Returns the ports as shaped according to a run's record; None if the shapers are unknown.
+    """Return the ports as shaped according to a run's record; None if the shapers are unknown.
 
     A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
     be told from luck and is left out.
@@ -96,13 +81,13 @@ def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports 
     if topology is None:
         return None
     exact = record["network"].get("shaper") == "switch"
-    beside = [max(link.alpha_seconds - least_delay(topology, *ends), 0.0) for ends, link in links]
+    beside = [max(link.alpha_seconds - topology.least_delay(*ends), 0.0) for ends, link in links]
     own = 0.0 if any(link.varies for link in topology.links) else min(beside, default=0.0)
     pairs = [(a, b) for a in range(hosts) for b in range(hosts) if a != b]
     return Ports(
         tuple(_port(link, 0 if exact else link.burst) for link in map(topology.up, range(hosts))),
         tuple(_port(link, 0 if exact else link.port_burst) for link in map(topology.down, range(hosts))),
-        {pair: least_delay(topology, *pair) + own for pair in pairs},
+        {pair: topology.least_delay(*pair) + own for pair in pairs},
     )
 
 
@@ -136,7 +121,7 @@ def lower_bound_seconds(
     ports: Ports | None = None,
     iterations: int = 1,
 ) -> float | None:
-    """Returns the least time a collective can take with any algorithm, in seconds.
+    """Return the least time a collective can take with any algorithm, in seconds.
 
     Args:
         links: the measured links; if one direction of a pair was not measured, the other stands in for it.
@@ -152,34 +137,33 @@ def lower_bound_seconds(
         None if the bound is unknown: a port has no known shaper and several partners, or the link to its only partner
         was not measured.
     """
-    found = dict(links)
-    bounds, out, into = [], [], []
+    found, ranks = dict(links), len(members)
+    bounds: list[float] = []
+    paths: list[tuple[Port, Port]] = []  # of each rank, out and in
     for place, rank in enumerate(members):
         targets, sources = [[other for other in members if other != rank]] * 2
         if collective == "sendrecv":
-            targets, sources = [members[(place + 1) % len(members)]], [members[place - 1]]
+            targets, sources = [members[(place + 1) % ranks]], [members[place - 1]]
         leaving = _joined(ports, found, [(rank, other) for other in targets])
         arriving = _joined(ports, found, [(other, rank) for other in sources])
         if leaving is None or arriving is None:
             return None
-        needs = _NEEDS[collective](len(members), place == 0)
+        needs = _NEEDS[collective](ranks, place == 0)
         if shares:
             own = shares[place] / sum(shares)
-            needs = 1 - own, (len(members) - 1) * own
-        sent, received = (share * size_bytes for share in needs)
-        bounds += [leaving.seconds(sent, iterations), arriving.seconds(received, iterations)]
-        out.append(leaving)
-        into.append(arriving)
+            needs = 1 - own, (ranks - 1) * own
+        paths.append((leaving, arriving))
+        bounds += [port.seconds(share * size_bytes, iterations) for port, share in zip(paths[-1], needs, strict=True)]
     if collective == "all_reduce":
-        carried = 2 * (len(members) - 1) * size_bytes
-        bounds += [_sum(ways).seconds(carried, iterations) for ways in (out, into)]
+        carried = 2 * (ranks - 1) * size_bytes
+        bounds += [_sum(way).seconds(carried, iterations) for way in zip(*paths, strict=True)]
     return max(bounds)
 
 
 def _joined(
     ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
 ) -> Port | None:
-    """Returns the path through one rank's port over all these pairs; it is as fast as its slower end."""
+    """Return the path through one rank's port over all these pairs; it is as fast as its slower end."""
     if ports is None:
         (pair, *more) = pairs
         link = links.get(pair, links.get(pair[::-1]))

@@ -6,14 +6,13 @@ GBps is 1e9 bytes per second. Figures that the samples cannot bound are None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.alpha_beta import record_links
-from penstock.network.fabric.forecast import forecasts, network_seconds
+from penstock.network.fabric.alpha_beta import forecasts, network_seconds, record_links
 from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import (
     Run,
@@ -25,12 +24,12 @@ from penstock.network.fabric.samples import (
     rate_key,
     stalled,
 )
-from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers, saturation
+from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers
 from penstock.network.fabric.workload import Transfer, Workload, groups
 
 
 def results(run: Run) -> dict[str, Any]:
-    """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
+    """Return all results as one JSON object; for a run that was killed, those of its complete trials.
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `TransferTimes`) hold min, p50, p90, p99, p999, max and mean, next
     to the 95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for
@@ -95,7 +94,7 @@ _OF_RECORD = (
 def _entry(
     name: str, transfers: Sequence[Transfer], times: Sequence[TransferTimes], algorithm: str, bound: float | None
 ) -> dict[str, Any]:
-    """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
+    """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
     completion = np.stack([one.completion for one in times], axis=1)
     summary = Summary.of(completion)
@@ -130,7 +129,7 @@ ABOVE_IDEAL = 105.0
 
 
 def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the least percentage of any transfer's median that the network alone accounts for.
+    """Return the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
@@ -143,7 +142,7 @@ def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
-    """Returns the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
+    """Return the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
     prefix = "" if name == "time" else f"{name}_"
     return {
         f"{name}_s": summary.figures,
@@ -162,7 +161,7 @@ def _rates(size: int, bus_bytes: float, median: float | None, bound: float | Non
 
 
 def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
-    """Describes each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
+    """Describe each rank that takes part in any of the transfers: its quantiles, None if there are too few trials, and
     in how many trials it was the slowest, and the latest; empty without trials."""
     if not len(times[0].durations):
         return []
@@ -183,7 +182,7 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Describes the whole step as measured and, computed from its transfers' times, with and without overlap."""
+    """Describe the whole step as measured and, computed from its transfers' times, with and without overlap."""
     overlap, hosts = bool(run.record.get("overlap", False)), int(run.record["hosts"])
 
     def if_transfers_took(seconds: Sequence[float], *, overlap: bool) -> float:
@@ -214,3 +213,62 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
         "with_overlap_s": medians[True],
         "outliers": [int(trial) for trial in outliers(measured)],
     }
+
+
+# -- the processors ----------------------------------------------------------------------------------------------------
+
+_BUSY, _STOLEN, _TAIL = 0.85, 0.05, 0.01
+_NETWORK = 80.0
+"""If the network alone accounts for this percentage of the times, it is the limit, however busy the processors are."""
+
+
+def saturation(record: Mapping[str, Any], trials: int, network_percent: float | None = 0.0) -> dict[str, Any]:
+    """Judge from processor usage whether a run was limited by its processors, rather than by the network.
+
+    Args:
+        record: the run's record.
+        trials: the number of trials run in this time.
+        network_percent: the least percentage of any transfer's time that its algorithm would take on these links with
+            free processors; close to 100, the processors are no limit. None if unknown, in which case neither is
+            blamed.
+
+    Returns:
+        `saturated`: it was, or may have been if that is unknown; figures about the network are then not valid.
+        `scheduler_tails`: ranks were preempted often enough to account for the slowest 1% of the trials.
+        `utilization`: of the busiest machine, 0..1; None if unknown. `text`: for people; empty if nothing is known.
+    """
+    known = [one for one in record.get("cpu") or () if one.get("wall_seconds")]
+    if not known:
+        return {"saturated": False, "scheduler_tails": False, "utilization": None, "text": ""}
+    count = int(record.get("machine_cores") or 1)
+    if shared := bool(record.get("shared_machine")):
+        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * count)
+        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
+        where = f"{len(known)} hosts share {count} cores"
+    else:
+        cores = [int(host.get("cores") or 0) for host in record.get("environment") or ()]
+        cores = cores if all(cores) and len(cores) == len(known) else [count] * len(known)
+        # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
+        shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
+        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+        busy = max(machines)
+        where = f"rank {machines.index(busy)} is the busiest"
+    stolen = max(one.get("steal") or 0.0 for one in known)
+    switches = sum(one.get("involuntary_switches") or 0 for one in known)
+    crammed = busy >= _BUSY or stolen >= _STOLEN
+    saturated = crammed and (network_percent is None or network_percent < _NETWORK)
+    tails = (crammed or (shared and len(known) > count)) and switches >= _TAIL * max(trials, 1)
+    parts = [f"{where}, {busy:.0%} busy"]
+    if stolen >= _STOLEN:
+        parts.append(f"{stolen:.0%} taken by other virtual machines")
+    if crammed and network_percent is None:
+        parts.append("it is not known whether they or the network set the times")
+    elif saturated:
+        parts.append("the processors are the limit, not the network")
+    elif crammed:
+        parts.append(
+            f"yet the network alone accounts for at least {min(network_percent or 0.0, 100):.0f}% of the times"
+        )
+    if tails:
+        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
+    return {"saturated": saturated, "scheduler_tails": tails, "utilization": busy, "text": "; ".join(parts)}

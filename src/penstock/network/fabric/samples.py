@@ -28,10 +28,10 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
 from penstock._base.words import all_printable, line_of
 from penstock.network import MAX_HOSTS
-from penstock.network.fabric.ports import topology_of
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
 from penstock.network.scenario import Happened
+from penstock.network.topology import topology_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -72,8 +72,8 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads a run that finished or was killed; incomplete trials are left out. Raises ArgumentError: the folder
-        holds no run, a run that ended before its hosts joined, or damaged samples."""
+        """Read a run that finished or was killed; incomplete trials are left out. Raise ArgumentError: the folder holds
+        no run, a run that ended before its hosts joined, or damaged samples."""
         if not (folder / RUN).exists() and (folder / SPEC).exists():
             raise ArgumentError(
                 f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
@@ -113,7 +113,7 @@ class Run:
 
 
 def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
-    """Describes the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
+    """Describe the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
     order, until it ends."""
     transfers, hosts = taking.shape
     trial, transfer, rank, start, end = table.T
@@ -142,7 +142,7 @@ def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
 
 
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
-    """Reads the rows below the header, without an incomplete last line; none if the file was never started."""
+    """Read the rows below the header, without an incomplete last line; none if the file was never started."""
     data = read_bytes(path) if path.exists() else b""
     if data.count(b"\n") > MAX_VALUES:
         raise ArgumentError(f"{path} has more than {MAX_VALUES:,} lines, the limit for such a file")
@@ -179,7 +179,7 @@ class TransferTimes:
 
     @classmethod
     def of(cls, run: Run, workload: Workload, place: int) -> TransferTimes:
-        """Computes the times of the transfer at index `place` of the workload."""
+        """Compute the times of the transfer at index `place` of the workload."""
         ranks = workload.transfers[place].members(run.start_ns.shape[2])
         taking = list(ranks)
         # A clock's nanoseconds exceed a float's precision, so subtract first.
@@ -197,12 +197,12 @@ class TransferTimes:
         )
 
     def rated(self, collective: str) -> Seconds:
-        """Returns the times that a transfer's bandwidths are based on."""
+        """Return the times that a transfer's bandwidths are based on."""
         return self.transfer if rate_key(collective) == "transfer_s" else self.completion
 
 
 def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
-    """Returns which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
+    """Return which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
 
     For a message, they are the times since both ends were there: a stage waits for another to finish computing, which
     has nothing to do with the network.
@@ -221,17 +221,17 @@ def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = 
 
 
 def iterations_of(record: dict[str, Any]) -> int:
-    """Returns how many times in a row a trial runs each transfer."""
+    """Return how many times in a row a trial runs each transfer."""
     return int(record.get("iterations") or 1)
 
 
 def algorithm_of(record: dict[str, Any], place: int) -> str:
-    """Returns a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
+    """Return a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
     return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
 
 
 def measured_step(run: Run, workload: Workload) -> Seconds:
-    """Returns the time of the whole step, including the computation before the first transfer and after the last.
+    """Return the time of the whole step, including the computation before the first transfer and after the last.
 
     It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
     time this took is not included.
@@ -251,7 +251,7 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
 
 
 def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
-    """Returns the time of the whole step if each transfer took its own trial's time once all of its ranks were there.
+    """Return the time of the whole step if each transfer took its own trial's time once all of its ranks were there.
 
     Without overlap, a rank computes once its previous transfer has finished. With overlap, a rank computes all the
     time, as if its computation never waited for incoming data (true of gradients, but not of activations), and a
@@ -272,7 +272,7 @@ def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, 
 
 
 def stalled(run: Run) -> tuple[int, ...]:
-    """Returns the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
+    """Return the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
 
     The switch and the hosts read the same clock, that of their machine.
     """

@@ -1,4 +1,4 @@
-"""Statistics of delays, which are skewed and correlated: percentiles with intervals, a mean's interval, outliers.
+"""Statistics of delays, which are skewed and correlated: percentiles and means with intervals, outliers, warm-up.
 
 Functions take plain numbers. A figure that the samples cannot bound is None, never a guess.
 
@@ -13,7 +13,7 @@ estimation of autocorrelations, 1954).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,7 +34,7 @@ _WIDER = 4.0
 
 
 def scipy() -> tuple[Any, Any]:
-    """Returns scipy's stats and special modules. Raises MissingExtraError if it is not installed."""
+    """Return scipy's stats and special modules. Raise MissingExtraError if it is not installed."""
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special, stats  # takes a second to import
 
@@ -42,7 +42,7 @@ def scipy() -> tuple[Any, Any]:
 
 
 def autocorrelation(samples: ArrayLike) -> Series:
-    """Returns the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
+    """Return the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
     stats, special = scipy()
 
     values = np.asarray(samples, float).ravel()
@@ -64,7 +64,7 @@ def autocorrelation(samples: ArrayLike) -> Series:
 
 
 def correlation_time(samples: ArrayLike) -> float:
-    """Returns how many consecutive samples say as much about the mean as one independent sample: 1 or more.
+    """Return how many consecutive samples say as much about the mean as one independent sample: 1 or more.
 
     Fewer than 50 samples are too few to estimate it, and yield 1.
     """
@@ -104,7 +104,7 @@ def _time(lags: Series, most: float) -> float:
 
 
 def _below(lags: Series, q: float) -> Series:
-    """Returns the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores.
+    """Return the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores.
 
     Two normals of correlation r are both below it with the probability q - 2 T(z, sqrt((1 - r) / (1 + r))), by Owen's T
     (D. Owen, Tables for computing bivariate normal probabilities, 1956).
@@ -157,7 +157,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: ArrayLike) -> Summary:
-        """Summarizes samples given in the order in which they were taken; without samples, every figure is None.
+        """Summarize samples given in the order in which they were taken; without samples, every figure is None.
 
         Args:
             samples: a sequence of samples, or of rows of equal length. Samples within a row may depend on each other in
@@ -185,7 +185,7 @@ class Summary:
 
 @lru_cache(maxsize=256)
 def order_interval(count: int, q: float) -> tuple[int, int] | None:
-    """Returns the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
+    """Return the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
     Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
     independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1). None if even the smallest or the
@@ -200,7 +200,7 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
 
 
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
-    """Returns the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
+    """Return the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
     ones; None if these are too few to bound it."""
     if effective >= len(ordered):
         ranks = order_interval(len(ordered), q)
@@ -217,12 +217,12 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
 
 
 def fewest(q: float) -> int:
-    """Returns the fewest independent samples for which `order_interval` bounds a q-quantile."""
+    """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 
 def mean_interval(samples: ArrayLike) -> Interval | None:
-    """Returns the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
+    """Return the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
 
     Dependent samples are first averaged in batches that hardly depend on each other. The batches are then treated as
     independent, using Student's t with Hall's transformation, which removes skewness (P. Hall, On the removal of
@@ -254,7 +254,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
 
 
 def _hall(t: float, skewness: float, count: float) -> float:
-    """Returns the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
+    """Return the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
     if abs(skewness) < 1e-9:
         return t
     root = math.sqrt(count)
@@ -262,7 +262,7 @@ def _hall(t: float, skewness: float, count: float) -> float:
 
 
 def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
-    """Returns the indices of samples above the median by more than `factor` times the median absolute deviation.
+    """Return the indices of samples above the median by more than `factor` times the median absolute deviation.
 
     The deviation is scaled to match a normal distribution's standard deviation. If it is 0 because more than half of
     the samples are equal, the mean absolute deviation is used instead.
@@ -276,58 +276,84 @@ def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
     return np.flatnonzero(values > middle + factor * spread) if spread else np.empty(0, np.intp)
 
 
-_BUSY, _STOLEN, _TAIL = 0.85, 0.05, 0.01
-_NETWORK = 80.0
-"""If the network alone accounts for this percentage of the times, it is the limit, however busy the processors are."""
+# -- warm-up -----------------------------------------------------------------------------------------------------------
+
+_SHORT, _LONG = 6, 30
+"""The fewest trials that the test looks at, in a run of few trials and of many."""
+_MAX_TRIALS = 200
+"""The most trials in a warm-up."""
+_EVERY = 5
+"""The number of trials between two tests."""
+_SIGN, _CERTAIN = 1.0, 2.6
+"""The test statistic, in standard deviations, that is a sign of a trend, and that makes a trend certain."""
+_MATTERS = 0.01
+"""A relative change below this does not matter."""
+_HIGHEST = 0.9
 
 
-def saturation(record: Mapping[str, Any], trials: int, network_percent: float | None = 0.0) -> dict[str, Any]:
-    """Judges from processor usage whether a run was limited by its processors, rather than by the network.
+class WarmUp:
+    """The trials that run before those that count, until the last ones show no trend: TCP windows, caches and clocks
+    have settled.
+
+    Noise may hide a trend, and the test is repeated many times, so it continues at the slightest sign of a trend.
 
     Args:
-        record: the run's record.
-        trials: the number of trials run in this time.
-        network_percent: the least percentage of any transfer's time that its algorithm would take on these links with
-            free processors; close to 100, the processors are no limit. None if unknown, in which case neither is
-            blamed.
-
-    Returns:
-        `saturated`: it was, or may have been if that is unknown; figures about the network are then not valid.
-        `scheduler_tails`: ranks were preempted often enough to account for the slowest 1% of the trials.
-        `utilization`: of the busiest machine, 0..1; None if unknown. `text`: for people; empty if nothing is known.
+        trials: the number of trials that will count. A short run has a short warm-up: usually half as many trials, and
+            at most as many (or 6, if that is more).
     """
-    known = [one for one in record.get("cpu") or () if one.get("wall_seconds")]
-    if not known:
-        return {"saturated": False, "scheduler_tails": False, "utilization": None, "text": ""}
-    count = int(record.get("machine_cores") or 1)
-    if shared := bool(record.get("shared_machine")):
-        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * count)
-        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
-        where = f"{len(known)} hosts share {count} cores"
-    else:
-        cores = [int(host.get("cores") or 0) for host in record.get("environment") or ()]
-        cores = cores if all(cores) and len(cores) == len(known) else [count] * len(known)
-        # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
-        shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
-        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
-        busy = max(machines)
-        where = f"rank {machines.index(busy)} is the busiest"
-    stolen = max(one.get("steal") or 0.0 for one in known)
-    switches = sum(one.get("involuntary_switches") or 0 for one in known)
-    crammed = busy >= _BUSY or stolen >= _STOLEN
-    saturated = crammed and (network_percent is None or network_percent < _NETWORK)
-    tails = (crammed or (shared and len(known) > count)) and switches >= _TAIL * max(trials, 1)
-    parts = [f"{where}, {busy:.0%} busy"]
-    if stolen >= _STOLEN:
-        parts.append(f"{stolen:.0%} taken by other virtual machines")
-    if crammed and network_percent is None:
-        parts.append("it is not known whether they or the network set the times")
-    elif saturated:
-        parts.append("the processors are the limit, not the network")
-    elif crammed:
-        parts.append(
-            f"yet the network alone accounts for at least {min(network_percent or 0.0, 100):.0f}% of the times"
-        )
-    if tails:
-        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
-    return {"saturated": saturated, "scheduler_tails": tails, "utilization": busy, "text": "; ".join(parts)}
+
+    def __init__(self, trials: int) -> None:
+        self._window = min(max(trials // 2, _SHORT), _LONG)
+        self._most = min(max(trials, self._window), _MAX_TRIALS)
+        self._values: list[float] = []
+
+    def add(self, took: Sequence[float]) -> None:
+        """Add one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
+        self._values.append(math.fsum(math.log(max(one, 1e-12)) for one in took) / len(took))
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing suggests that times are still changing, or the warm-up has reached its maximum length."""
+        if self.count < self._window:
+            return False
+        return self.count >= self._most or ((self.count - self._window) % _EVERY == 0 and self._changes() < _SIGN)
+
+    @property
+    def is_steady(self) -> bool:
+        """False if it is certain that times are still changing."""
+        return self._changes() < _CERTAIN
+
+    def _changes(self) -> float:
+        """Return the strength of the trend in standard deviations; 0 if the change is too small to matter."""
+        last = np.array(self._values[-max(self._window, self.count // 2) :])
+        third = len(last) // 3
+        if abs(np.median(last[-third:]) - np.median(last[:third])) < _MATTERS:
+            return 0.0
+        return abs(trend(last))
+
+
+def trend(samples: ArrayLike) -> float:
+    """Return the trend of six or more samples in standard deviations: positive if rising, negative if falling.
+
+    This is Mann and Kendall's trend test (H. Mann, Nonparametric tests against trend, 1945), which is robust to a few
+    outliers. If the residuals around a straight line are correlated, the trend counts for less, as in K. Hamed and A.
+    Rao, A modified Mann-Kendall trend test for autocorrelated data, 1998.
+    """
+    stats, _ = scipy()
+    values = np.asarray(samples, float)
+    count, order = len(values), np.arange(len(values))
+    if np.ptp(values) == 0:
+        return 0.0
+    agreeing = float(stats.kendalltau(order, values).statistic)
+    found = agreeing * 3 * math.sqrt(count * (count - 1) / (2 * (2 * count + 5)))
+    ranks = stats.rankdata(values)
+    left = ranks - np.polyval(np.polyfit(order, ranks, 1), order)
+    spread = float((left**2).sum())
+    correlation = float((left[1:] * left[:-1]).sum()) / spread if spread > 1e-9 else 0.0
+    # It counts as 0 if it could be chance.
+    correlation = min(correlation, _HIGHEST) if correlation > _SIGNIFICANT / math.sqrt(count) else 0.0
+    return found / math.sqrt((1 + correlation) / (1 - correlation))

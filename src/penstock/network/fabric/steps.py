@@ -67,6 +67,10 @@ class Move:
     adds: bool = False
 
 
+Rounds = tuple[tuple[Move, ...], ...]
+"""The messages of each round."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepList:
     """The steps by which `ranks` ranks perform a collective.
@@ -76,32 +80,29 @@ class StepList:
         ranks: the number of participants, numbered 0..ranks-1. The root is rank 0.
         chunks: the number of equal chunks into which the collective's bytes (the size of a rank's largest buffer, as in
             nccl-tests) are divided, the last one padded. A slot holds one chunk.
+        rounds: the messages of each round.
         slots: the number of slots in each rank's memory. A rank's input, if it has any, is in slots 0..chunks-1.
         output: the first slot of the result, which is stored in order from there.
         shares: for an uneven all_to_all, the number of chunks that go to each rank; empty if all get the same number.
-        rounds: the messages of each round.
     """
 
     collective: Collective
     algorithm: str
     ranks: int
     chunks: int
+    rounds: Rounds
     slots: int
-    rounds: tuple[tuple[Move, ...], ...]
     output: int = 0
     shares: tuple[int, ...] = ()
 
     def slot_bytes(self, size_bytes: int, element_bytes: int = 1) -> int:
-        """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
+        """Return the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
         elements = -(-size_bytes // element_bytes)
         return -(-elements // self.chunks) * element_bytes
 
 
-Rounds = tuple[tuple[Move, ...], ...]
-
-
 def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Returns a round's moves in order, merging moves whose slots are contiguous on both sides."""
+    """Return a round's moves in order, merging moves whose slots are contiguous on both sides."""
     made: list[Move] = []
     for move in sorted(moves):
         last = made[-1] if made else None
@@ -113,10 +114,10 @@ def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(made)
 
 
-def mirrored(rounds: Rounds) -> Rounds:
-    """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
+def mirrored(rounds: Rounds, *, adds: bool = False) -> Rounds:
+    """Reverse the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(
-        tuple(Move(move.target, move.source, move.into, move.count, move.first) for move in moves)
+        tuple(Move(move.target, move.source, move.into, move.count, move.first, adds) for move in moves)
         for moves in reversed(rounds)
     )
 
@@ -143,7 +144,7 @@ class RankRound(NamedTuple):
 
 
 def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
-    """Returns the rounds in which a rank does something, with their numbers in the list.
+    """Return the rounds in which a rank does something, with their numbers in the list.
 
     No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
     process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
@@ -158,7 +159,7 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
 
 
 def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:
-    """Returns how many slots pass each rank's port, out of it (True) and into it (False)."""
+    """Return how many slots pass each rank's port, out of it (True) and into it (False)."""
     slots: Counter[tuple[int, bool]] = Counter()
     for move in moves:
         slots[move.source, True] += move.count
@@ -167,7 +168,7 @@ def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:
 
 
 def cost(steps: StepList) -> Terms:
-    """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
+    """Return the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """

@@ -62,11 +62,11 @@ class Transfer:
     shares: tuple[int, ...] = ()
 
     def members(self, hosts: int) -> tuple[int, ...]:
-        """Returns the participants, of so many hosts."""
+        """Return the participants, of so many hosts."""
         return self.ranks or tuple(range(hosts))
 
     def compute_of(self, host: int) -> float:
-        """Returns how long a host computes before this transfer, in seconds."""
+        """Return how long a host computes before this transfer, in seconds."""
         return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
 
 
@@ -155,7 +155,7 @@ class Workload:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
-        """Makes one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
+        """Make one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
 
         A message goes from rank 0 to rank 1.
         """
@@ -171,9 +171,8 @@ class Workload:
     def sweep(
         cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
     ) -> Self:
-        """Makes a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
-        Raises ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole
-        elements."""
+        """Make a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements. Raises
+        ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements."""
         if not factor > 1:
             raise ArgumentError(f"factor is {factor}: pass a factor above 1")
         if last < first:
@@ -191,17 +190,17 @@ class Workload:
         return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a dict that can be serialized as JSON."""
+        """Return a dict that can be serialized as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: Any, what: str = "the workload") -> Self:
-        """Rebuilds the workload from what `to_dict` returned. Raises ArgumentError if it is something else."""
+        """Rebuild the workload from what `to_dict` returned. Raise ArgumentError if it is something else."""
         return validate(cls, given, what)
 
 
 def dtype_of(text: str) -> str:
-    """Returns torch's name of a type, given torch's or nccl-tests'. Raises ArgumentError if it is unknown."""
+    """Return torch's name of a type, given torch's or nccl-tests'. Raise ArgumentError if it is unknown."""
     name = {theirs: ours for ours, theirs in NCCL.items()}.get(text, text)
     if name not in BYTES:
         raise ArgumentError(f"there is no dtype {text!r}: pass one of {', '.join(BYTES)}")
@@ -209,11 +208,11 @@ def dtype_of(text: str) -> str:
 
 
 def op_of(text: str, dtype: str) -> Op:
-    """Looks up a reduction op by name. Raises ArgumentError if it is unknown or not defined for this type."""
+    """Look up a reduction op by name. Raise ArgumentError if it is unknown or not defined for this type."""
     if text not in OPS:
         raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
     if text == "avg" and "float" not in dtype:
-        raise ArgumentError(f"{dtype} cannot hold an average: pass --op sum, or a dtype like float32")
+        raise ArgumentError(f"{dtype} cannot hold an average: pass --reduce-op sum, or a dtype like float32")
     return text
 
 
@@ -222,11 +221,9 @@ def op_of(text: str, dtype: str) -> Op:
 MLP_WIDTHS = (784, 256, 128, 64, 10)
 """The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
 
-FLOAT32_BYTES = 4
-
 
 def mlp() -> Workload:
-    """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
+    """Return data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
 
     The backward pass computes the last layer's gradients first, so a step sends fc4, fc3, fc2, fc1: 2600, 33024, 131584
     and 803840 bytes.
@@ -234,19 +231,16 @@ def mlp() -> Workload:
     layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1)]
     return Workload(
         name=f"mlp {'-'.join(map(str, MLP_WIDTHS))}",
-        transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
+        transfers=tuple(Transfer(name, count * BYTES["float32"]) for name, count in reversed(layers)),
         notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
 
 
-PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
-
-
 def preset(name: str) -> Workload:
-    """Returns the workload with this name. Raises ArgumentError if there is none."""
-    if name not in PRESETS:
-        raise ArgumentError(f"there is no preset {name!r}: pass one of {', '.join(PRESETS)}")
-    return PRESETS[name]()
+    """Return the workload with this name. Raise ArgumentError if there is none."""
+    if name != "mlp":
+        raise ArgumentError(f"there is no preset {name!r}: pass one of mlp")
+    return mlp()
 
 
 # -- groups of transfers that differ only in microbatch or replica: a row of a table, a curve of a plot ----------------
@@ -271,12 +265,12 @@ class Group:
 
 
 def groups(workload: Workload) -> list[Group]:
-    """Groups all transfers of a workload, ordered by each group's first transfer."""
+    """Group all transfers of a workload, ordered by each group's first transfer."""
     return _by_name(workload, _own_name)
 
 
 def group_similar_layers(workload: Workload) -> list[Group]:
-    """Groups transfers as `groups` does, and merges layers that differ only in one module number: h.*.attn."""
+    """Group transfers as `groups` does, and merge layers that differ only in one module number: h.*.attn."""
     found = _by_name(workload, lambda name: like(_own_name(name)))
     names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
     return [
@@ -286,12 +280,12 @@ def group_similar_layers(workload: Workload) -> list[Group]:
 
 
 def like(name: str) -> str:
-    """Replaces the outermost module number of each word by `*`, so that similar layers get the same name."""
+    """Replace the outermost module number of each word by `*`, so that similar layers get the same name."""
     return re.sub(r"\S+", lambda word: _NUMBERED.sub("*", word[0], count=1), name)
 
 
 def like_as_one(texts: Iterable[str]) -> list[str]:
-    """Merges texts that differ only in their modules' numbers."""
+    """Merge texts that differ only in their modules' numbers."""
     found: dict[str, list[str]] = {}
     for text in texts:
         found.setdefault(like(text), []).append(text)

@@ -1,4 +1,4 @@
-"""The maker's side of the switch: start it, send orders, ask for its counters, end it."""
+"""The maker's side of the switch: start it, change its network, ask for its counters, end it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from typing import Any
 
 from penstock._base.errors import FabricError
-from penstock.network.topology import Topology
+from penstock.network.topology import State
 
 PROGRAM = ("-P", "-m", "penstock.network.switch.serve")
 """The program that is the switch, which imports nothing from the current folder; benchmarks replace it."""
@@ -21,43 +21,26 @@ ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A message to a switch, which answers each one.
-
-    Attributes:
-        topology: the links from now on; None to keep them.
-        gone: the hosts that are cut off from now on; None for no change.
-        background: neighbors' traffic from now on, as texts (background.py); None to keep it.
-        tells: True to ask for the counters.
-    """
-
-    topology: Topology | None = None
-    gone: tuple[int, ...] | None = None
-    background: tuple[str, ...] | None = None
-    tells: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message to a switch.
+    """The first message to a switch. Later ones are what the network is like from then on, or None to ask for the
+    counters. The switch answers each.
 
     Attributes:
         namespaces: files of the hosts' namespaces, by host.
         interface: the name of the device in each.
-        order: the network to start with.
+        state: the network to start with.
     """
 
     namespaces: tuple[str, ...]
     interface: str
-    order: Order = field(default_factory=Order)
+    state: State
 
 
 class Switch:
     """A switch that runs until `close`, or until this process ends."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Starts the switch, and waits until every host has its device. Raises FabricError: the switch cannot run
-        here."""
+        """Start the switch, and wait until every host has its device. Raise FabricError: the switch cannot run here."""
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -78,18 +61,22 @@ class Switch:
             raise
         self.priority: str = answer["priority"]
 
-    def order(self, order: Order) -> dict[str, Any]:
-        """Sends an order and returns the answer. Raises FabricError: the switch has ended."""
-        return self._say(order, ANSWER_SECONDS)
+    def change(self, state: State) -> None:
+        """Change the network. Raise FabricError: the switch has ended."""
+        self._say(state, ANSWER_SECONDS)
+
+    def told(self) -> dict[str, Any]:
+        """Return the counters. Raise FabricError: the switch has ended."""
+        return self._say(None, ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raises FabricError if the switch has ended."""
+        """Raise FabricError if the switch has ended."""
         status = self._process.poll()
         if status is not None:
             raise FabricError(f"the switch has ended, with exit status {status}: the hosts' network is gone")
 
     def close(self) -> None:
-        """Ends the switch. May be called again."""
+        """End the switch. May be called again."""
         self._connection.close()
         try:
             self._process.wait(ANSWER_SECONDS)
@@ -99,7 +86,7 @@ class Switch:
         assert self._process.stderr is not None
         self._process.stderr.close()
 
-    def _say(self, message: Setup | Order, seconds: float) -> dict[str, Any]:
+    def _say(self, message: Setup | State | None, seconds: float) -> dict[str, Any]:
         is_late = False
         try:
             self._connection.send(message)

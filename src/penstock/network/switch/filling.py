@@ -23,7 +23,7 @@ MAX_BYTES = 512 * 1024**2
 
 
 def under_way_bytes(topology: Topology, hosts: int) -> float:
-    """Returns the most bytes in flight if every host sends at its rate: in queues, delayed, or held back by a stall."""
+    """Return the most bytes in flight if every host sends at its rate: in queues, delayed, or held back by a stall."""
     total = 0.0
     for host in range(hosts):
         for link in (topology.up(host), topology.down(host)):
@@ -33,7 +33,7 @@ def under_way_bytes(topology: Topology, hosts: int) -> float:
 
 
 def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tables:
-    """Creates the arrays for hosts with these TAP devices."""
+    """Create the arrays for hosts with these TAP devices."""
     hosts = len(descriptors)
     stride = -(-(topology.mtu + 64) // 64) * 64
     # Twice as many, because acknowledgements also take a slot each.
@@ -64,7 +64,7 @@ class Decided:
     """Keeps each direction's decisions ahead of its frames."""
 
     def __init__(self, t: Tables, topology: Topology, epoch: int = 0, now_ns: int | None = None) -> None:
-        """Puts a network's rules into the arrays; frames in flight are not affected.
+        """Put a network's rules into the arrays; frames in flight are not affected.
 
         Args:
             epoch: how many times the network has changed before; each change draws anew.
@@ -93,7 +93,7 @@ class Decided:
         self.fill()
 
     def fill(self) -> None:
-        """Fills each direction that runs short or, if none does, the one that has the least left."""
+        """Fill each direction that runs short or, if none does, the one that has the least left."""
         lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
         left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
         left[[draws is None for draws in self._draws]] = BLOCK
@@ -112,7 +112,7 @@ class Decided:
 
 
 def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairment:
-    """Returns what affects frames in a direction; nothing if no frame is affected."""
+    """Return what affects frames in a direction; nothing if no frame is affected."""
     for other in range(hosts):
         if other != host:
             met = topology.meets(host, other)[0] if is_up else topology.meets(other, host)[1]
@@ -126,13 +126,13 @@ STALL = ("since_ns", "length_ns", "every_ns")
 
 
 def stalls(t: Tables) -> set[tuple[int, ...]]:
-    """Returns the stalls of all directions, with fields in the order of `STALL`."""
+    """Return the stalls of all directions, with fields in the order of `STALL`."""
     rows = t.lines[:, [columns.SINCE_NS, columns.STALL_NS, columns.EVERY_NS]].tolist()
     return {tuple(row) for row in rows if row[1]}
 
 
 def told(t: Tables) -> dict[str, Any]:
-    """Returns the counters so far, as plain values.
+    """Return the counters so far, as plain values.
 
     seconds: since the start
     frames: sent by hosts
@@ -164,7 +164,7 @@ def told(t: Tables) -> dict[str, Any]:
 
 
 def lateness(state: Any) -> dict[str, float | None]:
-    """Returns how much later than requested frames left, in seconds: mean, worst, and upper bounds of quantiles."""
+    """Return how much later than requested frames left, in seconds: mean, worst, and upper bounds of quantiles."""
     counts = state[columns.LATE :]
     total = int(counts.sum())
     found: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}

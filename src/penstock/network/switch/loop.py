@@ -99,7 +99,7 @@ def pop(t: Tables) -> Any:
 
 @compiled
 def now_ns(t: Tables) -> Any:
-    """Returns the monotonic clock's time."""
+    """Return the monotonic clock's time."""
     _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * col.SECONDS)
     return t.state[col.SECONDS] * _NS + t.state[col.NANOSECONDS]
 
@@ -115,7 +115,7 @@ def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
 
 @compiled
 def _stalled(t: Tables, direction: Any, at: Any) -> Any:
-    """Returns how long a link has been stalled in total until then."""
+    """Return how long a link has been stalled in total until then."""
     length, every = t.lines[direction, col.STALL_NS], t.lines[direction, col.EVERY_NS]
     since = at - t.lines[direction, col.SINCE_NS]
     if length == 0 or since < every:
@@ -125,7 +125,7 @@ def _stalled(t: Tables, direction: Any, at: Any) -> Any:
 
 @compiled
 def _let_go(t: Tables, direction: Any, slot: Any, at: Any) -> Any:
-    """Returns when a frame leaves a host's link that may stall."""
+    """Return when a frame leaves a host's link that may stall."""
     line = t.lines[direction]
     leaves = _after_stall(t, direction, max(at, line[col.HELD_NS]))
     if leaves > at:
@@ -141,7 +141,7 @@ def _drop(t: Tables, slot: Any) -> None:
 
 @compiled
 def _copy(t: Tables, slot: Any) -> Any:
-    """Copies a frame to another slot and returns that slot, or -1 if there is none."""
+    """Copy a frame to another slot and return that slot, or -1 if there is none."""
     if t.state[col.SPARES] == 0:
         t.state[col.NO_SLOT] += 1
         return -1
@@ -158,7 +158,7 @@ def _copy(t: Tables, slot: Any) -> Any:
 
 @compiled
 def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> None:
-    """Applies a link's decisions to a frame, which goes on to `step` unless it is lost."""
+    """Apply a link's decisions to a frame, which goes on to `step` unless it is lost."""
     line = t.lines[direction]
     place = line[col.DRAWN] % t.draws.shape[1]
     line[col.DRAWN] += 1
@@ -194,7 +194,7 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
 
 @compiled
 def _arrived(t: Tables, slot: Any, now: Any) -> Any:
-    """Counts a frame read from its host, and returns when it has arrived at its link's rate."""
+    """Count a frame read from its host, and return when it has arrived at its link's rate."""
     line = t.lines[t.slots[slot, col.SOURCE]]
     size = t.slots[slot, col.LENGTH]
     line[col.FRAMES] += 1
@@ -205,7 +205,7 @@ def _arrived(t: Tables, slot: Any, now: Any) -> Any:
 
 @compiled
 def _goes(t: Tables, slot: Any, at: Any) -> None:
-    """Sends a frame that has arrived on its way to one host."""
+    """Send a frame that has arrived on its way to one host."""
     source, target = t.slots[slot, col.SOURCE], t.slots[slot, col.TARGET]
     line = t.lines[source]
     if line[col.GONE] or t.lines[target, col.GONE]:
@@ -231,7 +231,7 @@ def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
 
 @compiled
 def neighbors(t: Tables, host: Any, at: Any) -> None:
-    """Puts the neighbors' frames that have come by then into the queue to a host."""
+    """Put the neighbors' frames that have come by then into the queue to a host."""
     line = t.lines[t.meets.shape[0] + host]
     while line[col.NEAR_USED] < line[col.NEAR_MADE]:
         frame = t.near[host, line[col.NEAR_USED] % t.near.shape[1]]
@@ -246,7 +246,7 @@ def neighbors(t: Tables, host: Any, at: Any) -> None:
 
 @compiled
 def all_neighbors(t: Tables) -> None:
-    """Does this up to now for all hosts, including those that nothing else sends to."""
+    """Do this up to now for all hosts, including those that nothing else sends to."""
     now = now_ns(t)
     for host in range(t.meets.shape[0]):
         neighbors(t, host, now)
@@ -254,7 +254,7 @@ def all_neighbors(t: Tables) -> None:
 
 @compiled
 def _at_port(t: Tables, slot: Any, at: Any) -> None:
-    """Puts a frame into the queue to its receiver."""
+    """Put a frame into the queue to its receiver."""
     hosts = t.meets.shape[0]
     source, target = t.slots[slot, col.SOURCE], t.slots[slot, col.TARGET]
     direction = hosts + target
@@ -291,7 +291,7 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
 
 @compiled
 def _receive(t: Tables, source: Any) -> None:
-    """Reads what a host has sent, up to `READS_AT_ONCE` frames.
+    """Read what a host has sent, up to `READS_AT_ONCE` frames.
 
     The clock is read after each frame: the process may be stopped at any moment, and a frame that came in the meantime
     must not count as having come before.
@@ -328,7 +328,7 @@ def _receive(t: Tables, source: Any) -> None:
 
 @compiled
 def _deliver(t: Tables) -> Any:
-    """Delivers all that is due, unless decisions run short; returns the time."""
+    """Deliver all that is due, unless decisions run short; return the time."""
     now = now_ns(t)
     while t.state[col.WAITING] > 0 and t.heap[0, col.DUE_NS] <= now and not t.state[col.LOW]:
         due = t.heap[0, col.DUE_NS]
@@ -343,7 +343,7 @@ def _deliver(t: Tables) -> Any:
 
 @compiled
 def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
-    """Waits until a frame comes or one is due; returns whether any came.
+    """Wait until a frame comes or one is due; return whether any came.
 
     A sleeping process wakes up late: slightly on a busy machine, and by 50 to 100 us on an idle one, whose processors
     sleep as well. There, the timer is set that much earlier, and the rest of the time is spent polling.
@@ -366,7 +366,7 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
 
 @compiled
 def run(t: Tables, until_ns: Any) -> None:
-    """Runs until a moment, or until a direction needs more decisions."""
+    """Run until a moment, or until a direction needs more decisions."""
     began = now_ns(t)
     while True:
         now = _deliver(t)

@@ -22,13 +22,14 @@ import scipy.special  # noqa: F401  (so that a link that changes to normal jitte
 
 from penstock.network.background import AHEAD_NS, Neighbor, Stream, parse_background
 from penstock.network.switch import columns, loop
-from penstock.network.switch.client import Order, Setup
+from penstock.network.switch.client import Setup
 from penstock.network.switch.columns import Tables
 from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
 from penstock.network.switch.tap import Unread, open_tap
+from penstock.network.topology import State
 
 TURN_SECONDS = 0.02
-"""How long the loop runs before it looks for orders."""
+"""How long the loop runs before it looks for messages."""
 _PR_SET_TIMERSLACK = 29
 
 
@@ -43,7 +44,7 @@ class Background:
         t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
 
     def fill(self) -> None:
-        """Fills the arrays some time ahead of the clock."""
+        """Fill the arrays some time ahead of the clock."""
         t = self._t
         end_ns = time.monotonic_ns() + AHEAD_NS
         for host, stream in enumerate(self._streams):
@@ -59,44 +60,44 @@ class Served:
     """A network in operation."""
 
     def __init__(self, setup: Setup) -> None:
-        assert setup.order.topology is not None
+        topology = setup.state.topology
         descriptors = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
         self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         self._epoch = 0
         self._over: list[dict[str, Any]] = []
         """Past stalls of links that have changed since."""
-        self.tables = tables(setup.order.topology, descriptors, time.monotonic_ns())
+        self.tables = tables(topology, descriptors, time.monotonic_ns())
         loop.run(self.tables, 0)  # compiles the loop, or loads it from the cache
         loop.all_neighbors(self.tables)
-        self._seed = setup.order.topology.seed
-        self._background = Background(self.tables, (), self._seed)
-        self._decided = Decided(self.tables, setup.order.topology)
-        self.handle(Order(background=setup.order.background))
+        self._background = Background(self.tables, (), topology.seed)
+        self._decided = Decided(self.tables, topology)
+        self._state = State(topology)
+        self.change(setup.state)
 
-    def handle(self, order: Order) -> dict[str, Any]:
-        """Carries out an order and returns the answer."""
-        t = self.tables
+    def change(self, state: State) -> None:
+        """Make the network like this from now on. Links and traffic that stay the same are not disturbed."""
+        t, before, self._state = self.tables, self._state, state
         hosts = t.meets.shape[0]
-        if order.topology is not None:
+        if state.topology != before.topology:
             self._epoch += 1
-            before, now_ns = stalls(t), time.monotonic_ns()
-            self._decided = Decided(t, order.topology, self._epoch, now_ns)
-            over = before - stalls(t)
+            known, now_ns = stalls(t), time.monotonic_ns()
+            self._decided = Decided(t, state.topology, self._epoch, now_ns)
+            over = known - stalls(t)
             self._over += [dict(zip(STALL, one, strict=True)) | {"until_ns": now_ns} for one in sorted(over)]
-        if order.gone is not None:
-            t.lines[:hosts, columns.GONE] = [host in order.gone for host in range(hosts)]
-        if order.background is not None:
-            neighbors = tuple(parse_background(text, hosts) for text in order.background)
-            self._background = Background(t, neighbors, self._seed)
+        t.lines[:hosts, columns.GONE] = [host in state.gone for host in range(hosts)]
+        if state.background != before.background:
+            neighbors = tuple(parse_background(text, hosts) for text in state.background)
+            self._background = Background(t, neighbors, state.topology.seed)
             self._background.fill()
-        if not order.tells:
-            return {}
-        found = told(t)
+
+    def told(self) -> dict[str, Any]:
+        """Return the counters."""
+        found = told(self.tables)
         found["stalls"] += self._over
         return found | {"unread": [device.count() for device in self._unread]}
 
     def forward(self) -> None:
-        """Forwards frames for a while."""
+        """Forward frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
         loop.all_neighbors(t)
@@ -106,7 +107,7 @@ class Served:
 
 
 def priority() -> str:
-    """Gives this process priority over all others, as far as permitted, and returns how far that is."""
+    """Give this process priority over all others, as far as permitted, and return how far that is."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -118,7 +119,7 @@ def priority() -> str:
 
 
 def main() -> int:
-    """Serves until the maker closes the connection. Returns 0 then, or 1 after answering with an error."""
+    """Serve until the maker closes the connection. Return 0 then, or 1 after answering with an error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes the connection
     maker = Connection(0)
@@ -136,10 +137,14 @@ def main() -> int:
         served.forward()
         while maker.poll():
             try:
-                order = maker.recv()
+                state = maker.recv()
             except (EOFError, ConnectionResetError):
                 return 0
-            maker.send(served.handle(order))
+            if state is None:
+                maker.send(served.told())
+            else:
+                served.change(state)
+                maker.send({})
 
 
 if __name__ == "__main__":

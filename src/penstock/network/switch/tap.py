@@ -24,7 +24,7 @@ The default of 500 lasts less than 7 ms at 1gbit, and further frames are lost.
 
 
 def open_tap(name: str, namespace: Path | None) -> int:
-    """Creates a device in a namespace (None: the caller's) and returns its descriptor; closing it removes the device.
+    """Create a device in a namespace (None: the caller's) and return its descriptor; closing it removes the device.
     Raises OSError: there are no TAP devices here, or using them is not allowed."""
 
     def make() -> int:
@@ -45,7 +45,7 @@ class Unread:
     """Counts the frames that a host's device dropped because they were not read in time."""
 
     def __init__(self, name: str, namespace: Path | None) -> None:
-        """Counts for one device in a namespace."""
+        """Count for one device in a namespace."""
 
         def find() -> int:
             return os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
@@ -54,7 +54,7 @@ class Unread:
         self._counters = find() if namespace is None else within(namespace, find)
 
     def count(self) -> int:
-        """Returns the number of frames dropped so far."""
+        """Return the number of frames dropped so far."""
         for line in os.pread(self._counters, 1 << 16, 0).decode().splitlines():
             name, _, counted = line.partition(":")
             if name.strip() == self._name:

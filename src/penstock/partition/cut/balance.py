@@ -1,4 +1,11 @@
-"""Finds the positions in a recording at which to cut, given names, and the names that balance the stages.
+"""Finds the positions in a recording at which to cut, given names, and the names that balance the stages. A name:
+
+    layer          the first call of this module
+    layer:2        its second call
+    cut#1          the first `penstock.cut()`, or `pipe_split()` of torch, in the model's own forward
+    block.relu#2   the second call of `relu` in the own forward of `block`
+
+A layer that a list or sequence holds twice, as `0` and `2`, is called the first time as `0` and the second time as `2`.
 
 A cut must not separate the uses of anything that the forward updates in place: they must be on one stage. An example is
 a batch norm in an encoder that is called once for each view of an image: a cut between two of these calls would give
@@ -7,22 +14,109 @@ each stage its own running statistics.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import fx, nn
 
 from penstock._base.compat import any_autocast
 from penstock._base.errors import PartitionError
+from penstock._base.marks import cut
 from penstock._base.words import counted
-from penstock.costs import Problem, best_starts
-from penstock.partition.cut.places import is_mark, named_calls, position_of
+from penstock.costs import CutProblem, best_cuts
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
-from penstock.partition.units.chain import unwrapped
+from penstock.partition.units.chain import Chain, unwrapped
+from penstock.partition.units.units import canonical_names, real_name, resolve
+
+_LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
+
+
+class Place(NamedTuple):
+    """A call: of a module, by its canonical name, or of a function in that module's own forward; and which one."""
+
+    module: str
+    function: str
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Its name as if it were a module, which says what must be opened around it."""
+        return f"{self.module}.{self.function}".strip(".")
+
+
+def place_of(model: nn.Module, name: str) -> Place:
+    """Return what a cut of this name stands for. Raise PartitionError if the model has no such module."""
+    later = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
+    path, sign, number = later.groups() if later else (name, ":", "1")
+    owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
+    module = resolve(model, owner, "cuts") if owner else model
+    earlier = 0 if function else _slots(model, real_name(model, path)).index(real_name(model, path))
+    return Place(canonical_names(model)[id(module)], function, int(number) + earlier)
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that a cut of this name is a call of, or in."""
+    return model.get_submodule(place_of(model, name).module)
+
+
+def is_mark(name: str) -> bool:
+    """Whether a cut of this name is a mark (`penstock.cut()`)."""
+    return name.rpartition("#")[0].rpartition(".")[2] == cut.__name__
+
+
+def named_calls(recording: Recording, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
+    """Yield the calls of a recording, each with its name as a cut."""
+    counts: Counter[str] = Counter()
+    for node, fact in recording.facts.items():
+        counts.update(fact.units)
+        if fact.kind == "unit":
+            number, slots = counts[fact.scope], _slots(model, fact.scope)
+            yield node, unwrapped(slots[number - 1] if number <= len(slots) else f"{fact.scope}:{number}")
+        elif fact.kind == "call":
+            function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "call")
+            path = f"{unwrapped(fact.scope)}.{function}#".lstrip(".")
+            counts[path] += 1
+            yield node, f"{path}{counts[path]}"
+
+
+def position_of(recording: Recording, model: nn.Module, name: str) -> int:
+    """Return the index of the node that a cut of this name stands for. Raise PartitionError if it gives no stage."""
+    place = place_of(model, name)
+    facts = recording.facts
+    whole = next((f.scope for f in facts.values() if f.kind == "unit" and place.path.startswith(f"{f.scope}.")), None)
+    if whole:
+        raise PartitionError(f"cuts: {name!r} is inside {whole!r}, which runs as a whole. Cut at {whole!r} instead")
+    if place.function:
+        path = f"{unwrapped(place.path)}#{place.number}"
+        found = (facts[node].index for node, own in named_calls(recording, model) if own == path)
+    else:
+        entered = (0, *recording.entered.get(place.module, ())[1:])[place.number - 1 : place.number]
+        found = (
+            fact.index
+            for fact in facts.values()
+            if fact.kind in ("call", "unit") and entered and fact.index >= entered[0]
+            if any(f"{scope}.".startswith(f"{place.module}.") for scope in (fact.scope, *fact.units))
+        )
+    if (position := next(found, None)) is not None:
+        return position
+    remedy = "Name a call that it makes" if place.function else "Name a module that the forward calls"
+    raise PartitionError(f"cuts: {name!r} never runs for these inputs. {remedy}")
+
+
+def _slots(model: nn.Module, name: str) -> list[str]:
+    """Return the names under which the list or sequence around a module holds it, in order; else just its name."""
+    holder, dot, _ = name.rpartition(".")
+    parent, module = model.get_submodule(holder), model.get_submodule(name)
+    if not isinstance(parent, (Chain, nn.Sequential, nn.ModuleList)):
+        return [name]
+    return [f"{holder}{dot}{key}" for key, child in parent._modules.items() if child is module]
+
 
 Weighed = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
@@ -45,8 +139,8 @@ class Candidate:
 
 
 def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages: int = 0) -> list[Candidate]:
-    """Every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`), as far
-    as they run something which no other stage can compute for itself.
+    """Return every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`),
+    as far as they run something that no other stage can compute for itself.
 
     For "layers", only repeated blocks, if there are any. If these stages have enough marks, only marks. If they have
     too few candidates, or would be far from even, also later calls of units, and calls outside the units that take a
@@ -89,7 +183,8 @@ def _weighed(recording: Recording, model: nn.Module, balance: Weighed, places: M
 
 
 def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: bool) -> dict[str, int]:
-    """Where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows them."""
+    """Return where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows
+    them."""
     bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
     blocks_only = balance == "layers" and bool(recording.blocks)
     found, first, alone = dict[str, int](), dict[str, int](), False
@@ -109,14 +204,15 @@ def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: 
 
 
 def _begin(recording: Recording, node: fx.Node) -> int:
-    """The index of a call, or of the first parameter or buffer that it is the first to use."""
+    """Return the index of a call, or of the first parameter or buffer that it is the first to use."""
     facts = recording.facts
     own = (given for given in node.all_input_nodes if facts[given].kind in HELD and next(iter(given.users)) is node)
     return min(facts[each].index for each in (node, *own))
 
 
 def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Weighed) -> int:
-    """A node's weight: its work, the number of elements in its parameters, or whether it calls a repeated block."""
+    """Return a node's weight: its work, the number of elements in its parameters, or whether it calls a repeated
+    block."""
     fact = recording.facts[node]
     if balance == "flops":
         return fact.work
@@ -134,7 +230,7 @@ class TooFewLayersError(PartitionError):
 def check_enough(
     recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate]
 ) -> None:
-    """Raises TooFewLayersError if there are more stages than candidates."""
+    """Raise TooFewLayersError if there are more stages than candidates."""
     if stages <= max(1, len(units)):
         return
     if not units:
@@ -148,34 +244,36 @@ def check_enough(
     heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
     raise TooFewLayersError(
         f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
-        f"{counted(len(units), 'stage')}" + (f", or take some apart with opens=[{heaviest!r}, ...]" if heaviest else "")
+        f"{counted(len(units), 'stage')}"
+        + (f", or take some apart with split_inside=[{heaviest!r}, ...]" if heaviest else "")
     )
 
 
 def even_starts(weights: Sequence[int], stages: int) -> list[int]:
-    """The unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
+    """Return the unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
 
     Weights count in steps of 1/2^25 of their total, in which squares add up exactly, so that equal units are equal in
     any order. Up to such steps the stages are the best.
     """
     unit = max(1, sum(weights) >> 25)
-    return best_starts(Problem([weight // unit for weight in weights]), stages)
+    return best_cuts(CutProblem([weight // unit for weight in weights]), stages)
 
 
 def heaviest_stage(weights: Sequence[int], starts: Sequence[int]) -> int:
-    """The weight of the heaviest stage."""
+    """Return the weight of the heaviest stage."""
     return max(sum(weights[start:end]) for start, end in pairwise((*starts, len(weights))))
 
 
 def cut_at(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> CutRecording:
-    """The recording, cut at these names. Raises PartitionError if it cannot be."""
+    """Cut the recording at these names. Raise PartitionError if it cannot be."""
     split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
     _ = split.plans  # raise now, while something else can be tried
     return split
 
 
 def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> list[int]:
-    """The index of the first node of each stage from stage 1 on. Raises PartitionError for names that give no stage."""
+    """Return the index of the first node of each stage from stage 1 on. Raise PartitionError for names that give no
+    stage."""
     positions = [position_of(recording, model, cut) for cut in cuts]
     for (before, start), (after, end) in pairwise(zip(cuts, positions, strict=True)):
         if start >= end:
@@ -188,55 +286,14 @@ def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -
     return positions
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The first and the last call that use something; `name` says what."""
-
-    name: str
-    first: int
-    last: int
-
-    def parts(self, position: int) -> bool:
-        """Whether beginning a stage at this call would separate the uses."""
-        return self.first < position <= self.last
-
-
-def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
-    """The spans of everything that the forward updates in place and uses more than once."""
-    whole = CutRecording(recording, model, (), ())
-    users: dict[str, list[int]] = {}
-    for node, fact in recording.facts.items():
-        for name in _updated(whole, node):
-            users.setdefault(name, []).append(fact.index)
-    return tuple(Span(name, min(used), max(used)) for name, used in users.items() if min(used) < max(used))
-
-
-def _updated(whole: CutRecording, node: fx.Node) -> set[str]:
-    """The names of what a node uses and the forward updates."""
-    recording, fact = whole.recording, whole.facts[node]
-    used = fact.storages.union(*(whole.facts[given].storages for given in node.all_input_nodes))
-    found = {recording.memory[storage] for storage in used if storage in recording.memory}
-    found = (found | {*whole.held_by(node)}) & whole.updated
-    if fact.kind == "constant" and not whole.written.isdisjoint(fact.storages):
-        found.add(str(node.target))
-    return found | {each.text for each in recording.remembered if whole.uses(node, each)}
-
-
-def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
-    """The candidates at which a cut separates nothing. The weight of the others goes to the candidate before them."""
+def where_possible(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates at which the recording can be cut. The weight of each other goes to the one before it."""
     found: list[Candidate] = []
     for unit in units:
-        if found and any(span.parts(unit.position) for span in kept):
-            found[-1] = replace(found[-1], weight=found[-1].weight + unit.weight)
-        else:
+        try:
+            if found:
+                cut_at(recording, model, [unit.name])
             found.append(unit)
+        except PartitionError:
+            found[-1] = replace(found[-1], weight=found[-1].weight + unit.weight)
     return found
-
-
-def too_few(error: PartitionError, stages: int, left: Sequence[Candidate], kept: Sequence[Span]) -> PartitionError:
-    """The error for a model with too few cuts that keep such uses together. `error`: what an even cut raised."""
-    longest = max(kept, key=lambda span: span.last - span.first)
-    return PartitionError(
-        f"{error}. For stages={stages} there is no such cut: the uses of {longest.name!r} leave "
-        f"{counted(len(left), 'stage')} at most"
-    )

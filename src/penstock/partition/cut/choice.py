@@ -29,7 +29,7 @@ _TYPE = "type:"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BalanceChoice:
     """What cuts even out.
 
     Attributes:
@@ -49,10 +49,10 @@ class Choice:
     kind: re.Pattern[str] | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Choice:
-        """The choice that `balance=given` makes. Raises ArgumentError for anything else."""
+    def of(cls, given: Any) -> BalanceChoice:
+        """Parse the value of `balance=`. Raise ArgumentError if it is not one."""
         match given:
-            case Choice():
+            case BalanceChoice():
                 return given
             case "flops" | "parameters" | "layers":
                 return cls(given)
@@ -81,7 +81,8 @@ class Choice:
         )
 
     def weight_of(self, name: str, module: nn.Module) -> float:
-        """What the user's function says of a module. Raises ArgumentError if that is no number of 0 or more."""
+        """Return the weight that the user's function gives a module. Raise ArgumentError if it is not a number of 0 or
+        more."""
         assert self.weight is not None
         weight = self.weight(name, module)
         if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):

@@ -1,4 +1,4 @@
-"""Finds the modules to open: for `opens=`, for cuts that lie inside, and for balance."""
+"""Finds the modules to open: for `split_inside=`, for cuts that lie inside, and for balance."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 
 from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage
-from penstock.partition.cut.places import is_mark, place_of
+from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage, is_mark, place_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import LISTS, Opening, Unit, canonical_names, find_units, repeats, resolve
@@ -24,20 +23,20 @@ WORTHWHILE = 0.95
 def opening_for(
     model: nn.Module, leaves: Sequence[str], opens: Sequence[str], cuts: Sequence[str] | None, stages: int
 ) -> Opening:
-    """What to open before anything is recorded. Raises PartitionError for names that cannot be opened.
+    """Return what to open before anything is recorded. Raise PartitionError for names that cannot be opened.
 
     If cuts have to be found, the number of repeated blocks stands in for the work, which is not known yet.
     """
     names = canonical_names(model)
-    whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
-    asked = {names[id(resolve(model, name, "opens"))] for name in opens}
+    whole = {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
+    asked = {names[id(resolve(model, name, "split_inside"))] for name in opens}
     inside = {place_of(model, cut).path for cut in cuts or ()}
-    for argument, wanted in (("opens", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
+    for argument, wanted in (("split_inside", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
         for name in wanted:
             leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)
             if leaf is not None:
                 raise PartitionError(
-                    f"{argument}: {name!r} is to be opened, but leaves=[{leaf!r}] says that it runs as a whole"
+                    f"{argument}: {name!r} is to be opened, but leaf_modules=[{leaf!r}] says that it runs as a whole"
                 )
     found = Opening(frozenset(n for name in asked for n in (*_enclosing(name), name)))
     units = {unit.name for unit in find_units(model, leaves, apart=found.names).values()}
@@ -56,7 +55,7 @@ def opening_for(
 
 
 def opening_of(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
-    """The opening, and what was opened when the profile was made, so that the same units are there."""
+    """Extend the opening by what was opened when the profile was made, so that the same units are there."""
     there = {name for name, _ in model.named_modules()}
     return replace(opening, tried=opening.tried | (there.intersection(profile.opened) - opening.names))
 
@@ -64,7 +63,7 @@ def opening_of(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
 def more_to_open(
     recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Weighed
 ) -> Opening:
-    """What to open now that weights are known. The recording's own opening if nothing else is worth opening."""
+    """Return what to open now that weights are known: the recording's own opening if nothing else is worth opening."""
     opening = recording.opening
     found_units = find_units(model, leaves, recording.grain, opening.names).values()
     units = {unwrapped(unit.name): unit for unit in found_units}
@@ -74,13 +73,13 @@ def more_to_open(
     modules = dict(model.named_modules())
     order = [units.get(one.name) or Unit(one.name, modules.get(one.name, nn.Identity()), block=False) for one in found]
     names = canonical_names(model)
-    whole = opening.whole | {names[id(resolve(model, name, "leaves"))] for name in leaves}
+    whole = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
     worth = _worth_opening(order, [one.weight for one in found], stages, whole)
     return replace(opening, tried=opening.tried | frozenset(worth))
 
 
 def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, whole: Collection[str]) -> Iterator[str]:
-    """The modules inside which the best cuts would fall, if opening them is worthwhile. Leaves out `whole`.
+    """Yield the modules inside which the best cuts would fall, if opening them is worthwhile. Leave out `whole`.
 
     Assumes that all repeated blocks of a module weigh the same.
     """
@@ -107,7 +106,8 @@ def _may_open(module: nn.Module) -> bool:
 
 
 def blocks_in(module: nn.Module) -> int:
-    """How many repeated blocks a module can be opened into, down to those that contain none; 1 if it contains none."""
+    """Return how many repeated blocks a module can be opened into, down to those that contain none; 1 if it contains
+    none."""
     total = 0
     for child in module.children():
         inner = sum(blocks_in(block) for block in child.children()) if repeats(child) else blocks_in(child)
@@ -116,6 +116,6 @@ def blocks_in(module: nn.Module) -> int:
 
 
 def _enclosing(name: str) -> list[str]:
-    """The names of the modules around a module, except the model itself."""
+    """Return the names of the modules around a module, except the model itself."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]

@@ -20,7 +20,7 @@ BUSY = 0.1
 
 
 def settle(device: torch.device) -> None:
-    """Waits until a device has done its work."""
+    """Wait until a device has done its work."""
     if device.type == "cpu":
         return
     module = torch.get_device_module(device)  # torch.accelerator does not know devices that are written in Python
@@ -28,14 +28,13 @@ def settle(device: torch.device) -> None:
 
 
 def waited(waits: FileIO | None) -> int:
-    """Nanoseconds that a thread was ready to run while others had its core. Takes a microsecond; to open the file takes
-    ten.
-    """
+    """Return the nanoseconds that a thread was ready to run while others had its core. A read takes a microsecond; to
+    open the file takes ten."""
     return 0 if waits is None else int(os.pread(waits.fileno(), 100, 0).split()[1])
 
 
 def all_waited() -> int:
-    """The same of all threads of this process together; 0 if the system does not say."""
+    """Return the same of all threads of this process together; 0 if the system does not report it."""
     found = 0
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
         with suppress(OSError), closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as waits:  # it may have ended
@@ -44,9 +43,8 @@ def all_waited() -> int:
 
 
 def undisturbed(measuring: Callable[[], Profile], device: torch.device) -> Profile:
-    """What is measured. Threads that compute together wait for the one whose core others have, so on a busy machine
-    what they take says little: it is measured again, by one thread, with a note.
-    """
+    """Measure, and once more with one thread and a note if the machine is busy: threads that compute together wait for
+    the one whose core is taken, so their times say little."""
     threads, waits, start = torch.get_num_threads(), all_waited(), time.perf_counter_ns()
     found = measuring()
     if device.type != "cpu" or threads == 1 or all_waited() - waits < BUSY * (time.perf_counter_ns() - start):
@@ -83,7 +81,7 @@ class Clock:
                 return now - before
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The seconds between two marks, once the device has settled."""
+        """Return the seconds between two marks, once the device has settled."""
         if self._device.type == "cuda":
             return float(start.elapsed_time(end)) / 1e3
         return float(end - start) / 1e9

@@ -23,13 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._base.compat import fake_mode, quiet, size_of, storage_of
 from penstock._base.stages import TensorMeta
 from penstock._base.trees import flatten
-from penstock.costs import Operations
+from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
-from penstock.partition.watch.observer import argument_names
 from penstock.partition.watch.work import Operation as Call
-from penstock.partition.watch.work import group_of, operations_of, tensors_of
+from penstock.partition.watch.work import argument_names, group_of, operations_of, tensors_of
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input
@@ -51,11 +50,11 @@ class Footprint:
     working: int
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
-    operations: Operations | None = None
+    operations: OpCounts | None = None
 
 
 def footprint(module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False) -> Footprint | None:
-    """What `on_fakes` finds; None if the code does not run on fake tensors."""
+    """Return what `on_fakes` finds; None if the code does not run on fake tensors."""
     try:
         return on_fakes(module, inputs, with_loss=with_loss)
     except Exception:  # a model's own code may raise anything there
@@ -65,7 +64,7 @@ def footprint(module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: boo
 def on_fakes(
     module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False, counts: bool = False
 ) -> Footprint:
-    """Runs a stage's code and its backward on fake tensors. Raises whatever the code raises there.
+    """Run a stage's code and its backward on fake tensors. Raise whatever the code raises there.
 
     Args:
         module: takes `inputs` and returns its outputs. What its forward leaves behind is taken back.
@@ -82,15 +81,14 @@ def on_fakes(
             partly = backward if any(meta.requires_grad for meta in inputs) else ()
             if partly and any(parameter.requires_grad for parameter in module.parameters()):
                 *_, partly = _run(module, inputs, counts=True, of_inputs=True)
-            return replace(found, operations=Operations(forward, backward, partly))
+            return replace(found, operations=OpCounts(forward, backward, partly))
     finally:
         reach.restore()
 
 
 def usual_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Takes as much memory as cross entropy: it keeps the logarithms of probabilities. A model's own loss is taken as
-    it is.
-    """
+    """Take as much memory as cross entropy: it keeps the logarithms of probabilities. A model's own loss is taken as it
+    is."""
     own = [output for output in outputs if output.dim() == 0 and output.requires_grad]
     if own:
         return own
@@ -99,7 +97,7 @@ def usual_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def ends_of(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callable[[], list[Tensor]]]:
-    """Where a backward from these values begins, and what makes a gradient of ones for each. Keeps no value."""
+    """Return where a backward from these values begins, and what makes a gradient of ones for each. Keep no value."""
     trained = [value for value in values if value.requires_grad]
     sizes = [
         (tuple(value.shape), sorted(range(value.dim()), key=value.stride, reverse=True), value.dtype, value.device)
@@ -121,7 +119,8 @@ def _run(
     counts: bool = False,
     of_inputs: bool = False,
 ) -> tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]:
-    """Bytes, and what the forward and the backward do. `of_inputs`: of these alone, gradients are made."""
+    """Run a module on fake tensors: return its bytes, and what the forward and the backward do. `of_inputs`: compute
+    gradients of these alone."""
     held = {name: _like(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     for tensor in held.values():
         if tensor.requires_grad:  # so that backward adds to it, as in any microbatch but the first
@@ -179,13 +178,13 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def counted(self) -> tuple[Operation, ...]:
-        """What ran since it was last asked, the same operations together."""
+        """Return what ran since the last call, the same operations together."""
         found = tuple(Operation(*what, count) for what, count in self._operations.items())
         self._operations.clear()
         return found
 
     def living_bytes(self, storage: int) -> int:
-        """What a tensor's memory takes; 0 if it does not count, or is freed."""
+        """Return the bytes of a tensor's memory; 0 if it does not count, or is freed."""
         return self._sizes.get(storage, 0)
 
     def _count(self, tensor: Tensor, size: int) -> None:
@@ -227,7 +226,7 @@ OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "e
 
 
 def _counted(call: Call) -> tuple[int, int, str]:
-    """Operations, bytes and dtype of one kernel."""
+    """Return the operations, bytes and dtype of one kernel."""
     given = tensors_of((*call.args, *call.kwargs.values()))
     made = tensors_of(call.result if isinstance(call.result, (list, tuple)) else (call.result,))
     group, name = group_of(call.func), call.func.overloadpacket.__name__
@@ -243,7 +242,7 @@ def _counted(call: Call) -> tuple[int, int, str]:
 
 
 def _unmasked(call: Call) -> int:
-    """A product's operations; of causal attention, those below the diagonal."""
+    """Return a product's operations; of causal attention, those below the diagonal."""
     flops = operations_of(call)
     given = dict(zip(argument_names(call.func), call.args, strict=False)) | dict(call.kwargs)
     if given.get("is_causal"):
@@ -253,7 +252,7 @@ def _unmasked(call: Call) -> int:
 
 
 def _dtype_of(name: str, factor: Tensor) -> str:
-    """The dtype of a product, where torch may compute in less than float32 with that."""
+    """Return the dtype of a product, where torch may compute in less than float32 with this operand."""
     if factor.dtype == torch.float32:
         allowed = torch.get_float32_matmul_precision() != "highest"
         return "tf32" if (torch.backends.cudnn.allow_tf32 if "conv" in name else allowed) else "float32"
@@ -261,5 +260,5 @@ def _dtype_of(name: str, factor: Tensor) -> str:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """What tensors take of memory: of an expanded one, what is there."""
+    """Return the bytes of tensors: of an expanded one, those that are stored."""
     return sum(min(tensor.numel() * tensor.element_size(), size_of(tensor)) for tensor in tensors)

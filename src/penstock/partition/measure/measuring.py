@@ -60,7 +60,7 @@ def measure(
     *,
     memory: bool = False,
 ) -> Profile:
-    """What each unit of a recording costs. Changes nothing of the model, nor any random generator.
+    """Measure the cost of each unit of a recording. Change nothing of the model, nor any random generator.
 
     Args:
         places: the candidates for cuts; those at which no cut is possible join the one before.
@@ -95,7 +95,8 @@ def measure(
 
 
 def _made_up(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
-    """The model's inputs. Fractions, which a recording does not know, are drawn: garbage may take longer to compute."""
+    """Return the model's inputs. Fractions, which a recording does not know, are drawn: garbage may take longer to
+    compute."""
     leaves = flatten((tuple(args), dict(kwargs))).leaves
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -133,7 +134,7 @@ class _Measuring:
             self._costs = [replace(cost, operations=None) for cost in self._costs]
 
     def _unit(self, index: int, inputs: Sequence[Tensor]) -> RunningUnit:
-        """Makes a unit. Parameters that a forward updates are copied wherever they are."""
+        """Make a unit. Parameters that a forward updates are copied wherever they are."""
         stage, held = self._units.stage(index), self._units.split.recording.held
         copied = {*map(id, stage.parameters.values())}  # all that it may update, if that depends on values
         copied |= {id(held[name]) for name in self._units.split.updated}
@@ -144,7 +145,7 @@ class _Measuring:
         return dict(zip(((index, o.name) for o in self._plans[index].outputs), outputs, strict=True))
 
     def rounds(self, budget_seconds: float) -> int:
-        """Runs all units until the budget is used up. Returns how often the whole backward was timed."""
+        """Run all units until the budget is used up. Return how often the whole backward was timed."""
         until = time.perf_counter() + budget_seconds
         for unit in self._kinds.values():
             unit.run()
@@ -165,10 +166,9 @@ class _Measuring:
         return -(-number // len(ROUNDS))
 
     def _in_sequence(self, until: float) -> list[RunningUnit] | None:
-        """All units, once a microbatch has gone through them: memory is allocated. Alike ones note their times
-        together, and have noted none. None if that takes too much time or memory, or raises; `until`: when everything
-        has to be done, by `time.perf_counter`.
-        """
+        """Run a microbatch through all units, so that memory is allocated, and return them; alike ones share their
+        times, of which there are none yet. None if that takes too much time or memory, or raises. `until`: when
+        everything has to be done, by `time.perf_counter`."""
         alike = [self._kinds[first] for first in self._units.first_of_kind]
         left = until - time.perf_counter()
         sizes = (cost.parameter_bytes + cost.gradient_bytes + cost.activation_bytes for cost in self._costs)
@@ -193,7 +193,7 @@ class _Measuring:
         return found
 
     def _through(self, units: Sequence[RunningUnit], backward: Backward) -> None:
-        """One microbatch through all units and back, then back again for what a split backward has left."""
+        """Run one microbatch through all units and back, then back again for what a split backward has left."""
         values, steps = {**self._given}, []
         for index, unit in enumerate(units):
             steps.append(unit.step([values[i.source, i.name] for i in self._plans[index].inputs], backward))
@@ -205,8 +205,8 @@ class _Measuring:
             next(step, None)
 
     def measured(self, *, memory: bool) -> list[UnitCost]:
-        """The costs with times. `memory`: and with what units really take, kernels' own buffers included, where the
-        allocator says: they run once more, without the clock."""
+        """Return the costs with times. `memory`: and with what units really take, kernels' own buffers included, where
+        the allocator reports it: they run once more, without the clock."""
         firsts = self._units.first_of_kind
         found = [self._kinds[first].timed(cost) for cost, first in zip(self._costs, firsts, strict=True)]
         if not memory:

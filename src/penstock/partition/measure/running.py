@@ -39,16 +39,16 @@ class Splitting(Protocol):
     """Runs the backward of one unit in two parts. It learns from a first forward and backward how to."""
 
     def forward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps a forward."""
+        """Wrap a forward."""
 
     def learn(self, roots: Sequence[GradientEdge | None]) -> None:
-        """Follows a forward; `roots`: what its backward starts from."""
+        """Follow a forward; `roots`: what its backward starts from."""
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps the backward that passes the inputs' gradients on."""
+        """Wrap the backward that passes the inputs' gradients on."""
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Does what that left."""
+        """Do what that left."""
 
 
 Splits = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], Splitting]
@@ -92,10 +92,9 @@ class RunningUnit:
         self.saved = Footprint(0, 0)
 
     def step(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE, *, with_loss: bool = False) -> Step:
-        """A microbatch: its forward, which gives the results without their graph; its backward, of a split one the
-        first part; what that left. Each is timed, and noted when the step is asked to go on after these three: first
-        the device has to settle. A backward that has one part only runs whole. `with_loss`: `usual_loss` follows.
-        """
+        """Run a microbatch in parts: its forward, which yields the results without their graph; its backward, or the
+        first part of a split one; the rest. Each is timed, and noted when the step is resumed after these three: first
+        the device has to settle. A backward that has one part runs whole. `with_loss`: `usual_loss` follows."""
         splitting = self._splitting if backward is Backward.SPLIT else None
         if splitting is None and not (backward is Backward.INPUTS and self._trains and self._passes_on):
             backward = Backward.WHOLE
@@ -134,8 +133,8 @@ class RunningUnit:
         return leaves, [leaf.clone() for leaf in leaves]
 
     def begin(self) -> Sequence[Tensor]:
-        """The runs that are not timed: memory is allocated, kernels are chosen, and a split backward shows what can be
-        put off. Returns the results."""
+        """Run untimed: memory is allocated, kernels are chosen, and a split backward shows what can be deferred. Return
+        the results."""
         sizes: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -169,11 +168,13 @@ class RunningUnit:
         next(step, None)
 
     def taken(self, *, with_loss: bool = False) -> Footprint | None:
-        """What a run really takes, untimed, besides parameters and their gradients; None if nothing says."""
+        """Return the real memory of an untimed run, besides parameters and their gradients; None if it is not
+        reported."""
         return _really_taken(self._device, self.step(self.inputs, with_loss=with_loss), 1)
 
     def waiting_bytes(self) -> int | None:
-        """What the first part of a split backward leaves for the second; None if that is not measured."""
+        """Return the bytes that the first part of a split backward leaves for the second; None if that is not
+        measured."""
         if self._splitting is None:
             return 0 if self._splits else None  # all is done in the first part
         found = _really_taken(self._device, self.step(self.inputs, Backward.SPLIT), 2)
@@ -185,11 +186,11 @@ class RunningUnit:
         return sum(self.runs[Backward.WHOLE][-1])
 
     def medians(self, backward: Backward = Backward.WHOLE) -> list[float]:
-        """The seconds of each part of a run; none if no backward ran so."""
+        """Return the median seconds of each part of a run; none if there was no backward of this kind."""
         return [*map(median, zip(*self.runs[backward], strict=True))]
 
     def timed(self, cost: UnitCost) -> UnitCost:
-        """The cost with the medians of its times. I of a unit that has no W is its whole backward."""
+        """Return the cost with the medians of its times. I of a unit that has no W is its whole backward."""
         forward, whole = self.medians()
         again, inputs = self.medians(Backward.INPUTS) or (None, whole / 2)
         if not (self._trains and self._passes_on):
@@ -214,8 +215,8 @@ def _go_on(step: Step, parts: int) -> None:
 
 
 def _really_taken(device: torch.device, step: Step, first: int) -> Footprint | None:
-    """What a step takes of memory, kernels' own buffers included, as the allocator counts it: after so many parts, and
-    besides that at most; None if it does not say."""
+    """Return the memory of a step by the allocator, kernels' own buffers included: after its first `first` parts, and
+    the peak beyond that; None if it is not reported."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

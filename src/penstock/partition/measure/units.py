@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, TensorMeta
 from penstock._base.trees import flatten
-from penstock.costs import OPTIMIZER_VALUES, MadeFor, Profile, Tied, UnitCost
-from penstock.partition.cut.balance import Candidate, cut_at, joined, spans
+from penstock.costs import OPTIMIZER_VALUES, ModelFingerprint, Profile, Tied, UnitCost
+from penstock.partition.cut.balance import Candidate, cut_at, where_possible
 from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
@@ -45,10 +45,10 @@ class NoStreams:
     """What a unit draws comes from torch's generators, which are restored afterwards."""
 
     def enter(self, name: str) -> None:
-        """Draws go on."""
+        """Leave the generators alone."""
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Nothing is counted."""
+        """Count nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,17 @@ class Units:
 
     @classmethod
     def of(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Units:
-        """Cut at every candidate at which it can be; the others join the one before. Raises UnmeasurableError if the
+        """Cut at every candidate at which it can be; the others join the one before. Raise UnmeasurableError if the
         units cannot be run alone."""
-        kept = joined(candidates, spans(recording, model))
 
         def cut(units: Sequence[Candidate]) -> Units:
             return cls(model, units, cut_at(recording, model, [unit.name for unit in units[1:]]))
 
-        def can_be_cut_before(unit: Candidate) -> bool:
-            try:
-                cut([kept[0], unit])
-            except PartitionError:
-                return False
-            return True
-
         try:
             try:
-                return cut(kept)
+                return cut(candidates)
             except PartitionError:
-                return cut([kept[0], *filter(can_be_cut_before, kept[1:])])
+                return cut(where_possible(recording, model, candidates))
         except PartitionError as error:
             raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
 
@@ -95,11 +87,11 @@ class Units:
         return [first.setdefault(kind_of(self.split, index), index) for index in range(self.split.count)]
 
     def stage(self, index: int) -> Stage:
-        """A unit as a stage."""
+        """Return a unit as a stage."""
         return build_stage(self.split, self.split.plans[index], index, NoStreams())
 
     def _crossing(self) -> list[tuple[int, int]]:
-        """For a cut before each unit: the bytes that cross it, and those of the gradients that come back."""
+        """Return, for a cut before each unit, the bytes that cross it, and those of the gradients that come back."""
         last: dict[tuple[int, str], tuple[int, TensorMeta]] = {}
         for index, plan in enumerate(self.split.plans):
             last |= {(i.source, i.name): (index, i.meta) for i in plan.inputs if i.source != MODEL_INPUT}
@@ -111,7 +103,7 @@ class Units:
         return list(zip(accumulate(sent[:-1]), accumulate(back[:-1]), strict=True))
 
     def footprints(self, *, counts: bool = False) -> Footprints:
-        """What the first unit of each kind keeps and takes on fake tensors; with `counts` what they do, too."""
+        """Return what the first unit of each kind keeps and takes on fake tensors. `counts`: and what it does."""
         found: Footprints = {}
         for index in {*self.first_of_kind}:
             try:
@@ -127,8 +119,8 @@ class Units:
         return [value.meta for value in self.split.plans[index].inputs]
 
     def costs(self, seen: Footprints) -> list[UnitCost]:
-        """What is known without the time: what crosses before each unit, its parameters, buffers and inputs of the
-        model, those of the former that others hold, too, and what it keeps and takes."""
+        """Return what is known without running: what crosses before each unit, its parameters, buffers and inputs of
+        the model, which of the parameters others hold, too, and its activations and workspace."""
         held, found, crossing = self.split.recording.held, list[UnitCost](), self._crossing()
         names = [dict.fromkeys(n for node in plan.run for n in self.split.held_by(node)) for plan in self.split.plans]
         count, before = Counter(name for each in names for name in each), dict[tuple[int, str], int]()
@@ -161,7 +153,7 @@ class Units:
         return found
 
     def profile(self, costs: Sequence[UnitCost], args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> Profile:
-        """The profile with these costs."""
+        """Return the profile with these costs."""
         flat, recording = flatten((tuple(args), dict(kwargs))), self.split.recording
         made_for, name = identity(self.model, recording.device.type), recording.device.type
         if name == "cuda":
@@ -190,20 +182,21 @@ def _known(seen: Footprint | Exception) -> Footprint:
     return Footprint(0, 0) if isinstance(seen, Exception) else seen
 
 
-def identity(model: nn.Module, device: str) -> MadeFor:
-    """What a profile or a plan of this model on such a device is made for. Its dtype is that of most elements."""
+def identity(model: nn.Module, device: str) -> ModelFingerprint:
+    """Return the fingerprint of a profile or plan of this model on such a device. Its dtype is that of most
+    elements."""
     parameters = dict(model.named_parameters())
     public = public_names(model, list(parameters))
     elements: Counter[str] = Counter()
     for parameter in parameters.values():
         elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     dtype = elements.most_common(1)[0][0] if elements else ""
-    return MadeFor({public[name]: tuple(p.shape) for name, p in parameters.items()}, device, dtype)
+    return ModelFingerprint({public[name]: tuple(p.shape) for name, p in parameters.items()}, device, dtype)
 
 
 def kind_of(split: CutRecording, stage: int) -> Hashable:
-    """A value that is equal for two units only if they run the same: the recorded calls, the work of each, the modules
-    that they call, with all their settings, and the shapes of everything."""
+    """Return a key that is equal for two units only if they run the same: the recorded calls, the work of each, the
+    modules that they call, with all their settings, and the shapes of everything."""
     plan = split.plans[stage]
     numbers = {node: number for number, node in enumerate(plan.received)}
     calls = []
@@ -226,8 +219,8 @@ def _target(split: CutRecording, node: fx.Node) -> Hashable:
 
 
 def _module(module: nn.Module) -> Hashable:
-    """What a module does: the classes, settings and shapes of all modules in it. Of a fraction only whether it is 0
-    matters: a dropout's rate costs nothing."""
+    """Return a key for what a module does: the classes, settings and shapes of all modules in it. Of a fraction only
+    whether it is 0 matters: a dropout's rate costs nothing."""
     return tuple(
         (
             name,

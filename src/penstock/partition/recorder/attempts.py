@@ -1,26 +1,43 @@
-"""Records a model's forward, in as many attempts as it takes.
+"""Records a model's forward, in as many attempts as it takes: runs it on fake tensors and returns what it called.
 
 An attempt may show that a module must be opened or stay whole, or that a function must be one call. The next attempt
 starts from that.
+
+This uses neither symbolic tracing nor a compiler: Python runs as it is, so any control flow that does not depend on
+tensor values is followed. The model, its buffers and the random generators are left as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
+from torch.distributions import Distribution
 
+from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, generator_of, has_global_backward_hooks, quiet
 from penstock._base.errors import PartitionError
-from penstock.partition.obstacle import Obstacle
-from penstock.partition.recorder.attempt import record_path
+from penstock._base.marks import calling_at_marks
+from penstock._base.trees import Flat, flatten, unflatten
 from penstock.partition.recorder.branches import with_branches
-from penstock.partition.recorder.recorder import Attempt
-from penstock.partition.recording.recording import Recording
-from penstock.partition.state.left_behind import EVERY
-from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Learned, Opening, find_units
+from penstock.partition.recorder.functions import autograd_functions, mapped_functions
+from penstock.partition.recorder.recorder import Attempt, Recorder
+from penstock.partition.recording.recording import Constant, Recording, is_readable
+from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
+from penstock.partition.source import Obstacle, raising_line
+from penstock.partition.state.reach import Reach
+from penstock.partition.state.remembered import EVERY, Left, Remembered
+from penstock.partition.units.chain import Chain
+from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Learned, Opening, find_units, intercepted
+from penstock.partition.values.objects import OfNode, hides_tensors, holds_tensors, input_path, leaves_of
+from penstock.partition.watch.observer import SEED
 
 
 def record(
@@ -31,7 +48,7 @@ def record(
     grain: Grain = NO_GRAIN,
     opening: Opening = NOTHING,
 ) -> Recording:
-    """Records `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
+    """Record `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
 
     `leaves`, `grain` and `opening`: see `find_units`. The recording's `grain` and `opening` add what the attempts
     showed.
@@ -81,7 +98,7 @@ def record(
 
 
 def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
-    """The grain with what was learned. Raises PartitionError if that is nothing new, or the opposite of what is known
+    """Return the grain with what was learned. Raise PartitionError if that is nothing new, or contradicts what is known
     or the user asked for."""
     found = grain | learned.more
     if kept := sorted(learned.more.opened & {*leaves}):
@@ -95,10 +112,280 @@ def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
 
 _NOT_ENOUGH = (
     ", which is not enough. Name the module whose forward this call is part of (one that calls torch.func, say) in "
-    "leaves=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
+    "leaf_modules=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
 )
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """The tried modules that will not work either: those of the named module's class, or all if none is named."""
+    """Return the tried modules that will not work either: those of the named module's class, or all if none is
+    named."""
     return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
+
+
+def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
+    """Record the path that the forward takes if its random branches get these answers."""
+    unknown = frozenset[int]()
+    while True:
+        try:
+            return _record(attempt, choices, unknown)
+        except Learned as learned:
+            if learned.unknown is None:
+                raise
+            unknown = learned.unknown  # each path numbers its calls from 0
+
+
+def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[int]) -> Recording:
+    """Run the forward once."""
+    model = attempt.model
+    given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
+    snapshot, reach = Snapshot(model), None
+    try:
+        with untouched_generators(), ExitStack() as stack:
+            held = (parameter for parameter in model.parameters() if not parameter.is_meta)
+            tensors = (*(leaf for leaf in given.leaves if isinstance(leaf, Tensor)), *held)
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            for generator in (torch.default_generator, generator_of(device)):
+                generator.manual_seed(SEED)
+            _refuse_backward_hooks(model, attempt.units)
+            loan = Loan(model, fake_mode(), device)
+            reach = Reach(model)
+            recorder = Recorder(attempt, loan, reach, choices, unknown)
+            stack.callback(recorder.observer.restore)
+            inputs = _inputs(recorder, given)
+            with _staying_whole(recorder):
+                result = _run_checked(recorder, inputs, given.structure, attempt.grain)
+                _check_leftovers(snapshot, recorder)
+                left = recorder.side_channels.left(recorder.is_seen, attempt.grain, recorder.real)
+                recording = _finish(recorder, result, left, attempt.grain)
+                recorder.side_channels.check_stateless()
+                return recording
+    finally:
+        if reach is not None:
+            reach.restore()
+        snapshot.restore()
+
+
+def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: Grain) -> Any:
+    """Run the forward, and check that no block read or changed anything behind the recording's back."""
+    try:
+        with recorder.chance.replaced(grain.functions):
+            result = _run(recorder, inputs, structure)
+    except (Learned, PartitionError) as error:
+        more = error.more if isinstance(error, Learned) else None
+        if more is None or more.opened or more.whole or more.exposed:
+            recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
+        raise
+    recorder.side_channels.check_units(recorder.on_memory)
+    return result
+
+
+def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
+    """Return the leaves of (args, kwargs) with fakes for tensors whose values are treated as unknown."""
+    inputs = list(given.leaves)
+    for index, leaf in enumerate(given.leaves):
+        if isinstance(leaf, Tensor):
+            inputs[index] = leaf.clone() if is_readable(leaf) else None
+            if inputs[index] is None or not recorder.known.assume(inputs[index], index):
+                inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, recorder.loan.mode, leaf.device)
+            recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
+        elif hides_tensors(leaf):
+            raise PartitionError(
+                f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
+                "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
+                "objects of tensors"
+            )
+    return inputs
+
+
+@contextmanager
+def _staying_whole(recorder: Recorder) -> Iterator[None]:
+    """Blame an error raised inside a module that was opened for balance, or for a cut, on that module."""
+    opening = recorder.opening
+    try:
+        yield
+    except Exception as error:
+        if opening.tried:
+            raise Learned(stays=opening.around(recorder.scope)) from error
+        name = opening.cut_inside(recorder.scope)
+        if name and isinstance(error, PartitionError):
+            why = error.why if isinstance(error, Obstacle) else str(error)
+            raise PartitionError(opening.refusal(name, why)) from error
+        raise
+
+
+def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
+    args, kwargs = unflatten(inputs, structure)
+    mode, observer = recorder.loan.mode, recorder.observer
+    modules = [u.module for u in recorder.units.values()]
+    try:
+        with mode, observer, observer.following_modules(), autograd_functions(recorder), quiet():
+            with _without_complaints(), intercepted(modules, recorder.call_unit), recorder:
+                with mapped_functions(), calling_at_marks(recorder.mark):
+                    return recorder.model(*args, **kwargs)
+    except DATA_DEPENDENT as error:
+        raise _depends_on_values(recorder, error) from error
+    except UNSUPPORTED as error:
+        why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        raise Obstacle(why, recorder.scope) from error
+    except RuntimeError as error:
+        if any(
+            word in str(error).lower() for word in ("subclasses", "fake tensor", "allocated")
+        ):  # .numpy(), .data_ptr()
+            raise _depends_on_values(recorder, error) from error
+        raise
+
+
+def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
+    where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
+    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope)
+
+
+def _module(recorder: Recorder) -> str:
+    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
+
+
+def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
+    """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
+    for slots, key, fake, name in recorder.loan.installed:
+        if (new := slots.get(key)) is fake or _is_cache(recorder, name, new):
+            continue
+        raise PartitionError(
+            f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
+            f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
+            "persistent=False"
+        )
+    inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
+    for module, attribute, value in snapshot.changed():
+        scope = recorder.module_names[id(module)]
+        path = f"{scope}.{attribute}".lstrip(".")
+        if id(module) not in inside and (name := recorder.opening.around(scope)):
+            raise Learned(stays=name)
+        if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
+            if holds_tensors(value, fake_only=True):
+                recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
+            elif isinstance(value, (int, float)):
+                recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
+
+
+def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
+    """Whether a replaced buffer holds only what every forward computes identically, such as a table of positions."""
+    path, _, field = name.rpartition(".")
+    module = recorder.model.get_submodule(path)
+    saved = field not in module._non_persistent_buffers_set
+    return value is not None and not saved and recorder.observer.is_fixed(value)
+
+
+def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
+    """Yield, for each leaf of the result, its output's index (new outputs are added to `outputs`), or the constant it
+    is."""
+    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
+        if isinstance(leaf, Tensor):
+            yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
+        elif isinstance(leaf, OfNode):
+            recorder.chance.refuse(f"a random number, {leaf.node.name!r}, as the model's result{path},")
+        elif hides_tensors(leaf, fake_only=True):
+            raise PartitionError(
+                f"the model's result{path} is a {type(leaf).__name__}, which holds tensors that cannot be taken out of "
+                "it. Return tensors, or tuples, lists, dicts or plain objects of tensors"
+            )
+        else:
+            yield Constant(leaf)
+
+
+def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
+    """Return the positions of the calls of each of the model's modules, by name."""
+    called: dict[str, list[int]] = {}
+    for module, position in recorder.observer.calls:
+        if id(module) in recorder.module_names:
+            called.setdefault(recorder.module_names[id(module)], []).append(position)
+    return {name: tuple(positions) for name, positions in called.items()}
+
+
+def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grain) -> Recording:
+    loan, flat = recorder.loan, flatten(result)
+    outputs: dict[fx.Node, int] = {}
+    leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
+    if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.read), None)) is not None:
+        why = (
+            f"the forward branches on a buffer and updates it at {writer.source_line}, which a recording cannot follow"
+        )
+        raise Obstacle(why, writer.scope)
+    read = recorder.returned.settle(recorder.facts, recorder.sized)
+    free = {number for node, number in recorder.sized.items() if node not in read}
+    tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+    carried = [entry.recorded(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
+    tensors += [t for entry in left for t in entry.small]
+    texts = frozenset(entry.text for entry in left if entry.small)
+    alone = [Remembered(f"a torch.Generator in {u!r}", u) for _, u in recorder.observer.generators.values()]
+    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
+    return Recording(
+        graph=recorder.graph,
+        facts=recorder.facts,
+        inputs=recorder.inputs,
+        outputs=tuple(outputs),
+        result_leaves=leaves,
+        result_structure=flat.structure,
+        constants=recorder.constants,
+        blocks=frozenset(u.name for u in recorder.units.values() if u.block),
+        held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
+        memory=dict(recorder.observer.held),
+        drawing=dict(sorted(recorder.drawing.items())),
+        entered=entered,
+        device=recorder.entry.device,
+        guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
+        notes=recorder.all_notes,
+        grain=replace(grain, carried=grain.carried | texts, taken=frozenset(recorder.taken)),
+        left=tuple(carried),
+        asks=tuple(recorder.chance.asks),
+        is_foreign=recorder.chance.is_foreign,
+        needed=frozenset(needed),
+        touched=frozenset(recorder.observer.touched),
+        remembered=(*recorder.side_channels.remembered.values(), *alone),
+    )
+
+
+def _input_name(model: nn.Module, path: str) -> str:
+    """Return a readable name for a leaf of (args, kwargs), such as `input_ids`, from its path, such as
+    `[1]['input_ids']`."""
+    first, *rest = re.findall(r"\w+", path)
+    owner = next(iter(model.children())) if isinstance(model, (Chain, nn.Sequential)) and len(model._modules) else model
+    if first == "0":
+        parameters = inspect.signature(owner.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        position = int(rest[0])
+        rest[0] = names[position] if position < len(names) else f"input_{position}"
+    return "_".join(rest)
+
+
+@contextmanager
+def _without_complaints() -> Iterator[None]:
+    """Keep distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
+    about the global hooks that follow modules."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            yield
+    finally:
+        Distribution.set_default_validate_args(checks)
+
+
+def _refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
+    """Raise Obstacle if a module that does not run as a whole has hooks on its gradients: nothing would call them."""
+    if has_global_backward_hooks() and id(model) not in units:
+        raise PartitionError(
+            "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "
+            "does not call modules that it records call by call, the model itself among them, so that nothing would "
+            "call the hooks for those. Register them on the blocks: block.register_full_backward_hook(...)"
+        )
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop(0)
+        if module._backward_hooks or module._backward_pre_hooks:
+            what = f"module {name!r}" if name else "the model"
+            raise Obstacle(
+                f"{what} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
+            )
+        inside = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        pending += [(n, child) for n, child in inside if id(child) not in units]

@@ -4,6 +4,10 @@ With several decisions there are too many paths to record them all. So the path 
 enough others are recorded to see any two decisions in all four combinations: two for each binary digit of a decision's
 number, and one with all decisions inverted. Each must be the base minus the nodes that it leaves out: these are the
 decision's region, which becomes one node.
+
+Fewer would not do. What replaces a skipped layer's result shows only where the layer before it and the one that reads
+it both run, whether these are one or s layers away. Numbers that differ by s differ in the digit of the largest power
+of 2 that divides s, so on one path the layer is inverted and neither of the others is.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording.recording import Branch, Fact, Recording
+from penstock.partition.source import Obstacle
 
 Answers = tuple[bool, ...]
 
@@ -31,7 +35,7 @@ class UnlikeError(Exception):
 
 
 def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
-    """One recording of all paths that the forward may take at random.
+    """Merge the recordings of all paths that the forward may take at random.
 
     Args:
         first: the path on which every answer is False.
@@ -78,7 +82,7 @@ class _Path:
 
 
 def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> tuple[_Path, list[_Path]]:
-    """The base, and as many other paths as needed."""
+    """Return the base, and as many other paths as needed."""
     count, known = len(first.asks), dict[Answers, _Path]()
 
     def path(answers: Answers) -> _Path:
@@ -138,7 +142,7 @@ class _Merger:
                     raise UnlikeError(reason, self.region_of.get(mine))
 
     def _aligned(self, way: _Path, flipped: frozenset[int]) -> list[tuple[fx.Node, fx.Node]]:
-        """Pairs each value that a call of the base takes with the node of the base that corresponds to the value which
+        """Pair each value that a call of the base takes with the node of the base that corresponds to the value which
         the other path has in the same place."""
         base, other = self.base, way.recording
         at = {index: node for node, index in base.inputs.items()}
@@ -210,7 +214,7 @@ class _Merger:
         )
 
     def _outputs(self, number: int, region: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """The values of a region that are used after it."""
+        """Return the values of a region that are used after it."""
         outside = {node for node in region if any(self.region_of.get(user) != number for user in node.users)}
         found = tuple(node for node in region if node in outside or node in self.base.outputs)
         for node in found:
@@ -263,7 +267,7 @@ class _Merger:
             )
 
     def _make_anywhere(self, node: fx.Node) -> None:
-        """Each stage that needs a decision makes it again, from the same stream."""
+        """Make a decision again in each stage that needs it, from the same stream."""
         fact = self.facts[node]
         if fact.kind == "call" and not fact.is_anywhere:
             fact.is_anywhere = True
@@ -276,7 +280,7 @@ def _made_once(node: fx.Node, number: int | None) -> UnlikeError:
 
 
 def _start_of_region(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], spare: int) -> int | None:
-    """Where in `mine` the `spare` nodes that `theirs` lacks are: at the question, or after what follows it."""
+    """Return where in `mine` the `spare` nodes that `theirs` lacks are: at the question, or after what follows it."""
     ours, others = [(n.op, n.target) for n in mine], [(n.op, n.target) for n in theirs]
     starts = (s for s in range(len(theirs) + 1) if ours[:s] == others[:s] and ours[s + spare :] == others[s:])
     return next(starts, None)
@@ -299,7 +303,7 @@ def _layout(fact: Fact) -> object:
 
 
 def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The values at the same places of two structures. Raises UnlikeError if anything else differs."""
+    """Yield the values at the same places of two structures. Raise UnlikeError if anything else differs."""
     if isinstance(mine, fx.Node) and isinstance(theirs, fx.Node):
         if "get_attr" not in (mine.op, theirs.op):
             yield mine, theirs

@@ -9,7 +9,6 @@ this recording was given. `branches` records the other paths too, and merges the
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from functools import partial, partialmethod
 from types import FunctionType
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import fx
 
@@ -31,8 +31,8 @@ from penstock.partition.units.units import Learned
 from penstock.partition.values.objects import OfNode
 
 REMEDY = (
-    "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaves=[...] names, or switch "
-    "it off"
+    "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaf_modules=[...] names, or "
+    "switch it off"
 )
 COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
 CALCULATING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -146,7 +146,7 @@ class Chance:
         """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
 
     def read(self, function: Any, args: Any) -> Any:
-        """The answer to a call that asks for a value which chance alone decides; None for any other call."""
+        """Return the answer to a call that asks for a value which chance alone decides; None for any other call."""
         name = getattr(function, "__name__", "")
         asked = args[0] if args and name in ("__bool__", "item") else None
         if not isinstance(asked, FakeTensor) or not self._book.is_seen(asked):
@@ -170,7 +170,7 @@ class Chance:
         return draws
 
     def decide(self, node: fx.Node) -> bool:
-        """The outcome that this recording must follow."""
+        """Return the outcome that this recording must follow."""
         book = self._book
         if book.is_paused:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
@@ -185,9 +185,9 @@ class Chance:
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
     def astype(self, array: DrawnArray, dtype: Any) -> DrawnArray:
-        """The stand-in for an array of another dtype."""
+        """Return the stand-in for an array of another dtype."""
         node = self._book.write_number("call_method", "astype", (array.node, self._book.argument(dtype)))
-        return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
+        return DrawnArray(self, node, numpy.empty(array.shape, dtype))
 
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:
         self.held = True
@@ -197,7 +197,7 @@ class Chance:
 
     @contextmanager
     def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
-        """Wraps the forward. `whole`: functions that are recorded as one call."""
+        """Wrap the forward. `whole`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             return self._call(real, (array,), {}) if isinstance(array, DrawnArray) else real(array)
@@ -209,7 +209,7 @@ class Chance:
         self.check_generators()
 
     def check_generators(self) -> None:
-        """Refuses unrecorded draws outside the units: a recording would freeze them."""
+        """Refuse unrecorded draws outside the units: a recording would freeze them."""
         if self._generators != foreign.states():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
@@ -263,16 +263,15 @@ class Chance:
     def _stand_in(
         self, value: Any, target: Any, args: Any, kwargs: Any, low: float | None = None, high: float | None = None
     ) -> Any:
-        """A stand-in for a drawn number or array, of which only the kind is used."""
+        """Return a stand-in for a drawn number or array, of which only the kind is used."""
         self._generators = foreign.states()
-        numpy = sys.modules.get("numpy")
         self.is_foreign = self.held = True
-        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        is_array = isinstance(value, numpy.ndarray)
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is foreign.draw and (function := foreign.enclosing_function()) is not None:
             raise Learned(f"{self._book.here()} draws an array", functions=[function])
-        if not is_array and not isinstance(value, (bool, int, float, *((numpy.generic,) if numpy else ()))):
+        if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._book.write_number("call_function", target, args, kwargs, draws=True)
         return DrawnArray(self, node, value) if is_array else DrawnNumber(self, node, low, high)
@@ -285,7 +284,7 @@ class Chance:
 
 
 def _range(name: str, given: Sequence[Any]) -> tuple[float | None, float | None]:
-    """The bounds of a drawn number."""
+    """Return the bounds of a drawn number."""
     if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
         return 0.0, 1.0
     bounds = given or (0.0, 1.0)
@@ -295,9 +294,9 @@ def _range(name: str, given: Sequence[Any]) -> tuple[float | None, float | None]
 
 
 def stand_ins(tree: Any) -> Any:
-    """Replaces drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
+    """Replace drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
     if isinstance(tree, DrawnArray):
-        return sys.modules["numpy"].zeros(tree.shape, tree.dtype)
+        return numpy.zeros(tree.shape, tree.dtype)
     if isinstance(tree, Drawn):
         return 0.5
     if type(tree) in (tuple, list):

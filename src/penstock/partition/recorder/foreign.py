@@ -6,6 +6,7 @@ that reach the generators in any other way show in the generators' states.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from functools import cache, partial
 from types import FrameType, FunctionType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -29,23 +31,21 @@ FRESH = "numpy.random.default_rng"
 
 @cache
 def sources() -> Mapping[str, Callable[..., Any]]:
-    """The functions that draw from Python's and numpy's global generators, by qualified name."""
+    """Return the functions that draw from Python's and numpy's global generators, by qualified name."""
     found: dict[str, Callable[..., Any]] = {}
     for name in random.__all__:
         function = getattr(random, name)
         if name not in SEEDING and isinstance(getattr(function, "__self__", None), random.Random):
             found[f"random.{name}"] = function
-    if (numpy := sys.modules.get("numpy")) is not None:
-        for name in dir(numpy.random):
-            function = getattr(numpy.random, name)
-            if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
-                found[f"numpy.random.{name}"] = function
-        found[FRESH] = numpy.random.default_rng
-    return found
+    for name in dir(numpy.random):
+        function = getattr(numpy.random, name)
+        if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
+            found[f"numpy.random.{name}"] = function
+    return {**found, FRESH: numpy.random.default_rng}
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Repeats a recorded draw on a stage."""
+    """Repeat a recorded draw on a stage."""
     return sources()[name](*args, **kwargs)
 
 
@@ -53,7 +53,8 @@ def draw(name: str, *args: Any, **kwargs: Any) -> Any:
 def replaced(
     model: nn.Module, drawing: Handler, whole: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
-    """A context in which draws go to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements."""
+    """Redirect draws to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements, within a
+    context."""
     new: dict[int, Any] = {id(function): value for function, value in whole.items()}
     for name, function in sources().items():
         new[id(function)] = partial(drawing, name, function)
@@ -73,7 +74,7 @@ def replaced(
 
 
 def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:
-    """The globals of `random`, of `numpy.random` and of every module that a class of the model comes from."""
+    """Yield the globals of `random`, of `numpy.random` and of every module that a class of the model comes from."""
     names = {"random", "numpy.random", *(function.__module__ for function in whole)}
     for kind in {type(module) for module in model.modules()}:
         names |= {base.__module__ for base in kind.__mro__}
@@ -83,7 +84,7 @@ def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator
 
 
 def enclosing_function() -> FunctionType | None:
-    """The outermost global function between the running line and the module whose forward it belongs to."""
+    """Return the outermost global function between the running line and the module whose forward it belongs to."""
     found: FunctionType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -101,9 +102,5 @@ def enclosing_function() -> FunctionType | None:
 
 
 def states() -> tuple[Any, ...]:
-    """The states of Python's and numpy's generators, for comparison."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *rest
+    """Return the states of Python's and numpy's generators, for comparison."""
+    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))

@@ -25,7 +25,7 @@ from penstock.partition.recording.calls import called
 
 @contextmanager
 def autograd_functions(recorder: Recorder) -> Iterator[None]:
-    """Sends `Function.apply` to the recorder, so that a custom function is one call."""
+    """Send `Function.apply` to the recorder, so that a custom function is one call."""
     own, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def mapped_functions() -> Iterator[None]:
-    """Shows function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
+    """Show function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
     vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
     create_mask = flex.create_mask
     torch.vmap = torch.func.vmap = lambda *args, **kwargs: partial(called, vmap(*args, **kwargs))
@@ -61,7 +61,7 @@ def mapped_functions() -> Iterator[None]:
 
 
 def _bound(own: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module.
+    """Yield the places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module.
 
     Args:
         own: torch's `apply`: a class method in Python, since torch 2.15 in C.
@@ -91,7 +91,7 @@ class OlderCheckpoints:
         self._ran: list[tuple[str, range]] = []  # each one's line, and the numbers of its calls
 
     def run(self, function: Any, preserves_generators: bool, *args: Any) -> Any:
-        """Runs an older checkpoint, as `CheckpointFunction.apply` would."""
+        """Run an older checkpoint, as `CheckpointFunction.apply` would."""
         if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():
                 return function(*args)
@@ -101,7 +101,7 @@ class OlderCheckpoints:
         return result
 
     def check(self) -> None:
-        """Raises PartitionError for weights that are also used elsewhere. Call this when the forward has ended."""
+        """Raise PartitionError for weights that are also used elsewhere. Call this when the forward has ended."""
         loan, facts, uses = self._recorder.loan, self._recorder.facts, defaultdict[str, set[int]](set)
         for node, fact in facts.items() if self._ran else ():
             modules, at = map(self._recorder.model.get_submodule, fact.units), {fact.index}

@@ -26,20 +26,18 @@ from penstock._base.marks import cut
 from penstock._base.trees import flatten, leaf_tensors
 from penstock._base.words import in_ranges
 from penstock.partition import source
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import Guard, ancestors, make_guard
 from penstock.partition.recording.result_checks import Returned
-from penstock.partition.run.known_values import CallResult, KnownValues
+from penstock.partition.run.known_values import CallResult, KnownValues, may_draw, run_for_real
 from penstock.partition.run.loan import Loan
-from penstock.partition.run.real import may_draw, run_for_real
-from penstock.partition.state.left_behind import attributes_of, taken
+from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
+from penstock.partition.state.remembered import attributes_of, taken
 from penstock.partition.units.units import Call, Grain, Learned, Opening, Unit
-from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
-from penstock.partition.values.passed import Passed
+from penstock.partition.values.objects import Passed, hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Call as Running
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -145,7 +143,7 @@ class Recorder(Writer, TorchFunctionMode):
             return result
 
     def _guard(self, target: calls.Target, result: Any, args: Any, kwargs: Any) -> None:
-        """Writes guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
+        """Write guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
         make = partial(make_guard, facts=self.facts, inputs=self.inputs, device=self.entry.device, blanks=self.blanks)
         if not holds_tensors(result):
             target = calls.Target(*target[:2], *self.arguments(*target[2:]))
@@ -162,8 +160,8 @@ class Recorder(Writer, TorchFunctionMode):
             self.guards.append(make(target, tensor.shape, source_line=source.current_line()))
 
     def _read_held(self, target: calls.Target, error: Exception) -> Any:
-        """What a call reads from buffers and constants alone, such as whether a mask is causal (`nn.TransformerEncoder`
-        asks). Raises `error` for anything else."""
+        """Return what a call reads from buffers and constants alone, such as whether a mask is causal
+        (`nn.TransformerEncoder` asks). Raise `error` for anything else."""
         target = calls.Target(*target[:2], *self.arguments(*target[2:]))
         needed = ancestors(target, self.facts, {})
         facts = [self.facts[node] for node in needed]
@@ -182,7 +180,7 @@ class Recorder(Writer, TorchFunctionMode):
         return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Records that an activation requires a gradient from here on: the same tensor now stands for a new value."""
+        """Record that an activation requires a gradient from here on: the same tensor now stands for a new value."""
         tensor, before = args[0], args[0].requires_grad
         if not before and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
             raise Obstacle(f"{self.here()} {calls.REFUSED['requires_grad_']}", self.scope)
@@ -195,7 +193,7 @@ class Recorder(Writer, TorchFunctionMode):
         return result
 
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Replaces a module's `__call__` during the recording: a unit becomes one node."""
+        """Replace a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
         if unit is None or self.is_paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
@@ -234,20 +232,22 @@ class Recorder(Writer, TorchFunctionMode):
             return result
 
     def mark(self, called: Callable[[], object]) -> None:
-        """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
+        """Write a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
         unit = self.observer.call.unit
         if threading.get_ident() != self._thread or (unit and called is not cut):
             return
         if called is not cut:
             why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
-            raise Obstacle(why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]")
+            raise Obstacle(
+                why, self.scope, otherwise="Call it in a module of its own, and name that in leaf_modules=[...]"
+            )
         if unit:
             raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
         self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _take_out(self, node: fx.Node, unit: Unit) -> None:
-        """Writes a node that reads what a unit that cannot be opened left in attributes."""
+        """Write a node that reads what a unit that cannot be opened left in attributes."""
         for attribute, value in attributes_of(unit.module, unit.name, self.taken):
             if self._is_new(value):
                 self.taken.add(attribute.name)
@@ -257,7 +257,7 @@ class Recorder(Writer, TorchFunctionMode):
                 self._bind(value, child, frozenset(), alone=True)
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
-        """Replaces `Function.apply` during the recording: outside the units it is one call."""
+        """Replace `Function.apply` during the recording: outside the units it is one call."""
         if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         if self.is_paused:
@@ -269,7 +269,7 @@ class Recorder(Writer, TorchFunctionMode):
             return result
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
-        """Runs a call that is no unit, and checks what it drew and read."""
+        """Run a call that is no unit, and check what it drew and read."""
         with self._running(args, kwargs) as call:
             found = self.known.run(function, args, kwargs, is_unknown=is_unknown)
         self._check_seeds(found.drew, self.here())
@@ -278,7 +278,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
-        """Wraps a call that will be a node: it may read only what it was given."""
+        """Wrap a call that will be a node: it may read only what it was given."""
         held = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
         given = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in held}
         call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
@@ -286,23 +286,23 @@ class Recorder(Writer, TorchFunctionMode):
             yield call
 
     def _check_seeds(self, drew: Collection[Any], here: str) -> None:
-        """Raises Obstacle if a recorded call drew after the forward had seeded the generator."""
+        """Raise Obstacle if a recorded call drew after the forward had seeded the generator."""
         if drew and self.observer.seed_is_set:
             raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", self.scope)
 
     def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
-        """Runs a unit on fake tensors or, if that fails, for real.
+        """Run a unit on fake tensors or, if that fails, for real.
 
         Returns its result, which of its modules drew, and what it wrote.
         """
-        before = self.observer.mark()
+        rollback = self.observer.mark()
         try:
             with quiet():
                 return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
-            self.observer.rollback(before)
+            rollback()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.observer, error, self.taken

@@ -18,25 +18,26 @@ from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
 from penstock._base.errors import PartitionError
 from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
-from penstock.partition.obstacle import Obstacle
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
+from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.units import Learned, Opening, Unit, canonical_names
 from penstock.partition.values.objects import (
     CONSTANTS,
     OfNode,
+    Passed,
     child_items,
     free_name,
     hidden_tensors,
     hides_tensors,
     holds_tensors,
     is_named_tuple,
+    kept_by,
     rebuilt,
 )
-from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
 
 Seen = tuple[Tensor, fx.Node]
@@ -70,7 +71,7 @@ class Writer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context for a recorded call."""
+        """Surround a recorded call."""
         self.is_paused = True
         try:
             yield
@@ -108,7 +109,7 @@ class Writer:
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
     ) -> fx.Node:
-        """Writes a call that returns a random number or array. Every stage that needs it makes the call itself."""
+        """Write a call that returns a random number or array. Every stage that needs it makes the call itself."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
@@ -134,13 +135,14 @@ class Writer:
         return fact
 
     def _stream(self, fact: Fact) -> str:
-        """The stream for a draw in a module's own forward. Numbered per module, so the opening does not affect it."""
+        """Return the stream for a draw in a module's own forward. Numbered per module, so the opening does not affect
+        it."""
         self.opening.refuse_draw(fact.scope, fact.source_line)
         self._draws[fact.scope] += 1
         return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
-        """Remembers which tensors a node made; those inside its result get their own nodes.
+        """Remember which tensors a node made; those inside its result get their own nodes.
 
         A tensor that is returned unchanged along with others keeps the node that made it.
         """
@@ -157,7 +159,7 @@ class Writer:
 
     @contextmanager
     def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
-        """Surrounds writing a call: builds its containers before it, and takes out what it left in them after it."""
+        """Surround writing a call: builds its containers before it, and take out what it left in them after it."""
         changed = given.changed()
         made, flat = given.given(changed)
         for value in (given.containers[index] for index in changed):
@@ -192,7 +194,7 @@ class Writer:
         )
 
     def _made(self, flat: Flat) -> fx.Node:
-        """A node that builds an object."""
+        """Write a node that builds an object."""
         leaves = [self.argument(leaf) for leaf in flat.leaves]
         structure = self._constant(flat.structure, "structure")
         node = self.graph.call_function(rebuilt, (structure, *leaves))
@@ -206,7 +208,7 @@ class Writer:
     # -- values to nodes --------------------------------------------------------------------------------------------
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Converts a call's arguments to those of a node."""
+        """Convert a call's arguments to those of a node."""
         return tuple(self.argument(a) for a in args), {k: self.argument(v) for k, v in kwargs.items()}
 
     def argument(self, value: Any) -> Any:
@@ -252,7 +254,7 @@ class Writer:
         return f"{self.here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
+        """Return the node that stands for a tensor. Raise PartitionError for one whose origin was not recorded."""
         seen = self._seen.get(id(tensor))
         if seen is not None:
             return seen[1]
@@ -303,7 +305,7 @@ class Writer:
         return next((name for name in registered if name is not None), "")
 
     def here(self) -> str:
-        """The running line, and its module."""
+        """Return the running line, and its module."""
         return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:

@@ -51,7 +51,7 @@ class Target(NamedTuple):
 
 
 def name_of(function: Any) -> str:
-    """A function's own name; for a property, the property's."""
+    """Return a function's own name; for a property, the property's."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(function, "__self__", None), "__name__", name)
@@ -66,12 +66,12 @@ def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def taking_gradient(tensor: Tensor) -> Tensor:
-    """A tensor's values as a tensor that requires a gradient."""
+    """Return a tensor's values as a tensor that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 
 def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, as one call of torch's for function modes. `closures.apart` may have taken any of it apart."""
+    """Call a function, as one call of torch's for function modes. `closures.apart` may have taken any of it apart."""
     if has_torch_function((function, *args)):
         return handle_torch_function(called, args, function, *args, **kwargs)
     flat = flatten((function, args, kwargs))
@@ -92,7 +92,7 @@ def refusal(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
-    """How a graph makes this call."""
+    """Return how a graph makes this call."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return Target("call_function", getattr, (args[0], name_of(function)), {})

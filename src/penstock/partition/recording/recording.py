@@ -18,8 +18,7 @@ from torch.fx.node import map_aggregate
 from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
 from penstock.partition.recording.calls import Target
-from penstock.partition.state.left_behind import Left
-from penstock.partition.state.remembered import Remembered
+from penstock.partition.state.remembered import Left, Remembered
 from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Opening
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
@@ -46,7 +45,7 @@ class EntryModes:
         self.autocast = autocast_state(device)
 
     def difference(self) -> Modes:
-        """The present modes, if they differ from those at entry."""
+        """Return the present modes, if they differ from those at entry."""
         grad = torch.is_grad_enabled()
         autocast = autocast_state(self.device)
         enabled_differs = autocast[0] != self.autocast[0] or (autocast[0] and autocast != self.autocast)
@@ -136,7 +135,7 @@ class Branch:
 
 
 def tensor_meta(tensor: Tensor) -> TensorMeta:
-    """The meta of a tensor, fake or real."""
+    """Return the meta of a tensor, fake or real."""
     return TensorMeta(
         tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
     )
@@ -191,7 +190,7 @@ def make_guard(
     blanks: Mapping[fx.Node, Sequence[fx.Node]],
     held: Mapping[str, object] = MappingProxyType({}),
 ) -> Guard:
-    """Makes a guard for a call that the graph will leave out because its result is not a tensor.
+    """Make a guard for a call that the graph will leave out because its result is not a tensor.
 
     `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
     `held`: the buffers and constants that it reads.
@@ -221,14 +220,14 @@ def make_guard(
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like: Tensor) -> Tensor:
-    """Zeros that take no memory, with as many rows as `like`."""
+    """Return zeros that take no memory, with as many rows as `like`."""
     return torch.zeros((), dtype=dtype, device=device).expand(*map(len, like), *shape)
 
 
 def ancestors(
     target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
 ) -> set[fx.Node]:
-    """The nodes that the call's arguments depend on, including those that update them in place."""
+    """Return the nodes that the call's arguments depend on, including those that update them in place."""
     needed: set[fx.Node] = set()
     stack: list[fx.Node] = []
     fx.map_arg((target.args, target.kwargs), stack.append)
@@ -259,10 +258,10 @@ class RandomSource(Protocol):
     """Where the random numbers of recorded calls come from."""
 
     def enter(self, name: str) -> None:
-        """Sets the generator for the recorded call `name`, which runs next."""
+        """Set the generator for the recorded call `name`, which runs next."""
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Counts skipped calls of modules that draw, by name."""
+        """Count skipped calls of modules that draw, by name."""
 
 
 @dataclass(frozen=True, slots=True)

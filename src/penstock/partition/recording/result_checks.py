@@ -26,7 +26,7 @@ VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, 
 
 
 def pattern_of(result: Any, *, shapes: bool) -> Pattern:
-    """What a result must look like in each call. `shapes`: include its tensors' shapes."""
+    """Return what a result must look like in each call. `shapes`: include its tensors' shapes."""
     flat = flatten(result)
     return tuple((path, *_described(leaf, shapes)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
 
@@ -53,7 +53,7 @@ class Returned:
         self._ran_for_real: list[Fact] = []
 
     def note(self, fact: Fact, result: Any) -> None:
-        """Arranges to check a unit's result if it holds more than tensors, or may depend on values."""
+        """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
         ran_for_real = fact.depends_on_values
         pattern = pattern_of(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
@@ -85,9 +85,8 @@ def _holds_values(pattern: Pattern) -> bool:
 
 
 def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
-    """For each node whose shape was read, and for all that it is computed from, the first line to read it, and its
-    module.
-    """
+    """Return, for each node whose shape was read, and for all that it is computed from, the first line to read it, and
+    its module."""
     found: dict[fx.Node, tuple[str, str]] = {}
     for read, line, scope in reads:
         stack = [read]
@@ -100,7 +99,7 @@ def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) 
 
 
 def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
-    """Raises PartitionError if a unit returns something other than what was recorded.
+    """Raise PartitionError if a unit returns something other than what was recorded.
 
     `read_at`: the line that reads a result's shape, and its module; empty if none does.
     """
@@ -114,25 +113,25 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     )
     where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
-        f"Pass leaves=[{scope!r}], so that it runs as a whole"
+        f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
         if scope
         else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
-        "name that in leaves=[...], so that it runs as a whole"
+        "name that in leaf_modules=[...], so that it runs as a whole"
     )
     raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
 
 
 def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
-    """The first difference in a result, in words: what is there, and what was recorded; None if there is none."""
+    """Describe the first difference in a result: what is there, and what was recorded; None if there is none."""
     flat, expected = flatten(result), [path for path, *_ in pattern]
     if flat.paths != expected:
         recorded = [_expected(kind, value) for _, kind, value in pattern]
-        return _listed(flat.paths, [*map(_text, flat.leaves)]), _listed(expected, recorded)
+        return _listed(flat.paths, [*map(_found, flat.leaves)]), _listed(expected, recorded)
     for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
         found, there = _described(leaf, shapes=value is not None)
         alike = type(there) is type(value) and (there == value or (there != there and value != value))  # NaN equals NaN
         if not (found != "tensor" if kind == "any" else found == kind and alike):
-            return _text(leaf), _expected(kind, value)
+            return _found(leaf), _expected(kind, value)
     return None
 
 
@@ -149,9 +148,6 @@ def _expected(kind: str, value: Any) -> str:
     return {"value": repr(value), "text": str(value), "any": "an object that is not a tensor"}[kind]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"{len(value)} items"
-    return repr(value) if isinstance(value, (*VALUES, type(None))) else f"a {type(value).__name__}"
+def _found(leaf: Any) -> str:
+    kind, value = _described(leaf, shapes=True)
+    return f"a {type(leaf).__name__}" if kind == "any" else _expected(kind, value)

@@ -3,22 +3,31 @@
 Some follow from the program alone, such as position ids. Without them a library that asks "is this mask trivial?" would
 take a different path from the one in training. Others follow from integer inputs, such as padding masks: a branch on
 those is recorded for the given values, with a guard that says for which other values the recording holds.
+
+A unit that does not run on fake tensors at all runs once on made-up real ones (`run_for_real`), to get its result's
+shapes. A mixture of experts, for example, asks which experts the values chose. Inside a unit, which runs as a whole,
+that is fine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from penstock._base.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
-from penstock.partition.run.loan import fake_value
-from penstock.partition.units.units import Learned
+from penstock.partition.run.loan import Loan, Snapshot, fake_value
+from penstock.partition.state.remembered import attributes_of
+from penstock.partition.units.units import Call as UnitCall
+from penstock.partition.units.units import Learned, Unit, has_forward
 from penstock.partition.values.memory import extent, same_bits
-from penstock.partition.values.objects import holds_tensors
+from penstock.partition.values.objects import Passed, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Call, Observer
 
 FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
@@ -56,7 +65,7 @@ class KnownValues:
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
 
     def assume(self, value: Tensor, index: int) -> bool:
-        """Treats an input's values as known, unless the forward writes unknown ones into it."""
+        """Treat an input's values as known, unless the forward writes unknown ones into it."""
         if -1 - index in self._fake_calls:
             return False
         self._real[id(value)] = value
@@ -65,7 +74,7 @@ class KnownValues:
         return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
-        """Makes a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
+        """Make a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
@@ -99,13 +108,12 @@ class KnownValues:
         return CallResult(result, drew, writes)
 
     def unknown(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors among these arguments whose values are unknown."""
+        """Return the tensors among these arguments whose values are unknown."""
         return [tensor for tensor in leaf_tensors((args, kwargs)) if id(tensor) not in self._real]
 
     def _sized(self, function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> CallResult:
-        """Makes a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
-        with two sets of made-up numbers for the unknown ones. Raises `error` if anything but numbers differs.
-        """
+        """Make a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
+        with two sets of made-up numbers for the unknown ones. Raise `error` if anything but numbers differs."""
         given, tried = leaf_tensors((args, kwargs)), []
         if len(unknown := self.unknown(args, kwargs)) == len(given) or not all(map(Tensor.is_floating_point, unknown)):
             raise error
@@ -141,9 +149,8 @@ class KnownValues:
         return known
 
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
-        """The result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop at rate
-        0; otherwise None.
-        """
+        """Return the result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop
+        at rate 0; otherwise None."""
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
             return None
         below, above = ("lt", "__lt__"), ("ge", "__ge__")
@@ -166,7 +173,7 @@ class KnownValues:
         self._observer.take()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raises Learned if real values were overwritten with something unknown."""
+        """Raise Learned if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
             raise Learned(unknown=self._fake_calls | stale)
@@ -202,3 +209,136 @@ def _made_up(tensor: Tensor, scale: int) -> Tensor:
 
 def _is_plain(value: Any) -> bool:
     return all(isinstance(leaf, (bool, int, float)) for leaf in flatten(value).leaves)
+
+
+PLAIN = (bool, int, float, complex, str)
+
+
+def run_for_real(
+    original: UnitCall,
+    unit: Unit,
+    args: Any,
+    kwargs: Any,
+    loan: Loan,
+    observer: Observer,
+    reason: Exception,
+    taken: Collection[str] = (),
+) -> tuple[Any, list[Any], frozenset[int]]:
+    """Run a unit for real. Return its result as fake tensors, which of its modules drew, and the (fake) memory that it
+    wrote.
+
+    Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
+    Attributes in `taken` keep what the unit leaves there, even without a gradient.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
+
+    def real(fake: Tensor) -> Tensor:
+        if id(fake) not in made:
+            known = not isinstance(fake, FakeTensor)
+            stand_in = fake.clone() if known else _make(fake, loan.originals.get(id(fake)), loan.device)
+            made[id(fake)] = fake, stand_in
+        return made[id(fake)][1]
+
+    snapshot = Snapshot(unit.module)
+    with unset_fake_temporarily() as mode:
+        try:
+            with observer.trial():  # making up tensors writes to them
+                real_args, real_kwargs = map_tensors(real, (args, kwargs))
+                _fill(unit.module, real)
+                given = Passed(real_args, real_kwargs)
+                before = [stand_in._version for _, stand_in in made.values()]
+            result = original(unit.module, *real_args, **real_kwargs)
+        except PartitionError:
+            raise
+        except Exception as error:
+            fake = "" if type(error) is type(reason) else f" (on fake tensors: {type(reason).__name__}: {reason})"
+            raise PartitionError(
+                f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error}{fake}"
+            ) from error
+        finally:
+            wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
+            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in wanted or _learns(value))
+    drew, seen = observer.take(keep=False)
+    written = set[int]()
+    for (stand_for, stand_in), version in zip(made.values(), before, strict=True):
+        if stand_in._version != version:
+            torch.autograd.graph.increment_version(stand_for)
+        if stand_in._version != version or storage_of(stand_in) in seen:  # batch norm does not count as a new version
+            written.add(observer.root(stand_for))  # the run on fakes may have given it other memory
+    back = _back_to_fakes(list(made.values()), mode, loan.device)
+    left = map_tensors(back, (result, given.containers))
+    for module, name, value in list(snapshot.changed()):
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            vars(module)[name] = back(value)
+    Passed(args, kwargs).write_back(given.changed(), left[1])
+    return left[0], drew, frozenset(written)
+
+
+def _fill(unit: nn.Module, real: Callable[[Tensor], Tensor]) -> None:
+    """Put real tensors in place of the unit's parameters and buffers."""
+    for module in list(unit.modules()):
+        for slots in (module._parameters, module._buffers):
+            slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+def _learns(value: Any) -> bool:
+    """Whether an attribute was set to something that requires a gradient, such as a loss term. It stays, so that code
+    that finds it can be told where it came from."""
+    return any(t.requires_grad for t in tensors_in(value))
+
+
+def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
+    """Return the modules that drew, and those that might for other values: a mixture calls only some of its experts.
+
+    What a forward outside torch does for other values is unknown.
+    """
+    kinds = {type(module) for module in drew if module is not None}
+    return list(dict.fromkeys([*drew, *(m for m in unit.modules() if type(m) in kinds or _may_draw(m))]))
+
+
+def _may_draw(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # its hooks would have to be compiled
+    if not type(module).__module__.startswith("torch.nn."):
+        return has_forward(module)
+    if isinstance(module, _DropoutNd):
+        return module.training and module.p > 0
+    return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))
+
+
+def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    by_id = {id(real): fake for fake, real in made}
+    by_storage = {storage_of(real): fake for fake, real in made}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) in by_id:
+            return by_id[id(tensor)]
+        base = by_storage.get(storage_of(tensor))
+        if base is not None and base.dtype == tensor.dtype:
+            return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return fake_value(tensor, mode, device)
+
+    return fake
+
+
+def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
+    """Make a real tensor to stand in for a fake one: a copy of the model's parameter or buffer, or an arbitrary one."""
+    with torch.no_grad():
+        if original is not None and original.device == device:
+            return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()
+        if original is not None and not original.is_meta:
+            there = original.detach().to(device)
+            return nn.Parameter(there, original.requires_grad) if isinstance(original, nn.Parameter) else there
+        memory = torch.empty(extent(fake.size(), fake.stride()), dtype=fake.dtype, device=fake.device)
+        if fake.is_floating_point() or fake.is_complex():
+            memory.normal_(std=1.0 if original is None else 0.02)
+        else:
+            memory.fill_(fake.dtype == torch.bool)  # a mask that is all False would leave nothing to attend to
+        tensor = memory.as_strided(fake.size(), fake.stride()).detach()
+    if fake.is_leaf or not fake.requires_grad:
+        return tensor.requires_grad_(fake.requires_grad)
+    with torch.enable_grad():
+        value = tensor.requires_grad_().clone()  # not a leaf, so that it may be updated in place
+        return value if value.stride() == tensor.stride() else tensor.view_as(tensor)

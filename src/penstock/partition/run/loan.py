@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ class Snapshot:
         self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
 
     def restore(self, keeps: Callable[[Any], bool] = lambda value: False) -> None:
-        """Restores everything except attributes whose new value `keeps` accepts."""
+        """Restore everything except attributes whose new value `keeps` accepts."""
         kept = [(vars(module), name, value) for module, name, value in self.changed() if keeps(value)]
         for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
             module.__dict__.clear()
@@ -83,7 +83,8 @@ class Loan:
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake with the same shape, strides, dtype and kind on the given device. Never a view, and without history."""
+    """Return a fake with the same shape, strides, dtype and kind on the given device. Never a view, and without
+    history."""
     fake = _fake_memory(tensor, mode, device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -91,7 +92,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 
 
 def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake of a value that a call made: like `fake_like`, but not a leaf if it requires a gradient."""
+    """Return a fake of a value that a call made: like `fake_like`, but not a leaf if it requires a gradient."""
     fake = _fake_memory(tensor, mode, device)
     if not tensor.requires_grad:
         return fake
@@ -109,13 +110,13 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 
 def generators() -> Callable[[], None]:
-    """What puts torch's, Python's and numpy's generators back to where they are now."""
-    numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    """Return what puts torch's, Python's and numpy's generators back to where they are now."""
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     puts: list[Callable[[], object]] = [
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(random.setstate, random.getstate()),
         *([partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())] if cuda else []),
-        *([partial(numpy.random.set_state, numpy.random.get_state())] if numpy else []),
+        partial(numpy.random.set_state, numpy.random.get_state(legacy=False)),
     ]
 
     def put() -> None:
@@ -127,11 +128,10 @@ def generators() -> Callable[[], None]:
 
 @contextmanager
 def untouched_generators() -> Iterator[None]:
-    """Restores torch's, Python's and numpy's generators on exit."""
-    restore, numpy = generators(), sys.modules.get("numpy")
+    """Restore torch's, Python's and numpy's generators on exit."""
+    restore = generators()
     random.seed()  # a new state, so that a forward that seeds it is noticed whatever the old state was
-    if numpy:
-        numpy.random.seed()
+    numpy.random.seed()
     try:
         yield
     finally:

@@ -20,11 +20,10 @@ from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, leaf_tensors, map_tensors
 from penstock._base.words import shortened
 from penstock.partition import source
-from penstock.partition.obstacle import Obstacle
+from penstock.partition.source import Obstacle
 from penstock.partition.state.assumptions import words_of_class
-from penstock.partition.state.left_behind import EVERY, SCALARS, SMALL, Absent, Left
 from penstock.partition.state.reach import Holder, Reach, in_context, is_below
-from penstock.partition.state.remembered import Remembered, carried
+from penstock.partition.state.remembered import EVERY, SCALARS, SMALL, Absent, Left, Remembered, carried
 from penstock.partition.units.units import Grain, Learned, Unit
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
@@ -53,7 +52,7 @@ class SideChannels:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def check_call(self, call: Call) -> None:
-        """Raises Learned or PartitionError if a call that is not a unit read what it was not given."""
+        """Raise Learned or PartitionError if a call that is not a unit read what it was not given."""
         read = [f for f in self._observer.foreign.values() if f.at.call is call]
         if not read:
             return
@@ -72,7 +71,7 @@ class SideChannels:
         )
 
     def check_units(self, known: Collection[int]) -> None:
-        """Raises Learned if a unit read what it was not given. `known`: the memory of what has a node."""
+        """Raise Learned if a unit read what it was not given. `known`: the memory of what has a node."""
         read = [f for f in self._observer.foreign.values() if f.at.call.is_unit]
         opened = {f.at.call.unit for f in read}
         opened |= {f.made.call.unit for f in read if f.made is not None and f.storage not in known} - {""}
@@ -88,7 +87,7 @@ class SideChannels:
             )
 
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
-        """Calls `run(args, kwargs)` for a unit and returns its result.
+        """Call `run(args, kwargs)` for a unit and return its result.
 
         Notes what it finds that others have set since the forward began, and what it leaves for its next call.
         """
@@ -125,7 +124,7 @@ class SideChannels:
     # -- state for the next call ------------------------------------------------------------------------------------
 
     def check_stateless(self) -> None:
-        """Raises Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
+        """Raise Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
         made, whole = self._observer, {id(m) for unit in self._units.values() for m in unit.module.modules()}
         attributes = carried({type(module) for module in self._model.modules() if id(module) not in whole})
         for place, key, value in self._changes():
@@ -141,7 +140,7 @@ class SideChannels:
                 )
 
     def _look_for_state(self, unit: Unit, changes: Sequence[Change], args: Any, kwargs: Any, run: Run) -> None:
-        """Notes what a unit that has just run leaves for its own next call: counters, and tensors that it then takes.
+        """Note what a unit that has just run leaves for its own next call: counters, and tensors that it then takes.
 
         Only a second run tells what it takes; it runs only if there is a tensor that it has made of its inputs.
         """
@@ -161,8 +160,8 @@ class SideChannels:
             self.remembered[unit.name] = Remembered(names, unit.name, follows)
 
     def _follows(self, args: Any, kwargs: Any, run: Run, kept: Collection[int]) -> Iterator[int]:
-        """The sizes, of tensors that a unit has just left and reads when it is called again, that grow if its arguments
-        do along dimension 0 or 1."""
+        """Yield the sizes, of tensors that a unit has just left and reads when it is called again, that grow if its
+        arguments do along dimension 0 or 1."""
 
         def left() -> dict[Any, Tensor]:
             every = self._changes()
@@ -181,8 +180,8 @@ class SideChannels:
 
     @contextmanager
     def _again(self, run: Run, args: Any, kwargs: Any, *, anew: bool = False) -> Iterator[None]:
-        """A context in which `run(args, kwargs)` was called once more, on copies. Undoes its effects, and does not mind
-        if it raises.
+        """Call `run(args, kwargs)` once more on copies, within a context that undoes its effects. Ignore what it
+        raises.
 
         Args:
             anew: run as if nothing had changed since the forward began; otherwise in the present state.
@@ -206,7 +205,7 @@ class SideChannels:
     # -- what is left for the loss ----------------------------------------------------------------------------------
 
     def left(self, has_node: Callable[[Tensor], bool], grain: Grain, real: Collection[str]) -> list[Left]:
-        """What the forward left, while it is still there.
+        """Return what the forward left, while it is still there.
 
         Args:
             has_node: whether a tensor is recorded.
@@ -250,13 +249,13 @@ def _refusal(read: Foreign) -> str:
 
 
 def _longer(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """A tensor with one entry more along a dimension that has this size."""
+    """Return a tensor with one entry more along a dimension that has this size."""
     is_alike = tensor.shape[dim : dim + 1] == (size,)
     return torch.cat((tensor, tensor.narrow(dim, 0, 1)), dim) if is_alike else tensor
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which determine what `contiguous`, `view` and the like do."""
+    """Copy a tensor with its strides, which determine what `contiguous`, `view` and the like do."""
     if not isinstance(tensor, FakeTensor):  # its values are known
         with unset_fake_temporarily():
             return tensor.clone()

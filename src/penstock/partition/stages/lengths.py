@@ -51,7 +51,7 @@ class Lengths:
         self._trials, self._limit = TRIALS, UNLIMITED
 
     def at(self, key: Hashable, leaves: Sequence[Leaf], given: Sequence[Any]) -> Partition | None:
-        """The partition of inputs of a length between those recorded; None if it must be recorded."""
+        """Return the partition of inputs of a length between those recorded; None if it must be recorded."""
         found, ends = self._find(key, leaves), (min(self._alike, default=1), max(self._alike, default=0))
         if found is None or not ends[0] <= found[1] <= ends[1]:
             return None
@@ -59,7 +59,7 @@ class Lengths:
         return partition if partition.holds(given) else None
 
     def learn(self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Probe) -> bool:
-        """Adds what was recorded for another length, and, from three on, looks for what follows the length. Returns
+        """Add what was recorded for another length, and, from three on, looks for what follows the length. Return
         whether these inputs differ in the length only."""
         found = self._find(key, leaves)
         if found is None or _readings(partition) != _readings(self._first):
@@ -88,7 +88,7 @@ class Lengths:
         return True
 
     def _find(self, key: Hashable, leaves: Sequence[Leaf]) -> tuple[int, int, Dims] | None:
-        """The first length, that of these inputs, and its dimensions; None if these differ in anything else."""
+        """Return the first length, that of these inputs, and its dimensions; None if these differ in anything else."""
         found = _difference(self._leaves, leaves) if key == self._key else None
         return found if found is not None and self._dims in (None, found[2]) else None
 
@@ -114,7 +114,7 @@ def _difference(one: Sequence[Leaf], other: Sequence[Leaf]) -> tuple[int, int, D
 
 
 def at_length(leaves: Sequence[Any], dims: Dims, length: int) -> list[Any]:
-    """Inputs of another length, which repeat these."""
+    """Return inputs of another length, which repeat these."""
     found = list(leaves)
     for place, here in enumerate(dims):
         for dim in here:
@@ -129,12 +129,12 @@ def _is_packed(leaf: Any) -> bool:
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a packed tensor."""
+    """Return the strides of a packed tensor."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
 def _partition(recorded: Mapping[int, Partition], length: int) -> Partition:
-    """The partition for a length. Raises ValueError if more differs than numbers that follow the length."""
+    """Build the partition for a length. Raise ValueError if more differs than numbers that follow the length."""
     partitions = list(recorded.values())
     _same([_kept(partition) for partition in partitions])
     fit = partial(_fit, lengths=list(recorded), at=length)
@@ -153,7 +153,7 @@ def _partition(recorded: Mapping[int, Partition], length: int) -> Partition:
 
 
 def _kept(partition: Partition) -> Any:
-    """What must not follow the length. Raises ValueError if anything is kept from call to call."""
+    """Return what must not follow the length. Raise ValueError if anything is kept from call to call."""
     if partition.left or any(s.remembered or s.depends_on_values or s.meta.branches for s in partition.stages):
         raise ValueError
     return (
@@ -181,7 +181,7 @@ def _same(values: Sequence[Any]) -> Any:
 
 
 def _fit(values: Sequence[Any], lengths: Sequence[int], at: int) -> Any:
-    """The value at one length, from those at others."""
+    """Extrapolate the value at one length from those at others."""
     fit = partial(_fit, lengths=lengths, at=at)
     first, kind = values[0], _same([type(value) for value in values])
     if kind is int and len({*values}) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +14,10 @@ from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.trees import unflatten
 from penstock._base.words import shortened
 from penstock.partition.recording.recording import Constant, Guard, Recording
-from penstock.partition.stages.stage import Gate, Stage
+from penstock.partition.stages.split import CutRecording
+from penstock.partition.stages.stage import Stage
 from penstock.partition.state.assumptions import contents_of
-from penstock.partition.state.left_behind import Left, in_place
+from penstock.partition.state.remembered import Left, in_place
 from penstock.partition.units.units import has_forward
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -57,6 +58,8 @@ class Partition:
         left: what the forward leaves in attributes and shared objects, except what the last stage itself leaves.
         leaves_here: whether the last stage itself leaves anything.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
+        reorders_gradients: whether gradients, apart from tied ones, may be added in a different order from the unsplit
+            model's.
     """
 
     stages: tuple[Stage, ...]
@@ -73,6 +76,7 @@ class Partition:
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
     leaves_here: bool = False
+    reorders_gradients: bool = False
     costs: tuple[StageCost, ...] = ()
     link: LinkCost | None = None
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
@@ -84,7 +88,7 @@ class Partition:
         return all(guard.holds(leaves) for guard in self.guards)
 
     def joined(self, other: Partition) -> Partition | None:
-        """One partition for both if they differ only in shapes, inside stages, that no code reads."""
+        """Return one partition for both if they differ only in shapes, inside stages, that no code reads."""
         pairs = zip(self.guards, other.guards, strict=False)
         guards = tuple(g if g.expected == theirs.expected else replace(g, expected=None) for g, theirs in pairs)
         if guards == self.guards or any(guard.expected is None and not guard.is_free for guard in guards):
@@ -93,11 +97,12 @@ class Partition:
         return replace(self, guards=guards) if alike else None
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The tensors that stage 0 receives, in its order, from leaves of (args, kwargs) that are as recorded."""
+        """Return the tensors that stage 0 receives, in its order, from leaves of (args, kwargs) that are as
+        recorded."""
         return [leaves[i] for i in self.input_order]
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:
-        """The model's own result (a tensor, a dict, a ModelOutput), built from the last stage's outputs."""
+        """Build the model's own result (a tensor, a dict, a ModelOutput) from the last stage's outputs."""
         count = len(self.stages[-1].meta.outputs)
         if len(leaves) != count:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
@@ -105,15 +110,9 @@ class Partition:
         return unflatten(values, self.result_structure)
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """A context for the loss function, in which everything that the forward leaves is in its place, built from the
-        last stage's outputs.
-        """
+        """Return a context for the loss function, in which everything that the forward leaves is in its place, built
+        from the last stage's outputs."""
         return in_place(self.left, leaves) if self.left else nullcontext()
-
-    @property
-    def reorders_gradients(self) -> bool:
-        """Whether gradients, apart from tied ones, may be added in a different order from the unsplit model's."""
-        return crosses_twice(self.stages)
 
     @property
     def code(self) -> str:
@@ -122,7 +121,7 @@ class Partition:
 
 
 def describe(leaf: object) -> Leaf:
-    """Describes a leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
+    """Describe a leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
     if isinstance(leaf, Tensor):
         # the stride of a dimension of size 1 means nothing
         stride = tuple(s if n > 1 else 0 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
@@ -134,49 +133,8 @@ def describe(leaf: object) -> Leaf:
     return "constant", type(leaf), leaf, contents_of(leaf)
 
 
-def crosses_twice(stages: Iterable[Stage]) -> bool:
-    """Whether two values that are the same tensor when a branch is skipped cross the same cut.
-
-    They arrive as two tensors, so the gradients of each one's uses are summed separately before they meet. The unsplit
-    model adds all of them into one sum, in another order.
-    """
-    known: dict[str, Hashable] = {}
-    for stage in stages:
-        inputs = stage.meta.inputs
-        arriving = [known.get(value.name, value.name) for value in inputs if value.meta.requires_grad]
-        if len(set(arriving)) < len(arriving):
-            return True
-        *_, end = stage.module.graph.nodes
-        origins = dict(_origins(stage, [known.get(value.name, value.name) for value in inputs]))
-        for value, node in zip(stage.meta.outputs, end.args[0], strict=True):
-            known[value.name] = origins.get(node, value.name)
-    return False
-
-
-def _origins(stage: Stage, arriving: list[Hashable]) -> Iterator[tuple[fx.Node, Hashable]]:
-    """Each value of a stage, and the value that it equals if no branch runs."""
-    found: dict[fx.Node, Hashable] = {}
-    waiting = iter(arriving)
-    for node in stage.module.graph.nodes:
-        if node.op == "placeholder":
-            found[node] = next(waiting)
-        elif node.op == "call_function" and node.target is operator.getitem and (gate := _gate(stage, node.args[0])):
-            passed = node.args[0].args[1 : gate.outputs + 1][node.args[1]]
-            found[node] = found[passed]
-        else:
-            found[node] = (stage.meta.index, node)
-        yield node, found[node]
-
-
-def _gate(stage: Stage, node: object) -> Gate | None:
-    if not isinstance(node, fx.Node) or node.op != "call_module":
-        return None
-    module = stage.module.get_submodule(str(node.target))
-    return module if isinstance(module, Gate) else None
-
-
 def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """The parameters and updated buffers that are not on the last of several stages."""
+    """Return the parameters and updated buffers that are not on the last of several stages."""
     last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
     updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
     every = recording.held.items() if len(stages) > 1 else ()
@@ -188,7 +146,7 @@ def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, 
 
 
 def origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
-    """Where the values that cross between stages, or enter or leave the model, were made."""
+    """Return where the values that cross between stages, or enter or leave the model, were made."""
     metas = [stage.meta for stage in stages]
     names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
     return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
@@ -203,16 +161,17 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
     return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
 
 
-def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Raises PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
+def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
+    """Raise PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
+    recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
-    used = _used(recording, model)
+    used = {name for node in recording.facts for name in split.held_by(node)}
     lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
     if lost:
         raise PartitionError(
             f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
-            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(model, lost)}"
+            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(split.model, lost)}"
         )
 
 
@@ -223,25 +182,15 @@ def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
     if not around:  # the model's own forward uses them, and it cannot run as a whole
         return (
             "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
-            "and name it in leaves=[...]: it runs as a whole then"
+            "and name it in leaf_modules=[...]: it runs as a whole then"
         )
-    return f"Pass leaves={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
+    return f"Pass leaf_modules={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """Notes on parameters that no stage holds because the forward does not use them."""
+    """Note on parameters that no stage holds because the forward does not use them."""
     on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:
         return ()
     return (f"the forward does not use {shortened(unused)}: on no stage",)
-
-
-def _used(recording: Recording, model: nn.Module) -> set[str]:
-    """The parameters and buffers that any recorded call uses."""
-    canonical = {id(tensor): name for name, tensor in recording.held.items()}
-    used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
-    for name in {name for fact in recording.facts.values() for name in fact.units}:
-        unit = model.get_submodule(name)
-        used |= {canonical[id(t)] for t in (*unit.parameters(), *unit.buffers())}
-    return used

@@ -6,10 +6,12 @@ uses them. Everything else is computed once, and sent by its producer or by the 
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import fx, nn
 
@@ -78,16 +80,36 @@ class CutRecording:
         return bisect_right(self.starts, index)
 
     def work(self) -> tuple[int, ...]:
-        """Each stage's work; see `work_of`."""
+        """Return each stage's work; see `work_of`."""
         found = [0] * self.count
         for fact in self.facts.values():
             found[self.stage_of(fact.index)] += fact.work
         return tuple(found)
 
     def draw_offsets(self) -> tuple[dict[str, int], ...]:
-        """For each stage, how often each drawing module is called on the stages before it."""
+        """Return, for each stage, how often each drawing module is called on the stages before it."""
         calls = self.recording.calls.items()
         return tuple({name: bisect_left(numbers, start) for name, numbers in calls} for start in (0, *self.starts))
+
+    def crosses_twice(self) -> bool:
+        """Whether two values that are the same tensor when a branch is skipped cross the same cut.
+
+        They arrive as two tensors, so the gradients of each one's uses are summed separately before they meet. The
+        unsplit model adds all of them into one sum, in another order.
+        """
+        origin: dict[fx.Node, fx.Node] = {}  # of each value, the one that it equals if no branch runs
+        for node in self.facts:
+            made = node.args[0] if node.target is operator.getitem else None
+            origin[node] = node
+            if isinstance(made, fx.Node) and self.facts[made].branch is not None:
+                passed: Any = made.args[1:]
+                origin[node] = origin[passed[node.args[1]]]
+        for plan in self.plans:
+            pairs = zip(plan.received, plan.inputs, strict=True)
+            arriving = [origin[node] for node, value in pairs if value.meta.requires_grad]
+            if len({*arriving}) < len(arriving):
+                return True
+        return False
 
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of these units (at least one) run on the last stage, each for the last time."""
@@ -100,7 +122,8 @@ class CutRecording:
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
-        """The stage from which `consumer` takes a value: the last earlier one to update it, or else its producer."""
+        """Return the stage from which `consumer` takes a value: the last earlier one to update it, or else its
+        producer."""
         fact = self.facts[node]
         if fact.kind == "input" and consumer == 0:
             return MODEL_INPUT
@@ -161,7 +184,7 @@ class CutRecording:
         return begin + (f" to {self.cuts[stage]!r}" if stage < len(self.cuts) else " to the end")
 
     def _needs(self, stage: int) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What a stage receives and what it runs."""
+        """Return what a stage receives and what it runs."""
         received: set[fx.Node] = set()
         run: set[fx.Node] = set()
         stack = [*self.own[stage]]
@@ -190,7 +213,8 @@ class CutRecording:
         return Input(node.name, self.source(node, stage), self._meta(node, begin), mutated)
 
     def _meta(self, node: fx.Node, position: int) -> TensorMeta:
-        """A value's meta before the node at `position`: an in-place update may have made it require a gradient."""
+        """Return a value's meta before the node at `position`: an in-place update may have made it require a
+        gradient."""
         fact = self.facts[node]
         assert fact.meta is not None, f"{node.name} is not a tensor"
         later = [meta for index, meta in fact.updates if index < position]
@@ -202,9 +226,8 @@ class CutRecording:
     # -- what a cut must not separate -------------------------------------------------------------------------------
 
     def _check_held(self, received: Sequence[set[fx.Node]], run: Sequence[set[fx.Node]]) -> None:
-        """Refuses cuts that put something which the model holds and the forward updates, such as a buffer, on several
-        stages.
-        """
+        """Refuse cuts that put something which the model holds and the forward updates, such as a buffer, on several
+        stages."""
         names = dict(self.recording.memory)
         names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
         stages: dict[int, set[int]] = {}
@@ -265,15 +288,17 @@ class CutRecording:
         return {id(tensor): name for name, tensor in self.recording.held.items()}
 
     def _check_views(self) -> None:
-        """Refuses cuts between views of memory that is updated in place: an update must reach every later use of it."""
+        """Refuse cuts between views of memory that is updated in place: an update must reach every later use of it."""
         ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
-        for storage in ordinary:
-            views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
-            for writer, fact in self.facts.items():
-                if storage in fact.writes:
-                    stage = self.stage_of(fact.index)
-                    for view in views:
-                        self._check_view(writer, view, storage, stage)
+        views: dict[int, list[fx.Node]] = {storage: [] for storage in ordinary}
+        for node, fact in self.facts.items():
+            if fact.kind != "constant":
+                for storage in fact.storages & views.keys():
+                    views[storage].append(node)
+        for writer, fact in self.facts.items():
+            for storage in fact.writes & views.keys():
+                for view in views[storage]:
+                    self._check_view(writer, view, storage, self.stage_of(fact.index))
 
     def _check_view(self, writer: fx.Node, view: fx.Node, storage: int, stage: int) -> None:
         index = self.facts[writer].index
@@ -291,7 +316,7 @@ class CutRecording:
             )
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
-        """The value through which memory came to a stage, traced back through the views made there."""
+        """Return the value through which memory came to a stage, traced back through the views made there."""
         fact = self.facts[node]
         if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
             return node

@@ -36,10 +36,10 @@ class Surroundings(Protocol):
     """The context that a stage's code runs in."""
 
     def __call__(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
-        """Calls `run(*args)` in this context and returns its result."""
+        """Call `run(*args)` in this context and return its result."""
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes a stage's code use this context's parameters."""
+        """Make a stage's code use this context's parameters."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Stage:
         )
 
     def on(self, device: torch.device) -> Stage:
-        """The same stage for another device: recorded device constants and stray tensors move there.
+        """Return the same stage for another device: recorded device constants and stray tensors move there.
 
         Parameters and buffers are shared with this stage and stay where they are.
         """
@@ -145,7 +145,7 @@ class Gate(nn.Module):
         self.has_run = True
 
     def forward(self, decision: Any, *values: Any) -> tuple[Tensor, ...]:
-        """Runs the branch or skips it. `values`: what to pass on for each output if skipped, then what it needs."""
+        """Run the branch or skips it. `values`: what to pass on for each output if skipped, then what it needs."""
         self.has_run = bool(decision) == self.runs_if
         if self.has_run:
             outputs: tuple[Tensor, ...] = self.inside(*values[self.outputs :])
@@ -154,17 +154,17 @@ class Gate(nn.Module):
         return values[: self.outputs]
 
     def with_inside(self, inside: fx.GraphModule) -> Gate:
-        """The same around other code."""
+        """Return the same gate around other code."""
         return Gate(inside, self.outputs, self.runs_if, self.streams, self.calls)
 
 
 def gates_of(module: nn.Module) -> list[Gate]:
-    """The gates in a stage's code."""
+    """Return the gates in a stage's code."""
     return [part for part in module.modules() if isinstance(part, Gate)]
 
 
 def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
-    """The same code with its constants changed, including those in gates."""
+    """Return the same code with its constants changed, including those in gates."""
     module = with_arguments(old, [map_aggregate((node.args, node.kwargs), change) for node in old.graph.nodes])
     for name, part in old.named_children():
         if isinstance(part, Gate):
@@ -173,7 +173,7 @@ def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModul
 
 
 def with_arguments(old: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
-    """The same code with other arguments, for each node of the old graph."""
+    """Return the same code with other arguments, for each node of the old graph."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(old.graph, new))
     for node, given in zip(old.graph.nodes, arguments, strict=True):
@@ -185,7 +185,7 @@ def with_arguments(old: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphMod
 
 
 def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: RandomSource) -> Stage:
-    """Builds a stage from its plan."""
+    """Build a stage from its plan."""
     recording, model = split.recording, split.model
     names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
     public = public_names(model, list(recording.held))
@@ -228,7 +228,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
 
 
 def _module(model: nn.Module, extra: Mapping[str, object], graph: fx.Graph, name: str) -> fx.GraphModule:
-    """The code with what it refers to: the model's own modules and tensors, and what is in `extra`, by path."""
+    """Build the code with what it refers to: the model's own modules and tensors, and what is in `extra`, by path."""
     paths = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {path: extra[path] if path in extra else attrgetter(path)(model) for path in paths}
     module = fx.GraphModule(held, graph, name)
@@ -237,9 +237,8 @@ def _module(model: nn.Module, extra: Mapping[str, object], graph: fx.Graph, name
 
 
 def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
-    """Makes non-persistent again what the model keeps out of its state: GraphModule registers every tensor as a
-    persistent buffer.
-    """
+    """Make non-persistent again what the model keeps out of its state: GraphModule registers every tensor as a
+    persistent buffer."""
     for node in module.graph.nodes:
         if node.op != "get_attr" or not isinstance(node.target, str):
             continue
@@ -255,7 +254,8 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
-    """The stage's code: recorded calls in program order, in their recorded modes. Draws come from their own streams."""
+    """Build the stage's code: recorded calls in program order, in their recorded modes. Draws come from their own
+    streams."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
     _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)
@@ -304,7 +304,7 @@ def _write_calls(
 
 
 def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Writes the calls that enter the modes, and yields those that leave them again."""
+    """Write the calls that enter the modes, and yield those that leave them again."""
     if modes.grad_enabled is not None:
         before = graph.call_function(torch.is_grad_enabled)
         graph.call_function(torch.set_grad_enabled, (modes.grad_enabled,))
@@ -317,7 +317,7 @@ def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tupl
 
 
 def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool, caches: bool = True) -> torch.autocast:
-    """Turns autocast on or off for the device's type. Pass the result to `leave_autocast`."""
+    """Turn autocast on or off for the device's type. Pass the result to `leave_autocast`."""
     context = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)
     context.__enter__()  # type: ignore[no-untyped-call]
     return context

@@ -62,7 +62,7 @@ class Assumptions:
     _own: Found = field(default_factory=dict)  # values that steps change, as they were before
 
     def look_around(self, model: nn.Module, opened: Collection[nn.Module], whole: Collection[int]) -> None:
-        """Finds the modules whose forward is recorded call by call, and the units, of which `whole` are the `id`s."""
+        """Find the modules whose forward is recorded call by call, and the units, of which `whole` are the `id`s."""
         wanted = {id(module) for module in opened}
         self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
         self.whole = {name: module for name, module in model.named_modules() if id(module) in whole}
@@ -70,7 +70,7 @@ class Assumptions:
         self.chances = chances_of(model)
 
     def read(self) -> Attributes:
-        """Everything that a recording takes as given, as one hashable value."""
+        """Return everything that a recording takes as given, as one hashable value."""
         found = self._read()
         found.update((path, value) for path, value in self._own.items() if path in found)
         return tuple((path, value) for path, value in found.items() if value is not NEW)
@@ -140,7 +140,8 @@ class _Same:
 
 
 def contents_of(value: object) -> Hashable:
-    """The present contents of a plain object among the inputs; None for a plain value, which needs no description."""
+    """Return the present contents of a plain object among the inputs; None for a plain value, which needs no
+    description."""
     if isinstance(value, COMPARABLE):
         return None
     found: Found = {}
@@ -149,7 +150,8 @@ def contents_of(value: object) -> Hashable:
 
 
 def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no draw.
+    """Return the attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no
+    draw.
 
     Also numbers with other names that are 0, in a module or its class: they too may switch off something that draws.
     """
@@ -163,13 +165,13 @@ def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def _of_class(kind: type) -> dict[str, object]:
-    """The attributes of a module's classes, without torch's."""
+    """Return the attributes of a module's classes, without torch's."""
     own = [cls for cls in reversed(kind.__mro__) if package_of(cls.__module__) not in ("torch", "builtins")]
     return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
 
 
 def words_of_class(kind: type) -> frozenset[str]:
-    """The names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
+    """Return the names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
     return frozenset[str]().union(*(_words_of(f.__code__) for v in _of_class(kind).values() for f in functions_of(v)))
 
 
@@ -198,7 +200,7 @@ def _look(
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """The contents of a list, tuple, dict or object; None for what shows none, and for what has too many."""
+    """Return the contents of a list, tuple, dict or object; None for what shows none, and for what has too many."""
     held: dict[str, Any] = {}
     if isinstance(value, (list, tuple, deque)):
         held = {str(index): part for index, part in enumerate(value)}
@@ -219,5 +221,5 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _hashable(value: Any) -> Hashable:
-    """A plain value as one that is equal only to itself: 0.0 and -0.0 differ."""
+    """Convert a plain value to one that is equal only to itself: 0.0 and -0.0 differ."""
     return repr(value) if isinstance(value, (slice, complex)) or (isinstance(value, float) and not value) else value

@@ -75,7 +75,7 @@ class Holder:
         return not all(map(operator.is_, now, before))
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
-        """The key and the new value of each entry that is new or a different object from before."""
+        """Yield the key and the new value of each entry that is new or a different object from before."""
         if isinstance(self.entries, dict):
             for key, value in self.entries.items():
                 hidden = key in INTERNAL if self.module else key == WARNED
@@ -85,7 +85,7 @@ class Holder:
             yield None, self.copied()
 
     def put(self, entries: Any) -> None:
-        """Replaces all entries."""
+        """Replace all entries."""
         now = self.entries
         if isinstance(now, dict):  # never empty in between: globals may be in use by other threads
             for key in [key for key in now if key not in entries]:
@@ -97,14 +97,14 @@ class Holder:
             refill(now, entries)
 
     def replace(self, key: Any, value: Any) -> None:
-        """Replaces one entry; all of them if `key` is None."""
+        """Replace one entry; all of them if `key` is None."""
         if key is None:
             self.put(value)
         else:
             self.entries[key] = value
 
     def copied(self) -> Any:
-        """The entries as they are now."""
+        """Return the entries as they are now."""
         return self.entries.copy()
 
     def name(self, key: Any) -> str:
@@ -143,7 +143,7 @@ class Reach:
                 self._elsewhere[path].append(first)
 
     def of(self, name: str) -> list[Holder]:
-        """The places in the module of that name and in objects that it holds, also if others hold them too."""
+        """Return the places in the module of that name and in objects that it holds, also if others hold them too."""
         found = [self._below.get(path, ()) for path in (name, *self._elsewhere.get(name, ()))]
         return list({id(place): place for places in found for place in places}.values())
 
@@ -156,7 +156,7 @@ class Reach:
         return [place for place in self.places if place.is_changed()]
 
     def names_changed(self) -> list[str]:
-        """The names of attributes and the like that the forward has set."""
+        """Return the names of attributes and the like that the forward has set."""
         return [place.name(key) for place in self.changed() for key, _ in place.changes() if key != "training"]
 
     def restore(self) -> None:
@@ -241,7 +241,8 @@ class Reach:
 
 
 def in_context() -> list[Holder]:
-    """The containers that context variables hold now, such as the lists in which hooks collect what blocks return."""
+    """Return the containers that context variables hold now, such as the lists in which hooks collect what blocks
+    return."""
     found: dict[int, Holder] = {}
     pending = [(variable.name, value) for variable, value in copy_context().items()]
     while pending:
@@ -254,7 +255,7 @@ def in_context() -> list[Holder]:
 
 
 def _enclosing(text: str) -> Iterator[str]:
-    """A path, and every path that encloses it."""
+    """Yield a path, and every path that encloses it."""
     yield from (text[: match.start()] for match in re.finditer(r"[.\[]", text))
     yield text
 
@@ -292,7 +293,7 @@ def _is_kind(kind: Any) -> bool:
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Gives a container the contents of a copy of it, in the same order."""
+    """Give a container the contents of a copy of it, in the same order."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(contents)
@@ -314,7 +315,7 @@ def named_by(model: nn.Module) -> list[Any]:
 
 @functools.lru_cache(maxsize=8)  # a model is recorded several times, and its code does not change
 def _named(kinds: tuple[type, ...]) -> list[Any]:
-    """Searches breadth first, so that everything is reached by its shortest path."""
+    """Search breadth first, so that everything is reached by its shortest path."""
     pending: list[tuple[Any, int]] = [(kind, FILES) for kind in kinds]
     seen = {id(kind) for kind in kinds}
     for value, files in pending:
@@ -327,7 +328,7 @@ def _named(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _named_in(value: Any) -> Iterable[Any]:
-    """What a class, a function or a file names; of a file, which other files hold, code alone."""
+    """Return what a class, a function or a file names; of a file, which other files hold, code alone."""
     if type(value) is dict:
         return [item for item in value.values() if isinstance(item, _CODE)]
     if isinstance(value, type):
@@ -349,7 +350,7 @@ class CachedFunctions:
         self._misses = {function: function.cache_info().misses for function in cached}
 
     def forget(self) -> None:
-        """Empties those that have cached something new that contains a tensor."""
+        """Empty those that have cached something new that contains a tensor."""
         for function, before in self._misses.items():
             now = function.cache_info().misses
             if now != before:

@@ -1,11 +1,12 @@
-"""A list of layers as one model, in which each layer gets what the previous one returned."""
+"""The model as it is given: a list of layers as one model, in which each gets what the previous one returned; names as
+users know them; and the keyword arguments that a pipeline adds."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from inspect import signature
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Signature, signature
 from typing import Any
 
 from torch import nn
@@ -69,12 +70,12 @@ _WRAPPED = re.compile(rf"(?:^|(?<=\+))(?:{_WRAPPERS}(?:\.|$))+|\.{_WRAPPERS}(?!\
 
 
 def unwrapped(name: str) -> str:
-    """The name of a module, parameter or buffer as if nothing around it were wrapped."""
+    """Return the name of a module, parameter or buffer as if nothing around it were wrapped."""
     return _WRAPPED.sub("", name)
 
 
 def as_module(model: Any) -> nn.Module:
-    """The model itself, or its layers as a `Chain`. Raises ArgumentError for anything else."""
+    """Return the model itself, or its layers as a `Chain`. Raise ArgumentError for anything else."""
     while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
@@ -89,7 +90,7 @@ def as_module(model: Any) -> nn.Module:
 
 
 def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names by which users know a model's parameters or buffers.
+    """Return the names by which users know a model's parameters or buffers.
 
     These are the model's own names; for a `Chain`, the layers' own names, prefixed with the layer's index only if two
     layers would share one.
@@ -103,12 +104,41 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 def known_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
-    know it.
-    """
+    """Map every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
+    know it."""
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for name, tensor in every:
         first.setdefault(id(tensor), name)
     public = public_names(model, list(first.values()))
     return {each: public[first[id(tensor)]] for name, tensor in every for each in (name, unwrapped(name))}
+
+
+def default_kwargs(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for `transformers` models.
+
+    A key-value cache is useless in training, and everything that a block writes into it would cross every later cut.
+    Pass the same to the unsplit model when comparing.
+    """
+    if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
+        return {}
+    taken = _signature(model)
+    if "use_cache" in taken.parameters:
+        given = "use_cache" in taken.bind_partial(*args, **(kwargs or {})).arguments
+        return {} if given else {"use_cache": False}
+    # A wrapper, such as that of `peft` or of a vision-language model, passes keyword arguments on to the model inside.
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in taken.parameters.values())
+    return {"use_cache": False} if hands_on else {}
+
+
+def _keeps_a_cache(model: nn.Module) -> bool:
+    """Whether the model, or one inside it, makes a key-value cache unless told not to."""
+    configured = (m for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False))
+    return any("use_cache" in _signature(m).parameters for m in configured)
+
+
+def _signature(module: nn.Module) -> Signature:
+    forward: Callable[..., Any] = module.forward
+    return signature(forward)

@@ -5,12 +5,13 @@ Everything else is opened, and its torch calls are recorded one by one. A module
 opened.
 
 Other modules are opened so that cuts can fall inside them (`Opening`): a stage of a hierarchical model (ConvNeXt, Swin,
-MaxViT) is one element of a list, yet may do most of the work. A module is opened if `opens=` names it, if a cut lies
+MaxViT) is one element of a list, yet may do most of the work. A module is opened if `split_inside=` names it, if a cut
+lies
 inside it, or if the stages would be less even with it whole.
 
 Random streams are unaffected: draws inside a block come from the stream of its innermost module, wherever that is
 called. Only what an opened module draws in its own forward would come from another stream if it ran as a whole. So such
-a module is opened only for `opens=`, which does not depend on the number of stages.
+a module is opened only for `split_inside=`, which does not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Learned(BaseException):
 def find_units(
     model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_GRAIN, apart: Collection[str] = ()
 ) -> dict[int, Unit]:
-    """The units of a model, by `id` of the module.
+    """Return the units of a model, by `id` of the module.
 
     Args:
         leaves: names of modules that are units, whatever they contain.
@@ -116,7 +117,7 @@ def find_units(
     Raises PartitionError for a name in `leaves` that is not a module.
     """
     opens = {id(model.get_submodule(name)) for name in apart}
-    named = {id(resolve(model, name, "leaves")) for name in (*leaves, *sorted(grain.whole))}
+    named = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(grain.whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
@@ -153,7 +154,7 @@ def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raises PartitionError for a TorchScript module: its code can be neither inspected nor given other parameters."""
+    """Raise PartitionError for a TorchScript module: its code can be neither inspected nor given other parameters."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise PartitionError(
@@ -164,7 +165,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Raises PartitionError for a parameter or buffer that gets its shape only from the first batch."""
+    """Raise PartitionError for a parameter or buffer that gets its shape only from the first batch."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise PartitionError(
@@ -188,7 +189,7 @@ def repeats(module: nn.Module) -> bool:
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:
-    """The first name of each module, by its `id`."""
+    """Return the first name of each module, by its `id`."""
     return {id(module): name for name, module in reversed(list(model.named_modules()))}
 
 
@@ -197,20 +198,21 @@ _SHOWN = 4
 
 
 def public_name(model: nn.Module, name: str) -> str:
-    """The name of a module or cut, as if nothing around it were wrapped; data parallelism says `module.` before all."""
+    """Return the name of a module or cut as if nothing around it were wrapped; data parallelism puts `module.` before
+    all names."""
     name = unwrapped(name)
     return name if hasattr(model, "module") else name.removeprefix("module.")
 
 
 def real_name(model: nn.Module, name: str) -> str:
-    """The name in `named_modules()` of what has this name without the wrappers around it."""
+    """Return the name in `named_modules()` of what has this name without the wrappers around it."""
     names = [known for known, _ in model.named_modules(remove_duplicate=False)]
     plain = public_name(model, name)
     return name if name in names else next((known for known in names if known and unwrapped(known) == plain), plain)
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
-    """The module of that name. Raises PartitionError with the closest name if there is none."""
+    """Return the module with this name. Raise PartitionError with the closest name if there is none."""
     known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     name = real_name(model, name)
     if name and name in known:
@@ -226,7 +228,7 @@ def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
 
 @contextmanager
 def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Sends every call of the modules' classes through `handler(original, module, args, kwargs)`.
+    """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
 
     This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
     (gradient checkpointing in `transformers`) and the modules' hooks stay inside the unit.
@@ -274,19 +276,20 @@ class Opening:
         return self.asked | self.for_cuts | self.tried
 
     def without(self, names: Collection[str]) -> Opening:
-        """The same, but with these tried modules left whole."""
+        """Return the same, but with these tried modules left whole."""
         return replace(self, tried=self.tried - set(names), whole=self.whole | (self.tried & set(names)))
 
     def around(self, scope: str) -> str:
-        """The outermost module that was tried and is, or encloses, the one named `scope`; empty if there is none."""
+        """Return the outermost module that was tried and is, or encloses, the one named `scope`; empty if there is
+        none."""
         return min((name for name in self.tried if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
     def cut_inside(self, scope: str) -> str:
-        """The same for modules that are opened because a cut lies inside."""
+        """Return the same for modules that are opened because a cut lies inside."""
         return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
     def refusal(self, name: str, why: str) -> str:
-        """The message for a module with a cut inside that cannot be opened."""
+        """Build the message for a module with a cut inside that cannot be opened."""
         return (
             f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {why}. Or cut at {name!r}"
         )
@@ -298,8 +301,8 @@ class Opening:
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
-                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass opens=[{name!r}] for "
-                "any number of stages"
+                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass "
+                f"split_inside=[{name!r}] for any number of stages"
             )
 
 

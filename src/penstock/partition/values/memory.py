@@ -13,14 +13,14 @@ from penstock._base.stages import TensorMeta
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements from a tensor's first to its last, including gaps. Strides are not negative."""
+    """Return the number of elements from a tensor's first to its last, including gaps. Strides are not negative."""
     if 0 in shape:
         return 0
     return 1 + sum(step * (size - 1) for size, step in zip(shape, stride, strict=True))
 
 
 def meta_bytes(meta: TensorMeta) -> int:
-    """The size of a value."""
+    """Return the size of a value, in bytes."""
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return prod(meta.shape) * dtype.itemsize
 
@@ -57,7 +57,7 @@ def _addresses(tensor: Tensor) -> range:
 
 
 def _view(memory: Tensor, tensor: Tensor, start: int, unit: int) -> Tensor:
-    """A tensor's part of `memory`, which has one element for each unit of bytes."""
+    """Return a tensor's part of `memory`, which has one element for each unit of bytes."""
     size = tensor.itemsize // unit
     strides = [step * size for step in tensor.stride()]
     return torch.as_strided(memory, (*tensor.shape, size), (*strides, 1), start // unit)

@@ -1,10 +1,15 @@
-"""What a value holds: tensors inside tuples, lists, dicts and registered pytrees, and inside opaque objects."""
+"""What a value holds: tensors inside tuples, lists, dicts and registered pytrees, and inside opaque objects.
+
+Objects, lists and dicts that are passed to a block are values (`Passed`): a stage rebuilds them for each call from the
+tensors that it has, and then extracts what the call left in them. So a cache that every block writes to crosses cuts
+like any other value.
+"""
 
 from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from penstock._base.compat import FakeTensor, FakeTensorMode
-from penstock._base.trees import Leaf, flatten, unflatten
+from penstock._base.trees import LEAF, Flat, Leaf, TreeSpec, flatten, overwrite, unflatten
 
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),
@@ -33,22 +38,22 @@ class OfNode(Leaf):
 
 
 def leaf(value: Any, index: int) -> Any:
-    """The leaf at `index` of a structure."""
+    """Return the leaf at `index` of a structure."""
     return flatten(value).leaves[index]
 
 
 def rebuilt(structure: Any, *leaves: Any) -> Any:
-    """Builds a new object from a structure and leaves, for the block that takes it."""
+    """Build a new object from a structure and leave, for the block that takes it."""
     return unflatten(leaves, structure)
 
 
 def input_path(path: str) -> str:
-    """The path of a leaf of (args, kwargs) as a caller would write it: `args[0]`, `kwargs['labels']`."""
+    """Return the path of a leaf of (args, kwargs) as a caller would write it: `args[0]`, `kwargs['labels']`."""
     return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
 
 
 def free_name(model: nn.Module, name: str) -> str:
-    """The name with underscores appended until the model has no such attribute."""
+    """Append underscores to the name until the model has no such attribute."""
     while hasattr(model, name):
         name += "_"
     return name
@@ -59,7 +64,7 @@ def is_named_tuple(value: object) -> bool:
 
 
 def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """For each part of a structure, a function, a key and the part: `function(value, key)` returns the part."""
+    """Yield, for each part of a structure, a function, a key and the part: `function(value, key)` returns the part."""
     if isinstance(value, Tensor) or type(value) in CONSTANTS:
         return
     if type(value) in (tuple, list) or is_named_tuple(value):
@@ -76,7 +81,7 @@ def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: those in its structure, and those in objects that cannot be taken apart.
+    """Yield the tensors in a value: those in its structure, and those in objects that cannot be taken apart.
 
     Leaves out those in closures, which are not part of a call's arguments.
     """
@@ -101,7 +106,7 @@ def hides_tensors(value: Any, fake_only: bool = False) -> bool:
 
 
 def hidden_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors that an object that cannot be taken apart refers to."""
+    """Yield the tensors that an object that cannot be taken apart refers to."""
     if type(value) in CONSTANTS:
         return
     stack, seen = [value], {id(value): value}
@@ -115,7 +120,8 @@ def hidden_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _referents(value: Any) -> Sequence[Any]:
-    """What an object refers to, apart from modules, types and a function's globals, which are not part of a value."""
+    """Return what an object refers to, apart from modules, types and a function's globals, which are not part of a
+    value."""
     if isinstance(value, (type, nn.Module, ModuleType, CodeType, FakeTensorMode)):
         return ()
     if isinstance(value, FunctionType):
@@ -124,7 +130,7 @@ def _referents(value: Any) -> Sequence[Any]:
 
 
 def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors for which autograd would accumulate gradients from these results."""
+    """Return the tensors for which autograd would accumulate gradients from these results."""
     pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]
     seen = set(pending)
@@ -138,3 +144,83 @@ def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
                 seen.add(following)
                 pending.append(following)
     return found
+
+
+class Passed:
+    """The containers among a call's arguments, as they are before the call.
+
+    Attributes:
+        containers: the outermost objects, lists and dicts.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
+        """`kept`: ids of what the model keeps between calls; what holds no tensor is passed on as it is."""
+        self.containers = tuple(_outermost((*args, *kwargs.values())))
+        self._kept = kept
+        self._shown, self._every = self._state()
+
+    def _state(self) -> tuple[Flat, Flat]:
+        """Flatten all containers twice: with only the objects that hold tensors opened, and with all opened."""
+        if not self.containers:
+            return flatten(()), flatten(())
+        return flatten(self.containers), flatten(self.containers, empty=True, closed=self._kept)
+
+    def changed(self) -> list[int]:
+        """Return which of the containers have changed."""
+        if not self.containers:
+            return []
+        before, after = _by_container(self._every), _by_container(self._state()[1])
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _alike(*pair)]
+
+    def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
+        """Return which containers must be rebuilt for the call, and all containers as they were before it,
+        flattened."""
+        plans = self._shown.structure.children  # type: ignore[attr-defined]
+        made = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
+        return made, self._every if changed else self._shown
+
+    def write_back(self, changed: Collection[int], new: Any) -> None:
+        """Give the containers the contents of those that went through a call in their place."""
+        for index in changed:
+            overwrite(self.containers[index], new[index])
+
+
+def kept_by(model: nn.Module) -> dict[int, object]:
+    """Return the modules' attributes other than tensors and constants, by id."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
+
+
+def _outermost(values: Any) -> Iterator[Any]:
+    """Yield each outermost object, list and dict that can be opened."""
+    for value in values:
+        if isinstance(value, Tensor) or type(value) in CONSTANTS:
+            continue
+        if type(value) is tuple:
+            yield from _outermost(value)
+        elif type(value) in (list, dict) or flatten(value, empty=True).structure != LEAF:
+            yield value
+
+
+def _by_container(flat: Flat) -> Iterator[tuple[TreeSpec, list[Any]]]:
+    start = 0
+    for plan in flat.structure.children:  # type: ignore[attr-defined]
+        count = _leaves(plan)
+        yield plan, flat.leaves[start : start + count]
+        start += count
+
+
+def _leaves(plan: TreeSpec) -> int:
+    return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
+
+
+def _alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+    """Whether two values, as structure and leaves, hold the same objects and equal constants."""
+    if one[0] != other[0]:
+        return False
+    pairs = zip(one[1], other[1], strict=True)
+    return all(a is b or (type(a) in CONSTANTS and type(a) is type(b) and a == b) for a, b in pairs)
+
+
+def _holds_objects(plan: TreeSpec) -> bool:
+    return plan.op in ("object", "known", "ref", "weak") or any(map(_holds_objects, plan.children))

@@ -7,12 +7,11 @@ Python does not show such ways, but the operators below torch's functions receiv
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +22,8 @@ from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_t
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.trees import flatten
-from penstock.partition.obstacle import Obstacle
-from penstock.partition.source import current_line
-from penstock.partition.watch.work import Operation, tensors_of, work_of
-
-RUNNING = ("running_mean", "running_var")
-"""Arguments of batch norm that are updated only in training, whatever the schema says."""
-
-OVERWRITES = ("copy_", "zero_", "fill_")
-"""Operators that write all of their first argument, and take nothing of what was there."""
-
-SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
-"""Operators that use only the shape and kind of their first argument."""
+from penstock.partition.source import Obstacle, current_line
+from penstock.partition.watch.work import RUNNING, Operation, Traits, argument_names, tensors_of, traits_of, work_of
 
 SEED = 0x2D1B6A0F93C5E847
 """A seed that no forward would set. The same for every recording, so that made-up values are too."""
@@ -87,17 +76,6 @@ class Foreign:
     shape: tuple[int, ...]
     held: str | None
     made: Place | None
-
-
-class Mark(NamedTuple):
-    """A point of a recording; see `Observer.mark`."""
-
-    depth: int
-    called: int
-    kept: int
-    drew: list[nn.Module | None]
-    written: dict[int, Any]
-    work: int
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,7 +160,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what is drawn and written ----------------------------------------------------------------------------------
 
     def _effects(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> list[Tensor]:
-        """Notes that an operator draws, and returns the tensors that it writes to."""
+        """Note that an operator draws, and return the tensors that it writes to."""
         writing: list[Tensor] = []
         names = argument_names(func)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -198,12 +176,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return writing
 
     def draw(self) -> None:
-        """Notes a draw by the running module; of Python's or numpy's random numbers, the recorder calls this."""
+        """Note a draw by the running module; of Python's or numpy's random numbers, the recorder calls this."""
         registered = (m for m in reversed(self.stack) if not self._registered or id(m) in self._registered)
         self._drew.append(next(registered, None))
 
     def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
-        """Returns and forgets the modules that drew and the memory that was written since the last call.
+        """Return and forget the modules that drew and the memory that was written since the last call.
 
         `keep`: keep that memory alive, so that its number cannot be reused later.
         """
@@ -215,7 +193,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def exchanging(self, tensor: Tensor) -> Iterator[None]:
-        """A context for anything that gives a tensor other memory (`.data = ...`). Counts as an in-place update."""
+        """Surround anything that gives a tensor other memory (`.data = ...`). It counts as an in-place update."""
         memory, root = tensor.untyped_storage(), self.root(tensor)
         yield
         self._written[root] = memory
@@ -223,7 +201,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alias(tensor, root)
 
     def _keep_contents(self, tensor: Tensor) -> None:
-        """Keeps what a tensor that is older than the forward holds, before an operator writes to it."""
+        """Keep what a tensor that is older than the forward holds, before an operator writes to it."""
         root = storage_of(tensor)
         if root in self._same or any(root in known for known in (self._made, self.held, self._own, self._before)):
             return
@@ -232,7 +210,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._before[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Undoes what the forward wrote to tensors that existed before."""
+        """Undoe what the forward wrote to tensors that existed before."""
         for memory, copy in self._before.values():
             memory.copy_(copy)
 
@@ -245,7 +223,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.default_generator.initial_seed() != SEED
 
     def _check_generator(self, generator: object) -> None:
-        """Raises PartitionError if operators outside the units, or in two of them, draw from a generator of their
+        """Raise PartitionError if operators outside the units, or in two of them, draw from a generator of their
         own."""
         if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
             return
@@ -263,7 +241,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- where tensors come from ------------------------------------------------------------------------------------
 
     def root(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
+        """Return the number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
         number = storage_of(tensor)
         return self._same.get(number, number)
 
@@ -271,15 +249,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(map(self.root, tensors))
 
     def add_input(self, tensor: Tensor) -> None:
-        """Notes a tensor that enters the model."""
+        """Note a tensor that enters the model."""
         self._made[storage_of(tensor)] = Place(OUTSIDE)
 
     def stands_in(self, fake: Tensor, real: Tensor) -> None:
-        """Notes that the mode uses `fake` wherever `real` is meant."""
+        """Note that the mode uses `fake` wherever `real` is meant."""
         self._alias(fake, self.root(real))
 
     def maker(self, tensor: Tensor) -> Place | None:
-        """What made a tensor during this forward; None for others."""
+        """Return what made a tensor during this forward; None for others."""
         return self._made.get(self.root(tensor))
 
     def is_fixed(self, tensor: Tensor) -> bool:
@@ -293,7 +271,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return root in self._fixed or root in self._steady
 
     def read(self, tensors: Collection[Tensor]) -> list[int]:
-        """Notes the tensors that an operator takes, and returns their memory."""
+        """Note the tensors that an operator takes, and return their memory."""
         call, roots = self.call, [self.root(tensor) for tensor in tensors]
         for root, tensor in zip(roots, tensors, strict=True):
             name, made = self.held.get(root), self._made.get(root)
@@ -307,11 +285,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return roots
 
     def forget_contents(self) -> None:
-        """Begins to note anew whose contents are taken."""
+        """Begin to note anew whose contents are taken."""
         self.looked_at, self._overwritten = set(), set()
 
     def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
-        """Notes what an operator that took `roots` returned."""
+        """Note what an operator that took `roots` returned."""
         fixed = not traits.draws and self._fixed.issuperset(roots)
         steady = not traits.draws and (traits.takes_shapes or all(map(self._is_steady_source, roots)))
         for tensor in results:
@@ -346,39 +324,41 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
-        """A context for a recorded call."""
+        """Surround a recorded call."""
         before, self.call = self.call, call
         try:
             yield
         finally:
             self.call = before
 
-    def mark(self) -> Mark:
-        """The running modules, calls, draws, writes and work so far; `rollback` forgets what came since. Where tensors
-        come from and which modules returned them stays known: hooks may have kept them."""
-        sizes = len(self.stack), len(self.calls), len(self._kept)
-        return Mark(*sizes, self._drew.copy(), self._written.copy(), self.work)
+    def mark(self) -> Callable[[], None]:
+        """What forgets the modules, calls, draws, writes and work that come from here on. Where tensors come from and
+        which modules returned them stays known: hooks may have kept them."""
+        depth, called, kept = len(self.stack), len(self.calls), len(self._kept)
+        drew, written, work = self._drew.copy(), self._written.copy(), self.work
 
-    def rollback(self, mark: Mark) -> None:
-        del self.stack[mark.depth :], self.calls[mark.called :]
-        self._kept[mark.kept :] = [one for one in self._kept[mark.kept :] if isinstance(one, WeakStorage)]
-        self._drew, self._written, self.work = mark.drew, mark.written, mark.work
+        def rollback() -> None:
+            del self.stack[depth:], self.calls[called:]
+            self._kept[kept:] = [one for one in self._kept[kept:] if isinstance(one, WeakStorage)]
+            self._drew, self._written, self.work = drew, written, work
+
+        return rollback
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """A context for operators that are none of the forward's."""
-        mark, returned = self.mark(), self.returned.copy()
+        """Surround operators that do not belong to the forward."""
+        rollback, returned = self.mark(), self.returned.copy()
         self.take()
         try:
             yield
         finally:
-            self.rollback(mark)
+            rollback()
             self.returned = returned
             self.foreign = {key: foreign for key, foreign in self.foreign.items() if key[0] >= 0}
 
     @contextmanager
     def in_function(self) -> Iterator[None]:
-        """A context for the forward of an autograd function, which records no gradients, yet has a backward."""
+        """Surround the forward of an autograd function, which records no gradients, yet has a backward."""
         before, self._inside_function = self._inside_function, self._inside_function or torch.is_grad_enabled()
         try:
             yield
@@ -386,12 +366,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside_function = before
 
     def place_calls(self, first: int, position: int) -> None:
-        """Attributes the calls from number `first` on to the node at that index."""
+        """Attribute the calls from number `first` on to the node at that index."""
         self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Keeps `stack` and `calls` up to date with this thread's module calls."""
+        """Keep `stack` and `calls` up to date with this thread's module calls."""
         thread = threading.get_ident()
 
         def enter(module: nn.Module, _args: Any) -> None:
@@ -413,51 +393,3 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
-
-
-@functools.cache
-def is_seeded(operator: Any) -> bool:
-    """Whether an operator draws random numbers, unless its arguments say otherwise."""
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
-
-
-@functools.cache
-def argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-class Traits(NamedTuple):
-    """What an operator does by its schema.
-
-    Attributes:
-        draws: whether it draws random numbers, unless its arguments say otherwise.
-        writes: the arguments that it updates in place. These include batch norm's running statistics, although the
-            schemas of some of its operators do not say so.
-        overwrites: whether it takes nothing of what was in the first of them.
-        takes_shapes: whether it uses only the shape and kind of its first argument.
-        aliases: whether it returns another view of its first argument. (Lifting a new constant does not count.)
-        is_view: whether it does, and takes nothing of the contents.
-    """
-
-    draws: bool
-    writes: tuple[str, ...] = ()
-    overwrites: bool = False
-    takes_shapes: bool = False
-    aliases: bool = False
-    is_view: bool = False
-
-
-@functools.cache
-def traits_of(operator: Any) -> Traits:
-    if not isinstance(operator, torch._ops.OpOverload):
-        return Traits(is_seeded(operator))
-    schema, name = operator._schema, operator._opname
-    writes = tuple(
-        argument.name
-        for argument in schema.arguments
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name in RUNNING and "batch_norm" in schema.name)
-    )
-    aliases = any(r.alias_info is not None for r in schema.returns) and name != "lift_fresh"
-    overwrites, is_view = name in OVERWRITES or "out" in writes, aliases and not schema.is_mutable
-    return Traits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)

@@ -1,4 +1,4 @@
-"""Estimates how much work a call is, to balance the stages before anything is timed.
+"""What operators do by their schemas, and how much work a call is, to balance the stages before anything is timed.
 
 Work is counted in floating-point operations, forward and backward: a product's own, from torch's table of formulas, and
 for every call the bytes that it moves, as the number of operations that the processor could do in that time. Norms,
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -35,7 +36,7 @@ class Operation(NamedTuple):
 
 
 def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], trains: bool) -> int:
-    """The work of one call of an operator, including its backward.
+    """Return the work of one call of an operator, including its backward.
 
     Args:
         call: the call and its result.
@@ -57,7 +58,7 @@ def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], tr
 
 @functools.cache
 def group_of(func: Any) -> Group:
-    """What kind of work an operator does."""
+    """Return what kind of work an operator does."""
     packet = func.overloadpacket
     name = packet.__name__
     if func.namespace == "prim" or name in FREE or func.is_view:
@@ -68,7 +69,7 @@ def group_of(func: Any) -> Group:
 
 
 def operations_of(call: Operation) -> int:
-    """The floating-point operations of a product; 0 if there is no formula for it."""
+    """Return the floating-point operations of a product; 0 if there is no formula for it."""
     packet = call.func.overloadpacket
     try:
         if packet in flop_registry:
@@ -79,7 +80,7 @@ def operations_of(call: Operation) -> int:
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments or results."""
+    """Return the tensors among an operator's arguments or results."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -98,19 +99,20 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
 
 
 def _grouped(first: Tensor, second: Tensor, *_: Any) -> int:
-    """Each group of the rows meets its own matrix; if only the inner dimension is in groups, all of it meets all."""
+    """Count a grouped product: each group of the rows meets its own matrix; if only the inner dimension is in groups,
+    all of it meets all."""
     groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def _recurrent(given: Tensor, *weights: Any) -> int:
-    """Each row of the input, at each time step, meets each weight once."""
+    """Count a recurrent layer: each row of the input, at each time step, meets each weight once."""
     rows = prod(given.shape[:-1])
     return 2 * rows * sum(tensor.numel() for tensor in tensors_of(weights) if tensor.ndim == 2)
 
 
 def _recurrent_backward(given: Tensor, *weights: Any) -> int:
-    """The gradients of the input and of the weights."""
+    """Count the gradients of the input and of the weights of a recurrent layer."""
     return 2 * _recurrent(given, *weights[:4])
 
 
@@ -127,3 +129,61 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+RUNNING = ("running_mean", "running_var")
+"""Arguments of batch norm that are updated only in training, whatever the schema says."""
+
+OVERWRITES = ("copy_", "zero_", "fill_")
+"""Operators that write all of their first argument, and take nothing of what was there."""
+
+SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905
+"""Operators that use only the shape and kind of their first argument."""
+
+
+@functools.cache
+def is_seeded(operator: Any) -> bool:
+    """Whether an operator draws random numbers, unless its arguments say otherwise."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
+
+
+@functools.cache
+def argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+class Traits(NamedTuple):
+    """What an operator does by its schema.
+
+    Attributes:
+        draws: whether it draws random numbers, unless its arguments say otherwise.
+        writes: the arguments that it updates in place. These include batch norm's running statistics, although the
+            schemas of some of its operators do not say so.
+        overwrites: whether it takes nothing of what was in the first of them.
+        takes_shapes: whether it uses only the shape and kind of its first argument.
+        aliases: whether it returns another view of its first argument. (Lifting a new constant does not count.)
+        is_view: whether it does, and takes nothing of the contents.
+    """
+
+    draws: bool
+    writes: tuple[str, ...] = ()
+    overwrites: bool = False
+    takes_shapes: bool = False
+    aliases: bool = False
+    is_view: bool = False
+
+
+@functools.cache
+def traits_of(operator: Any) -> Traits:
+    if not isinstance(operator, torch._ops.OpOverload):
+        return Traits(is_seeded(operator))
+    schema, name = operator._schema, operator._opname
+    writes = tuple(
+        argument.name
+        for argument in schema.arguments
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (argument.name in RUNNING and "batch_norm" in schema.name)
+    )
+    aliases = any(r.alias_info is not None for r in schema.returns) and name != "lift_fresh"
+    overwrites, is_view = name in OVERWRITES or "out" in writes, aliases and not schema.is_mutable
+    return Traits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)

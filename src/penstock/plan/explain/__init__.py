@@ -7,18 +7,31 @@
 >>> costs = [StageCost(1.0, 1.0, 1.0), StageCost(1.5, 1.5, 1.5)]
 >>> write_perfetto(simulate(generate("1f1b", ranks=2, microbatches=4), costs), "timeline.json")
 >>> print(explain(read_run(["timeline.json"])).changes[0].text)
-stage 1 takes 1.20 times the mean (rank 1): move work off it
+stage 1 takes 1.20 times the mean (rank 1): move layers to other stages
 
 Pure values and functions, but for `read_run`, which reads files; no torch.
 """
 
 from __future__ import annotations
 
+from penstock._base.lazy import old_names
 from penstock.plan.explain.case import Change
 from penstock.plan.explain.explanation import Explanation, explain
-from penstock.plan.explain.predicted import Predicted
-from penstock.trace.event import Event, Recording
-from penstock.trace.files import read_run
-from penstock.trace.measured import Run, run_of
+from penstock.plan.explain.predicted import Prediction
+from penstock.trace.event import Event, TraceData
+from penstock.trace.files import load_trace
+from penstock.trace.measured import TraceSteps, steps_of_trace
 
-__all__ = ["Change", "Event", "Explanation", "Predicted", "Recording", "Run", "explain", "read_run", "run_of"]
+__all__ = [
+    "Change",
+    "Event",
+    "Explanation",
+    "Prediction",
+    "TraceData",
+    "TraceSteps",
+    "explain",
+    "load_trace",
+    "steps_of_trace",
+]
+
+__getattr__ = old_names(__name__)

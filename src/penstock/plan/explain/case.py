@@ -107,7 +107,7 @@ class Case:
         return [max(ends) for ends in self._ends()]
 
     def _ends(self, begins: Floats | None = None) -> list[list[float]]:
-        """When each rank of each replica has done its last action, without what its host does after it."""
+        """Return when each rank of each replica finishes its last action, without the host time after it."""
         found: dict[tuple[Schedule, bytes, bytes], list[float]] = {}
         made = []
         for place, (schedule, seconds) in enumerate(zip(self.schedules, self.seconds, strict=True)):
@@ -124,7 +124,7 @@ class Case:
         return made
 
     def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
-        """One replica's, with what the host does as a part of the action before."""
+        """Return one replica's timeline, with the host time after an action as part of it."""
         costs, links = _costs(seconds, self.host), self._links(schedule.ranks)
         return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
 
@@ -175,18 +175,18 @@ class Change:
         return f"{-self.gain:+.1%} ± {f'{self.error:.1%}' if self.error >= 0.001 else '<0.1%'}"
 
     def assuming(self, cases: tuple[Case, ...], note: str, *, measured: bool) -> Change:
-        """The same with other cases, which rest on one thing more."""
+        """Return the same change with other cases, which make one more assumption."""
         notes = "; ".join(filter(None, [self.note, note]))
         return replace(self, cases=cases, note=notes, measured=self.measured and measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """The claim, for JSON."""
+        """Return the claim, for JSON."""
         names = ("kind", "text", "step_seconds", "gain", "note", "error", "measured", "claim")
         return {name: getattr(self, name) for name in names}
 
 
 def _sends(schedule: Schedule) -> NDArray[np.bool_]:
-    """Which op of which stage has an output that another rank needs, [O, S]."""
+    """Return which op of which stage has an output that another rank needs, [O, S]."""
     placement, found = schedule.placement, np.zeros((len(COMPUTE), schedule.stages), bool)
     for stage in range(schedule.stages):
         if not placement.is_last(stage) and placement.rank_of[stage + 1] != placement.rank_of[stage]:
@@ -211,7 +211,8 @@ def _costs(seconds: Floats, host: Floats) -> CostColumns:
 
 
 def case_of(step: Step, seconds: Floats) -> Case:
-    """The replay of a step: its own order and durations, with the typical time between actions and of messages."""
+    """Build the replay of a step: its own order and durations, with the typical time between actions and of
+    messages."""
     columns = zip(*map(_gaps, step.replicas), strict=True)
     source, target, maker, made, op, stage, before, starts = [np.concatenate(one) for one in columns]
     waited = (source >= 0) & ~(before > made)  # for a message: what tells how long it took
@@ -231,8 +232,8 @@ def case_of(step: Step, seconds: Floats) -> Case:
 
 
 def _gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
-    """For each action: the rank from which it needs something (-1: none) and its own; where in [O, S] that was made,
-    and when; the op and stage that its rank ran before, and their end; and its own start."""
+    """Return, for each action: the rank from which it needs something (-1: none) and its own; where in [O, S] that was
+    produced, and when; the op and stage that its rank ran before, and their end; and its own start."""
     columns = Columns.of(replica.schedule)
     starts, ends = times_of(replica.timeline)
     need, rank, op, stage = columns.need, columns.rank, PLACE[columns.op], columns.stage
@@ -242,7 +243,8 @@ def _gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
 
 
 def _host(op: Ints, stage: Ints, lost: Floats, stages: int) -> Floats:
-    """The median of what follows each op on each stage; of the op on any stage, or of any op, where there is none."""
+    """Return the median host time after each op on each stage; of the op on any stage, or of any op, where there is no
+    sample."""
     found = np.zeros((len(COMPUTE), stages))
     for row in range(len(COMPUTE)):
         of_op, on = lost[op == row], stage[op == row]
@@ -253,8 +255,8 @@ def _host(op: Ints, stage: Ints, lost: Floats, stages: int) -> Floats:
 
 
 def case_of_traced(schedule: Schedule, given: Around) -> Case:
-    """A step as `traced` gives it: nothing is lost between ops, and a message keeps its sender busy. `schedule`: what
-    every replica ran; one stage a rank, backwards not split."""
+    """Build the replay of a step as `traced` reads it: no time is lost between ops, and a message keeps its sender
+    busy. `schedule`: what every replica ran; one stage per rank, backwards not split."""
     forward, backward, sent_forward, sent_backward = (np.nan_to_num(given.durations[name]) for name in PIPELINE)
     seconds = np.full((len(forward), len(COMPUTE), *forward.shape[1:]), np.nan)
     seconds[:, _F], seconds[:, _B] = forward + sent_forward, backward + sent_backward
@@ -263,7 +265,8 @@ def case_of_traced(schedule: Schedule, given: Around) -> Case:
 
 
 def around_of(step: Step) -> Around | None:
-    """What ranks did around the pipelines of a step; None if they did nothing, or nobody knows with whom."""
+    """Return what ranks did around the pipelines of a step; None if they did nothing, or the participants are
+    unknown."""
     if not step.others or step.unknown:
         return None
     return around((len(step.replicas), step.slowest.schedule.ranks), step.numbered)

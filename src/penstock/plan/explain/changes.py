@@ -13,7 +13,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.plan.explain.case import Case, Change, case_of
 from penstock.plan.explain.factors import Factors, factors_of
-from penstock.plan.explain.predicted import Predicted
+from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.schedules import Price, another, other_schedules, twice_the_microbatches
 from penstock.plan.explain.stragglers import slow_ranks
 from penstock.schedule.describe import WORDS, Kind
@@ -33,7 +33,7 @@ _SAME_WORK = "the same work in sum"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class WhatIfContext:
     """A measured step, what explains its times, and its replay: what changes are tried on. `shared`: its ranks had
     fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then.
     """
@@ -41,21 +41,21 @@ class Trial:
     step: Step
     factors: Factors
     replay: Case
-    predicted: Predicted | None = None
+    predicted: Prediction | None = None
     shared: bool = False
 
     @classmethod
     def of(
         cls,
         step: Step,
-        predicted: Predicted | None = None,
+        predicted: Prediction | None = None,
         *,
         shared: bool = False,
         rolled: int = 0,
         usual: bool = False,
-    ) -> Trial:
-        """The step as it was. `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
-        its actions had been slow or fast by itself."""
+    ) -> WhatIfContext:
+        """Build the trial of a step. `rolled`: as if its microbatches had come this many places later; `usual`: as if
+        none of its actions had been an outlier."""
         factors = factors_of(step.replicas)
         seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
         factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
@@ -66,13 +66,12 @@ class Trial:
         return self.step.slowest
 
     def of_replica(self, place: int) -> str:
-        """Which replica it is, in words, if there are several."""
+        """Return " of replica N" if there are several replicas, else nothing."""
         return f" of replica {self.step.replicas[place].number}" if len(self.step.replicas) > 1 else ""
 
     def gains(self, change: Change) -> tuple[float, ...]:
-        """What a change brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
-        of another order, whether messages travel while their ranks compute.
-        """
+        """Return what a change saves, as shares of the step: as expected, and at the ends of its assumptions. For
+        another order one of these is whether messages travel while their ranks compute."""
         pairs = [(self.replay.step_seconds, case) for case in change.cases]
         if change.cases[0].schedules != self.replay.schedules:
             pairs.insert(1, (self.replay.sending.step_seconds, change.cases[0].sending))
@@ -85,9 +84,9 @@ class Trial:
         return -added / self.step.seconds if self.shared and added > 0 and self.step.seconds else gain
 
     def tried(self, change: Change, error: float, elsewhere: Sequence[float] = ()) -> Change:
-        """What is claimed of a change: that it brings what it usually does, as wrong as the replay, what is assumed,
-        and what it brings in other steps; or, of what nobody measured, or what is assumed leaves little certain of, at
-        most what it can bring: no step is shorter than the work of its busiest rank."""
+        """Return the change with its claim: the expected saving, with the errors of the replay, of the assumptions and
+        of other steps; or, if it was not measured or assumptions leave little of it certain, at most what it can save:
+        no step is shorter than the work of its busiest rank."""
         gains, measured = self.gains(change), change.measured and not self.shared
         gain, width = gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere))
         if measured and len(change.cases) > 1 and width > (1 - _LEAST_SHARE) * abs(gain):
@@ -121,29 +120,29 @@ class Trial:
         return np.where(own >= _OWN, own, 1.0)
 
     def scaled(self, case: Case, scale: Floats) -> Case:
-        """What work usually takes so many times as long. An action's excess has other causes, and so stays."""
+        """Scale the typical work. The excess of outliers has other causes, and so stays."""
         return case.with_seconds((case.seconds - self.excess) * scale + self.excess)
 
     def moved(self, case: Case, totals: Floats, before: Floats) -> Case:
-        """Each stage takes as much of one total as it took of the other, each op its share of that."""
+        """Scale each stage from one total to another, all ops alike."""
         scale = np.where(before > 0, totals / np.where(before > 0, before, 1.0), 1.0)
         return self.scaled(case, scale[None, None, :, None])
 
     def even(self, case: Case) -> Case:
-        """All stages as long as their mean."""
+        """Give all stages their mean time."""
         return self.moved(case, np.full_like(self.totals, self.totals.mean()), self.totals)
 
     def equal(self, case: Case) -> Case:
-        """All microbatches alike."""
+        """Make all microbatches alike."""
         return self.scaled(case, 1 / self.factors.microbatch[:, None, None, :])
 
     def usual(self, case: Case) -> Case:
-        """No action slow by itself."""
+        """Give outlier actions their usual time."""
         return case.with_seconds(case.seconds - self.excess)
 
 
-def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
-    """The changes that bring something, ordered by what is certain.
+def suggestions(trials: Sequence[WhatIfContext], error: float) -> tuple[Change, ...]:
+    """Return the changes that save time, ordered by the saving that is certain.
 
     A gain counts as far as every one of the steps shows it, and the replay's error leaves it: what may be nothing is no
     advice. What nobody measured, or what assumptions leave little of, is advice only if it usually brings something,
@@ -180,7 +179,7 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
     return tuple(best)
 
 
-def _changes(trial: Trial) -> Iterator[Change]:
+def _changes(trial: WhatIfContext) -> Iterator[Change]:
     yield from _cut(trial)
     yield from _ranks(trial)
     yield from _microbatches(trial)
@@ -189,7 +188,7 @@ def _changes(trial: Trial) -> Iterator[Change]:
     yield from twice_the_microbatches(trial.replay)
 
 
-def _cut(trial: Trial) -> Iterator[Change]:
+def _cut(trial: WhatIfContext) -> Iterator[Change]:
     totals, placement = trial.totals, trial.slowest.schedule.placement
     mean = float(totals.mean())
     stage = int(np.argmax(totals))
@@ -201,7 +200,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
         note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
-        yield Change("cut", f"{is_so}: move work off it", (trial.even(trial.replay),), note, measured=False)
+        yield Change("cut", f"{is_so}: move layers to other stages", (trial.even(trial.replay),), note, measured=False)
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
@@ -215,14 +214,15 @@ def _cut(trial: Trial) -> Iterator[Change]:
         yield Change("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
 
 
-def _doubted(trial: Trial, note: str) -> str:
-    """A note that says if a single interruption explains as much: each op of a stage ran once."""
+def _doubted(trial: WhatIfContext, note: str) -> str:
+    """Extend a note by the doubt that applies if each op of a stage ran once: a single interruption explains as
+    much."""
     once = trial.slowest.schedule.microbatches == 1
     return "; ".join(filter(None, [note, "of one microbatch, a single interruption looks the same" if once else ""]))
 
 
-def _ranks(trial: Trial) -> Iterator[Change]:
-    """The slow ranks by what they lose, the worst few."""
+def _ranks(trial: WhatIfContext) -> Iterator[Change]:
+    """Yield a change for the slow ranks that lose most."""
     factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
     for one in slow_ranks(trial.step, factors)[:_MAX_RANKS]:
         scale, place = np.ones_like(factors.rank), numbers.index(one.replica)
@@ -232,12 +232,12 @@ def _ranks(trial: Trial) -> Iterator[Change]:
             for row, op in enumerate(COMPUTE)
             if one.slow[row].any()
         )
-        text = f"{one.who} is slow ({ops} its replicas'): mend or replace it"
+        text = f"{one.who} is slow ({ops} its replicas'): check or replace its device"
         case = trial.scaled(trial.replay, scale[..., None])
         yield Change("rank", text, (case,), _doubted(trial, ""), key=one.who)
 
 
-def _microbatches(trial: Trial) -> Iterator[Change]:
+def _microbatches(trial: WhatIfContext) -> Iterator[Change]:
     factor = trial.factors.microbatch
     if factor.max() == 1.0:
         return
@@ -250,7 +250,7 @@ def _microbatches(trial: Trial) -> Iterator[Change]:
     yield Change("microbatches", text, (trial.equal(trial.replay),), _SAME_WORK)
 
 
-def _actions(trial: Trial) -> Iterator[Change]:
+def _actions(trial: WhatIfContext) -> Iterator[Change]:
     own = trial.own
     slow = own > 1.0
     if not slow.any():
@@ -260,7 +260,7 @@ def _actions(trial: Trial) -> Iterator[Change]:
     name = f"{stage}{COMPUTE[op].value}{microbatch}{trial.of_replica(place)}"
     text = (
         f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name} most "
-        f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
+        f"({own[place, op, stage, microbatch]:.1f}x): check what else ran then"
     )
     note = "none slower than is usual there"
     yield Change("actions", text, (trial.usual(trial.replay),), note, measured=False)
@@ -275,8 +275,8 @@ WHAT_IFS = (
 )
 
 
-def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
-    """What is claimed of the step if things were different.
+def what_if(trial: WhatIfContext, text: str, error: float = 0.0) -> Change:
+    """Return the claim of a hypothetical change.
 
     Args:
         text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
@@ -294,8 +294,8 @@ def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
     return trial.tried(change, error)
 
 
-def _changed(trial: Trial, change: Change, name: str, value: str) -> Change:
-    """One change more, and what it assumes."""
+def _changed(trial: WhatIfContext, change: Change, name: str, value: str) -> Change:
+    """Apply one more change, and note what it assumes."""
     (case,), slow, placement = change.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
     note, measured = "", True
     match name, value:
@@ -337,8 +337,9 @@ _CUT = re.compile(r"([0-9]{1,4}):(-?(?:0?\.[0-9]+|0|1))")
 _PROPORTIONS = "moved work is forward and backward in the proportion of the stage that takes it"
 
 
-def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
-    """The cut before a stage moved: later, by a share of its work, or below 0 earlier, by a share of the one before."""
+def _recut(trial: WhatIfContext, case: Case, stage: int, share: float) -> Case:
+    """Move the cut before a stage: later, by a share of its work, or below 0 earlier, by a share of the stage
+    before."""
     now, replayed = (np.nansum(one.seconds - trial.excess, axis=(0, 1, 3)) for one in (case, trial.replay))
     totals = trial.totals * now / np.where(replayed > 0, replayed, 1.0)
     moved = totals.copy()

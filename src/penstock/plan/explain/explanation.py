@@ -8,15 +8,15 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain.case import Change, case_of
-from penstock.plan.explain.changes import LEAST_GAIN, Trial, suggestions, what_if
+from penstock.plan.explain.changes import LEAST_GAIN, WhatIfContext, suggestions, what_if
 from penstock.plan.explain.factors import seconds_of
-from penstock.plan.explain.predicted import Predicted
+from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.schedules import MAX_ACTIONS
 from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
-from penstock.plan.explain.where import Bubble, Where, bubble_of, where_of
+from penstock.plan.explain.where import Bubble, TimeBreakdown, breakdown_of, bubble_of
 from penstock.schedule.timeline import Timeline
-from penstock.trace.event import Recording
-from penstock.trace.measured import Run, Step, run_of
+from penstock.trace.event import TraceData
+from penstock.trace.measured import Step, TraceSteps, steps_of_trace
 
 _CROWDED = (
     "ranks had fewer cores than they compute with: what one of them leaves idle another one uses, so a better order or "
@@ -75,15 +75,16 @@ class Explanation:
         steps: each step of the run in short.
         even: the slowest replica's schedule if stages, ranks and microbatches were alike and nothing between actions.
         predicted: the same schedule by the plan's or profile's costs; None if there is none.
+        origin: "simulated" if the replay is exact and no rank loses any time between actions, else "measured".
     """
 
-    run: Run
+    run: TraceSteps
     step: Step
     replay_error: float
     worst_error: float
     stages: tuple[StageTime, ...]
     predicted_seconds: float | None
-    where: Where
+    where: TimeBreakdown
     bubble: Bubble | None
     changes: tuple[Change, ...]
     what_ifs: tuple[Change, ...]
@@ -92,6 +93,7 @@ class Explanation:
     steps: tuple[StepSummary, ...]
     even: Timeline
     predicted: Timeline | None
+    origin: str
 
     @property
     def error(self) -> float:
@@ -104,11 +106,6 @@ class Explanation:
         return max(self.error, self.whole_error)
 
     @property
-    def origin(self) -> str:
-        """Where the times are from: those of a simulation are replayed exactly."""
-        return "measured" if self.error > _EXACT else "simulated"
-
-    @property
     def advice(self) -> tuple[Change, ...]:
         """The first of the changes, as every page and screen lists them."""
         return self.changes[:_MAX_ADVICE]
@@ -117,15 +114,15 @@ class Explanation:
     def nothing(self) -> str:
         """What is said where there is no advice."""
         if self.change_error > LEAST_GAIN:
-            return f"nothing for certain: no change brings more than the replay's error, {self.change_error:.1%}"
-        return f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes"
+            return f"no significant improvement: every change is within the replay's error, {self.change_error:.1%}"
+        return f"no imbalance above {LEAST_GAIN:.1%} of a step"
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the metrics, for JSON."""
         slowest, bubble = self.step.slowest, None if self.bubble is None else asdict(self.bubble)
         if self.bubble is not None and bubble is not None:
-            culprit = self.bubble.culprit
-            bubble |= {"before": str(self.bubble.before), "culprit": None if culprit is None else str(culprit)}
+            blocked_by = self.bubble.blocked_by
+            bubble |= {"before": str(self.bubble.before), "blocked_by": None if blocked_by is None else str(blocked_by)}
         each = [asdict(replace(one, slowest=None)) for one in self.steps]
         for one, slow in zip(each, (one.slowest for one in self.steps), strict=True):
             if slow is not None:
@@ -163,13 +160,13 @@ class Explanation:
 
 
 def explain(
-    recording: Recording | Run,
+    recording: TraceData | TraceSteps,
     *,
     step: int | None = None,
-    predicted: Predicted | None = None,
+    predicted: Prediction | None = None,
     what_ifs: Sequence[str] = (),
 ) -> Explanation:
-    """Explains one step of a run.
+    """Explain one step of a run.
 
     Args:
         recording: what `read_run` read, or the run that `run_of` made of it.
@@ -180,7 +177,7 @@ def explain(
     Raises:
         ArgumentError: the trace has no complete step (says what is missing), not this one, or a what-if is unknown.
     """
-    run = run_of(recording) if isinstance(recording, Recording) else recording
+    run = steps_of_trace(recording) if isinstance(recording, TraceData) else recording
     chosen = run.typical if step is None else next((one for one in run.steps if one.number == step), None)
     if chosen is None:
         known = ", ".join(str(one.number) for one in run.steps)
@@ -190,7 +187,7 @@ def explain(
             f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
             f"{chosen.slowest.schedule.placement.depth}"
         )
-    trial = Trial.of(chosen, predicted)
+    trial = WhatIfContext.of(chosen, predicted)
     factors, replay, slowest = trial.factors, trial.replay, chosen.slowest
     # Whether no two ranks compute at once, though their order would let them.
     in_turns = chosen.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * chosen.pipeline_seconds
@@ -217,7 +214,7 @@ def explain(
         worst,
         _stages(trial),
         ahead,
-        where_of(chosen, factors, replay),
+        breakdown_of(chosen, factors, replay),
         bubble_of(slowest, even),
         suggestions([trial, *_others(trial, like)], error),
         tuple(what_if(trial, text, error) for text in what_ifs),
@@ -226,25 +223,26 @@ def explain(
         summaries(run),
         even,
         planned,
+        "measured" if error > _EXACT or replay.host.any() else "simulated",
     )
 
 
-def _others(trial: Trial, like: Sequence[Step]) -> list[Trial]:
-    """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
-    orders: what a change brings there, too, is certain."""
+def _others(trial: WhatIfContext, like: Sequence[Step]) -> list[WhatIfContext]:
+    """Return the trials in which a certain change must save time, too: the step without outliers, and the steps like
+    it, or if there are none its own microbatches in other orders."""
     step, schedule, predicted = trial.step, trial.slowest.schedule, trial.predicted
     if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
         return []
     rolls = [] if like else [schedule.microbatches * part // _STEPS for part in range(1, _STEPS)]
     return [
-        Trial.of(step, predicted, usual=True),
-        *(Trial.of(one, predicted) for one in like),
-        *(Trial.of(step, predicted, rolled=rolled) for rolled in rolls),
+        WhatIfContext.of(step, predicted, usual=True),
+        *(WhatIfContext.of(one, predicted) for one in like),
+        *(WhatIfContext.of(step, predicted, rolled=rolled) for rolled in rolls),
     ]
 
 
-def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
-    """How far off the prediction is, or why it is not of this run: what is said first."""
+def _doubts(predicted: Prediction, trial: WhatIfContext, seconds: float) -> list[str]:
+    """Return the notes on how far off the prediction is, or why it may be of another run."""
     took, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
     if seconds and took and abs(seconds / took - 1) >= _FAR:
         why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
@@ -261,7 +259,7 @@ def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
     return [*found, guess]
 
 
-def _stages(trial: Trial) -> tuple[StageTime, ...]:
+def _stages(trial: WhatIfContext) -> tuple[StageTime, ...]:
     totals, known = trial.totals, trial.predicted
     mean, placement = float(totals.mean()), trial.slowest.schedule.placement
     return tuple(

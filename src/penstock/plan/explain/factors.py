@@ -73,7 +73,7 @@ class Factors:
 
 
 def factors_of(replicas: Sequence[Replica]) -> Factors:
-    """What explains the times of one step."""
+    """Fit the factors that explain the times of one step."""
     seconds = seconds_of(replicas)
     with np.errstate(divide="ignore", invalid="ignore"):
         microbatch = _microbatches(seconds)
@@ -85,9 +85,9 @@ def factors_of(replicas: Sequence[Replica]) -> Factors:
 
 
 def _usual(values: Floats, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Floats:
-    """The median of what is there, NaN where nothing is; of two in the middle the lower one, so that of two values one
-    that was held up does not count. (numpy's warns of a stage without an op, and a warning cannot be silenced in one
-    thread alone.)"""
+    """Return the median of the values that are not NaN, and NaN where there are none; the lower of two in the middle,
+    so that of two values a delayed one does not count. (numpy's warns of a stage without an op, and a warning cannot be
+    silenced in one thread alone.)"""
     axes = (axis,) if isinstance(axis, int) else axis
     last = np.moveaxis(values, axes, range(-len(axes), 0))
     ordered = np.sort(last.reshape(*last.shape[: -len(axes)], -1), axis=-1)  # NaN sorts last
@@ -97,7 +97,7 @@ def _usual(values: Floats, axis: int | tuple[int, ...], *, keepdims: bool = Fals
 
 
 def _microbatches(seconds: Floats) -> Floats:
-    """By how much each microbatch is longer than the mean, [R, M]: what most ops of most stages say."""
+    """Return by what factor each microbatch is longer than the mean, [R, M], by most ops of most stages."""
     alike = _usual(seconds, axis=(0, 3), keepdims=True)
     ratio = seconds / np.where(alike > 0, alike, np.nan)
     found = _usual(ratio, axis=(1, 2))
@@ -109,7 +109,7 @@ def _microbatches(seconds: Floats) -> Floats:
 
 
 def seconds_of(replicas: Sequence[Replica]) -> Floats:
-    """What each action took, [R, O, S, M]."""
+    """Return the seconds of each action, [R, O, S, M]."""
     schedule = replicas[0].schedule
     microbatches = max(one.schedule.microbatches for one in replicas)
     found = np.full((len(replicas), len(COMPUTE), schedule.stages, microbatches), np.nan)

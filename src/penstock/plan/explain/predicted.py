@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.costs import Profile, UnitCost, best_starts
+from penstock.costs import Profile, UnitCost, best_cuts
 from penstock.costs.links import link_of
 from penstock.costs.stage_costs import priced, problem_of
 from penstock.plan.explain.schedules import Price
@@ -25,7 +25,7 @@ _ALIKE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class Prediction:
     """What one microbatch was predicted to take on each stage.
 
     Attributes:
@@ -62,8 +62,8 @@ class Predicted:
         threads: int = 0,
         *,
         splits: bool = False,
-    ) -> Predicted:
-        """Of a profile's units in so many stages.
+    ) -> Prediction:
+        """Build the prediction from a profile's units cut into this many stages.
 
         Args:
             profile: of the model that ran; of several sizes, that of the run's microbatches counts.
@@ -88,7 +88,7 @@ class Predicted:
         units = tuple(unit.split if splits else unit for unit in profile.units)
         link = link_of(profile)
         if cuts is None:
-            starts = best_starts(problem_of(units, link), stages)
+            starts = best_cuts(problem_of(units, link), stages)
         else:
             if unknown := [name for name in cuts if name not in names]:
                 raise ArgumentError(
@@ -106,8 +106,8 @@ class Predicted:
         return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """A step by these costs. If only sums of stages are known, F, I and W are taken as equally long: roughly, and
-        without messages."""
+        """Simulate a step with these costs. If only sums per stage are known, F, I and W take the same time: a rough
+        estimate, without messages."""
         costs = self.costs or [StageCost(one / 3, one / 3, one / 3) for one in self.stage_seconds]
         return simulate(schedule, costs, self.link)
 
@@ -117,8 +117,8 @@ class Predicted:
         return self.guessed and bool(ratios) and max(ratios) > _ALIKE * min(ratios)
 
     def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """The best starts, and what each stage then takes: if each unit takes as many times what was predicted as the
-        stage that it is on did, and if that is due to the rank, which takes as many times for whatever it has.
+        """Return the best cuts, and what each stage then takes under two assumptions: the ratio of measured to
+        predicted time belongs to the units of the stage, or to the rank that runs it.
 
         Args:
             measured: F + I + W of each stage, as it ran.
@@ -130,7 +130,7 @@ class Predicted:
             for by, start, end in zip(times, self.starts, ends, strict=True)
             for unit in self.units[start:end]
         ]
-        starts = best_starts(problem_of(scaled, self.link), len(self.starts))
+        starts = best_cuts(problem_of(scaled, self.link), len(self.starts))
         of_rank = 2 * self.action_seconds  # of F, and of B or I
         units = _seconds(priced(scaled, starts))
         stages = _seconds(priced(self.units, starts, self.action_seconds))
@@ -143,7 +143,7 @@ def _seconds(costs: Sequence[StageCost]) -> tuple[float, ...]:
 
 
 def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
-    """What splitting the backward of each stage costs, and within which bounds; None where that was not measured."""
+    """Return the cost of splitting the backward of each stage, with bounds; None if it was not measured."""
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
     each, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0

@@ -12,7 +12,7 @@ from penstock._base.errors import ArgumentError
 from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.factors import PLACE
 from penstock.schedule import Op, Schedule, generate, names, peak_activations
-from penstock.schedule.generators import Numbers, generator, generators
+from penstock.schedule.generators import ScheduleParams, schedule_spec, schedule_specs
 from penstock.simulate.computations import COMPUTE, Floats, column
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -47,7 +47,7 @@ _SPLIT = "if splitting a backward costs nothing; it costs 2 to 20%, more in smal
 
 
 def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Change:
-    """The case under a schedule, `zb-h1` or with chunks `interleaved-1f1b/2`.
+    """Return the case under another schedule: `zb-h1`, or with stages per rank `interleaved-1f1b/2`.
 
     Args:
         case: with the schedule that was run.
@@ -61,7 +61,7 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
     name, _, chunks = text.partition("/")
     if chunks and not chunks.isdigit():
         raise ArgumentError(f"schedule {text!r}: expected a name, or a name and a number of chunks, as in zb-v/2")
-    entry, now = generator(name), case.schedules[0]
+    entry, now = schedule_spec(name), case.schedules[0]
     each = now.placement.stages // now.placement.ranks
     if now.placement.pipelines > 1 or entry.placement == "bidirectional":
         raise ArgumentError(f"schedule {text!r}: not comparable; copies of a model cost something else")
@@ -98,7 +98,7 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
 
 
 def _pieces(seconds: Floats, pieces: int, price: Price) -> Floats:
-    """What each of so many equal pieces of an action takes."""
+    """Return the seconds of each of this many equal pieces of an action."""
     if pieces == 1:
         return seconds
     shortest = np.fmin.reduce(seconds, axis=(0, 2, 3), keepdims=True)
@@ -108,7 +108,7 @@ def _pieces(seconds: Floats, pieces: int, price: Price) -> Floats:
 
 @lru_cache(maxsize=16)
 def memory_of(schedule: Schedule) -> float:
-    """The most that a rank holds, in a microbatch's activations on all of its stages."""
+    """Return the peak activations of a rank, in those of one microbatch on all of its stages."""
     return max(peak_activations(schedule)) * schedule.placement.ranks / schedule.placement.stages
 
 
@@ -138,13 +138,13 @@ def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
 
 
 def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:
-    """The case under each schedule that leaves stages as they are. Arguments as for `another`."""
+    """Yield the case under each schedule that leaves stages as they are. Arguments are those of `another`."""
     now = case.schedules[0]
     if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > MAX_ACTIONS:
         return
     each = now.placement.stages // now.placement.ranks
-    for entry in generators():
-        numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks))
+    for entry in schedule_specs():
+        numbers = ScheduleParams(now.ranks, now.microbatches, max(each, entry.chunks))
         if not entry.fits(numbers, now.placement):
             continue
         found = another(case, entry.name, slow, price)

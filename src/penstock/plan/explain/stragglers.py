@@ -16,14 +16,14 @@ from penstock.plan.explain.factors import SLOW, Factors, factors_of
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Floats
 from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, traced
-from penstock.trace.measured import Run, Step
+from penstock.trace.measured import Step, TraceSteps
 
 _MAX_SIMULATED = 5_000_000
 """Actions that are simulated to tell slowdowns, at most."""
 
 
-def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
-    """What slowness costs a step, if every op usually takes what it does in all steps of the run.
+def slowdowns_of(run: TraceSteps, step: Step) -> Slowdowns | None:
+    """Return what stragglers cost a step, if every op usually takes what it does in all steps of the run.
 
     None where that cannot be told: a single replica, whose stages may be unlike each other; several stages a rank,
     split backwards, clocks or waits that had to be set right.
@@ -52,7 +52,7 @@ def _traced(step: Step) -> Around | None:
 
 
 def usual(steps: Sequence[Durations], joints: Around) -> dict[str, float]:
-    """How long each op usually takes: the mean of what a rank does for itself, the median of the others."""
+    """Return the usual seconds of each op: the mean of a rank's own work, the median of the others."""
     alone = {FORWARD, BACKWARD, *(one.name for one in (*joints.before, *joints.after) if one.among is Among.NOBODY)}
     every = {name: np.concatenate([step[name].ravel() for step in steps]) for name in steps[0]}
     known = {name: given[~np.isnan(given)] for name, given in every.items()}
@@ -78,12 +78,12 @@ class Slowdowns:
 
 
 def slowdowns(schedule: Schedule, own: Around, seconds: Mapping[str, float]) -> Slowdowns:
-    """Whose slowness costs how much. `seconds`: what each op usually takes."""
+    """Compute whose slowness costs how much. `seconds`: the usual time of each op."""
     replicas, ranks, _ = own.durations[FORWARD].shape
     replica_of, rank_of = np.indices((replicas, ranks))
 
     def took(real: NDArray[np.bool_], only: str = "") -> float:
-        """The step with real durations on some ranks, of one op or of all."""
+        """Return the step with real durations on some ranks, of one op or of all."""
 
         def mixed(name: str, given: Floats) -> Floats:
             chosen = real & (only in ("", name))
@@ -124,7 +124,8 @@ class SlowRank:
 
 
 def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
-    """The ranks that are slow in a step, by what they lose: against their replicas, as a stage alone may be long."""
+    """Return the slow ranks of a step, by lost time. Ranks are compared with their replicas, since a stage alone may be
+    long."""
     lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
     found = []
     for place, replica in enumerate(step.replicas):
@@ -158,8 +159,8 @@ class StepSummary:
     longest: float
 
 
-def summaries(run: Run) -> tuple[StepSummary, ...]:
-    """All steps of a run."""
+def summaries(run: TraceSteps) -> tuple[StepSummary, ...]:
+    """Summarize all steps of a run."""
     median = run.typical.seconds or 1.0
     found = []
     for step in run.steps:

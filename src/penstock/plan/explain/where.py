@@ -17,30 +17,30 @@ from penstock.simulate.waits import Waits
 from penstock.trace.measured import Replica, Step
 
 
-class Reason(StrEnum):
+class TimeCategory(StrEnum):
     """What a step's time, or a rank's idle time, is due to. The value is the name in tables and JSON."""
 
     SCHEDULE = "warm-up and drain"
     STAGES = "uneven stages"
     RANKS = "slow ranks"
     MICROBATCHES = "unequal microbatches"
-    ACTIONS = "single slow actions"
-    LINKS = "transfers"
-    HOST = "between actions"
-    REST = "not explained"
+    ACTIONS = "outlier actions"
+    LINKS = "communication"
+    HOST = "host overhead"
+    REST = "unexplained"
 
 
 @dataclass(frozen=True, slots=True)
-class RankTime:
+class RankBreakdown:
     """Where one rank's time went: `compute_seconds` and `idle_seconds` add up to its pipeline's span."""
 
     rank: int
     compute_seconds: float
-    idle_seconds: Mapping[Reason, float]
+    idle_seconds: Mapping[TimeCategory, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class TimeBreakdown:
     """Where the time went.
 
     Attributes:
@@ -50,24 +50,24 @@ class Where:
     """
 
     even_seconds: float
-    added_seconds: Mapping[Reason, float]
-    ranks: tuple[RankTime, ...]
+    added_seconds: Mapping[TimeCategory, float]
+    ranks: tuple[RankBreakdown, ...]
 
 
-def where_of(step: Step, factors: Factors, replay: Case) -> Where:
-    """The cases from an ideal step to the replay; the measured step is the last."""
+def breakdown_of(step: Step, factors: Factors, replay: Case) -> TimeBreakdown:
+    """Break a step down by the cases from an ideal step to the replay; the measured step is the last."""
     free = replay.free
     cases = {
-        Reason.SCHEDULE: free.with_seconds(factors.even),
-        Reason.STAGES: free.with_seconds(factors.by_stage),
-        Reason.RANKS: free.with_seconds(factors.by_rank),
-        Reason.MICROBATCHES: free.with_seconds(factors.by_microbatch),
-        Reason.ACTIONS: free,
-        Reason.LINKS: replay.without_host(),
-        Reason.HOST: replay,
+        TimeCategory.SCHEDULE: free.with_seconds(factors.even),
+        TimeCategory.STAGES: free.with_seconds(factors.by_stage),
+        TimeCategory.RANKS: free.with_seconds(factors.by_rank),
+        TimeCategory.MICROBATCHES: free.with_seconds(factors.by_microbatch),
+        TimeCategory.ACTIONS: free,
+        TimeCategory.LINKS: replay.without_host(),
+        TimeCategory.HOST: replay,
     }
     times = [case.pipeline_seconds for case in cases.values()] + [step.pipeline_seconds]
-    names = [*[*cases][1:], Reason.REST]
+    names = [*[*cases][1:], TimeCategory.REST]
     added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
     place = step.replicas.index(step.slowest)
     busy = [step.slowest.timeline.busy_seconds(rank) for rank in range(step.slowest.timeline.ranks)]
@@ -77,15 +77,15 @@ def where_of(step: Step, factors: Factors, replay: Case) -> Where:
         idle.append([case.spans[place] - float(work[list(stages)].sum()) for stages in by_rank])
     idle += [[step.slowest.span_seconds - one for one in busy]]
     ranks = tuple(
-        RankTime(rank, busy[rank], _shares([*Reason], [one[rank] for one in idle])) for rank in range(len(busy))
+        RankBreakdown(rank, busy[rank], _shares([*TimeCategory], [one[rank] for one in idle]))
+        for rank in range(len(busy))
     )
-    return Where(times[0], added, ranks)
+    return TimeBreakdown(times[0], added, ranks)
 
 
-def _shares(reasons: Sequence[Reason], idle: Sequence[float]) -> dict[Reason, float]:
-    """What each reason adds to a rank's idle time, none below 0: a rank that has more work idles less, so what is
-    taken away comes off the reasons before.
-    """
+def _shares(reasons: Sequence[TimeCategory], idle: Sequence[float]) -> dict[TimeCategory, float]:
+    """Divide a rank's idle time among the categories, none below 0: a rank with more work idles less, which comes off
+    the categories before."""
     found = dict.fromkeys(reasons, 0.0)
     before = 0.0
     for place, (reason, seconds) in enumerate(zip(reasons, idle, strict=True)):
@@ -107,21 +107,21 @@ class Bubble:
     Attributes:
         rank, before: where it was, and the action that came after it.
         seconds: how long it lasted.
-        culprit: the action on the chain that it waited for that took most beyond an even share; None: none did.
-        culprit_rank, culprit_seconds, usual_seconds: where that ran, how long it took, and the even share.
+        blocked_by: the action on the chain that it waited for that took most beyond an even share; None: none did.
+        blocked_by_rank, blocked_by_seconds, usual_seconds: where that ran, how long it took, and the even share.
     """
 
     rank: int
     before: Action
     seconds: float
-    culprit: Action | None = None
-    culprit_rank: int = 0
-    culprit_seconds: float = 0.0
+    blocked_by: Action | None = None
+    blocked_by_rank: int = 0
+    blocked_by_seconds: float = 0.0
     usual_seconds: float = 0.0
 
 
 def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
-    """The largest bubble of a replica, warm-up and drain apart; None if there is none.
+    """Return the largest bubble of a replica apart from warm-up and drain; None if there is none.
 
     Args:
         replica: as measured.
@@ -146,7 +146,7 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
 
 
 def _chain(need: Ints, columns: Columns, ends: Floats, node: int) -> list[int]:
-    """What ran while a node's rank was idle, of all that it waited for, latest first."""
+    """Return the nodes that ran while a node's rank was idle, of all that it waited for, latest first."""
     since, found = ends[node - 1], []
     at = int(need[node])
     first = set(columns.first.tolist())

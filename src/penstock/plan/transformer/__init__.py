@@ -6,19 +6,22 @@
 Pure values and functions without torch: jobs can be planned that no machine at hand could hold.
 """
 
-from penstock.plan.transformer.job import Job, Machine
-from penstock.plan.transformer.model import NAMED, Transformer, transformer
-from penstock.plan.transformer.step import Layout, Step, predict_step, profile_of, units_of
+from penstock._base.lazy import old_names
+from penstock.plan.transformer.job import ClusterSpec, TrainingConfig
+from penstock.plan.transformer.model import NAMED, TransformerConfig, transformer
+from penstock.plan.transformer.step import ParallelLayout, StepEstimate, predict_step, profile_of, units_of
 
 __all__ = [
     "NAMED",
-    "Job",
-    "Layout",
-    "Machine",
-    "Step",
-    "Transformer",
+    "ClusterSpec",
+    "ParallelLayout",
+    "StepEstimate",
+    "TrainingConfig",
+    "TransformerConfig",
     "predict_step",
     "profile_of",
     "transformer",
     "units_of",
 ]
+
+__getattr__ = old_names(__name__)

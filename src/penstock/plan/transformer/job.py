@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock.costs.hardware import USUAL, Cable, Device, Efficiency
-from penstock.plan.transformer.model import Transformer
+from penstock._base.second_names import formerly
+from penstock.costs.hardware import DEFAULT_EFFICIENCY, DeviceSpec, Efficiency, Interconnect
+from penstock.plan.transformer.model import TransformerConfig
 from penstock.simulate import LinkCost
 
 Recompute = Literal["none", "selective", "full"]
@@ -18,17 +19,18 @@ PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of each parameter in mixed precision with Adam: 16 bits; a sum in float32; a copy and two moments in float32."""
 
 
+@formerly(sequence="seq_length", fused_attention="flash_attention")
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingConfig:
     """Training of a transformer in mixed precision on groups of devices that share each layer.
 
     Attributes:
         model: what is trained.
-        sequence: tokens of a row.
+        seq_length: tokens of a row.
         tensor_parallel: t, the devices that divide each layer among them (Shoeybi et al. 2019).
         sequence_parallel: whether they also divide norms, dropouts and residuals by tokens (Korthikanti et al. 2022).
         recompute: what the backward computes again.
-        fused_attention: whether one kernel computes attention and keeps no scores, as FlashAttention does.
+        flash_attention: whether one kernel computes attention and keeps no scores, as FlashAttention does.
         fused_loss: whether one kernel computes the loss and leaves the gradient in place of logits of 16 bits, as the
             cross entropy of TransformerEngine does; otherwise logits are kept in float32.
         keeps_dummies: whether each shape of a matrix has a gradient of 16 bits that nobody reads, all the time: what
@@ -40,12 +42,12 @@ class Job:
         ArgumentError: t does not divide heads, the feed-forward or the sequence, or a number is less than one.
     """
 
-    model: Transformer
-    sequence: int
+    model: TransformerConfig
+    seq_length: int
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = "none"
-    fused_attention: bool = False
+    flash_attention: bool = False
     fused_loss: bool = False
     keeps_dummies: bool = False
     dtype: str = "bfloat16"
@@ -53,12 +55,12 @@ class Job:
 
     def __post_init__(self) -> None:
         shards = self.optimizer_shards
-        check_counts(sequence=self.sequence, tensor_parallel=self.tensor_parallel, optimizer_shards=shards)
+        check_counts(seq_length=self.seq_length, tensor_parallel=self.tensor_parallel, optimizer_shards=shards)
         if self.recompute not in ("none", "selective", "full"):
             raise ArgumentError(f"recompute={self.recompute!r}: expected 'none', 'selective' or 'full'")
-        shared = {"heads": self.model.heads, "feedforward": self.model.inner}
+        shared = {"num_attention_heads": self.model.num_attention_heads, "intermediate_size": self.model.inner}
         if self.sequence_parallel:
-            shared["sequence"] = self.sequence
+            shared["seq_length"] = self.seq_length
         for name, value in shared.items():
             if value % self.tensor_parallel:
                 raise ArgumentError(
@@ -72,7 +74,7 @@ _FRACTION = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class ClusterSpec:
     """Hosts of equal devices.
 
     Attributes:
@@ -85,8 +87,8 @@ class Machine:
         ArgumentError: a fraction is not above 0 and at most 1.
     """
 
-    device: Device
-    efficiency: Efficiency = USUAL
+    device: DeviceSpec
+    efficiency: Efficiency = DEFAULT_EFFICIENCY
     link_fraction: float = _FRACTION
     network_fraction: float = _FRACTION
     devices_per_host: int = 8
@@ -107,7 +109,7 @@ class Machine:
         return self._reached(self.device.network, "between hosts", self.network_fraction)
 
     def all_reduce_seconds(self, size: float, devices: int, *, stride: int = 1) -> float:
-        """A sum of tensors of that many bytes over neighbors, or every stride-th device.
+        """Return the seconds of an all-reduce of this many bytes over neighbors, or every stride-th device.
 
         Rings within hosts and, if the group has more of them, between hosts: there, a host's members together have
         their ports, of which each of the stride groups on the host uses its own.
@@ -122,7 +124,7 @@ class Machine:
             _ring(size, devices, self.network, inside),
         )
 
-    def _reached(self, cable: Cable | None, where: str, fraction: float) -> LinkCost:
+    def _reached(self, cable: Interconnect | None, where: str, fraction: float) -> LinkCost:
         if cable is None:
             raise ArgumentError(f"device {self.device.key!r}: nothing is known of what joins two of them {where}")
         return LinkCost(cable.latency_seconds, cable.bytes_per_second * fraction)

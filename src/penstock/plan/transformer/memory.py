@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
+from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, TrainingConfig
 from penstock.plan.transformer.operations import SUM, VALUE
 
 
@@ -33,52 +33,53 @@ class Held:
     working: float
 
 
-def layer_held(job: Job, rows: int) -> Held:
-    """One layer."""
+def layer_held(job: TrainingConfig, rows: int) -> Held:
+    """Return the memory of one layer."""
     model = job.model
     parameters = model.layer_matrices / job.tensor_parallel + model.layer_vectors
     return _held(job, parameters, layer_activations(job, rows), _layer_working(job, rows))
 
 
-def layer_activations(job: Job, rows: int) -> float:
-    """Bytes that one layer keeps of one microbatch for its backward."""
-    model, t, n = job.model, job.tensor_parallel, rows * job.sequence
+def layer_activations(job: TrainingConfig, rows: int) -> float:
+    """Return the activation bytes of one layer for one microbatch."""
+    model, t, n = job.model, job.tensor_parallel, rows * job.seq_length
     if job.recompute == "full":
-        return float(VALUE * n * model.hidden)
+        return float(VALUE * n * model.hidden_size)
     mask = 1 if model.dropout else 0
-    by_tokens = n * model.hidden * (4 * VALUE + 2 * mask)  # inputs of norms and of products after them; dropouts' masks
-    heads = VALUE * n * (2 * model.hidden + 2 * model.kv_width)  # queries, keys, values, and what they become
+    by_tokens = (
+        n * model.hidden_size * (4 * VALUE + 2 * mask)
+    )  # inputs of norms and of products after them; dropouts' masks
+    heads = VALUE * n * (2 * model.hidden_size + 2 * model.kv_width)  # queries, keys, values, and what they become
     inner = n * model.inner * VALUE * (3 if model.gated else 2)
-    keeps_scores = job.recompute == "none" and not job.fused_attention
-    scores = n * job.sequence * model.heads * (VALUE + (VALUE + 1) * mask) if keeps_scores else 0
-    sums = SUM * n * model.heads if job.fused_attention else 0
+    keeps_scores = job.recompute == "none" and not job.flash_attention
+    scores = n * job.seq_length * model.num_attention_heads * (VALUE + (VALUE + 1) * mask) if keeps_scores else 0
+    sums = SUM * n * model.num_attention_heads if job.flash_attention else 0
     return by_tokens / (t if job.sequence_parallel else 1) + (heads + inner + scores + sums) / t
 
 
-def _layer_working(job: Job, rows: int) -> float:
-    """The gradient of the residual, and the most that another gradient takes beyond what has gone by then: that of what
-    the activation function got, that of the first product of the feed-forward, or that of scores.
-    """
-    model, t, n = job.model, job.tensor_parallel, rows * job.sequence
+def _layer_working(job: TrainingConfig, rows: int) -> float:
+    """Return the gradient of the residual, and the most that another gradient takes beyond what has been freed by then:
+    that of the activation function's input, of the first product of the feed-forward, or of scores."""
+    model, t, n = job.model, job.tensor_parallel, rows * job.seq_length
     again = layer_activations(replace(job, recompute="none"), rows) - layer_activations(job, rows)
     inner = VALUE * n * model.inner / t
     wide = inner * (2 if model.gated else 1)
     product = _product_working(job, rows, wide / n) - inner
-    scores = (1 if model.dropout else 2) * VALUE * n * job.sequence * model.heads / t - wide - inner
-    residual = VALUE * n * model.hidden / (t if job.sequence_parallel else 1)
-    return again + residual + max(wide, product, 0 if job.fused_attention else scores)
+    scores = (1 if model.dropout else 2) * VALUE * n * job.seq_length * model.num_attention_heads / t - wide - inner
+    residual = VALUE * n * model.hidden_size / (t if job.sequence_parallel else 1)
+    return again + residual + max(wide, product, 0 if job.flash_attention else scores)
 
 
-def _product_working(job: Job, rows: int, row_bytes: float) -> float:
+def _product_working(job: TrainingConfig, rows: int, row_bytes: float) -> float:
     """Gradients that a product makes of its input and its weight, and its input, if that was gathered. `row_bytes`: of
     a row of the weight in 16 bits.
     """
     gathered = 2 if job.sequence_parallel and job.tensor_parallel > 1 else 1
-    weight = 0 if job.keeps_dummies else row_bytes * job.model.hidden
-    return gathered * VALUE * rows * job.sequence * job.model.hidden + weight
+    weight = 0 if job.keeps_dummies else row_bytes * job.model.hidden_size
+    return gathered * VALUE * rows * job.seq_length * job.model.hidden_size + weight
 
 
-def dummies(job: Job, *, layers: bool, head: bool) -> float:
+def dummies(job: TrainingConfig, *, layers: bool, head: bool) -> float:
     """Gradients that nobody reads, one of each shape, on a device with any layers, or with the output layer."""
     if not job.keeps_dummies:
         return 0.0
@@ -86,34 +87,33 @@ def dummies(job: Job, *, layers: bool, head: bool) -> float:
     return VALUE * sizes / job.tensor_parallel
 
 
-def embedding_held(job: Job, rows: int) -> Held:
-    """Before the first layer: a mask, if anything is dropped. Its gradient is dense."""
-    mask = rows * job.sequence * job.model.hidden if job.model.dropout else 0
+def embedding_held(job: TrainingConfig, rows: int) -> Held:
+    """Return the memory before the first layer: a mask, if there is dropout. Its gradient is dense."""
+    mask = rows * job.seq_length * job.model.hidden_size if job.model.dropout else 0
     parameters, t = job.model.embedding / job.tensor_parallel, job.tensor_parallel if job.sequence_parallel else 1
     return _held(job, parameters, mask / t, VALUE * parameters)
 
 
-def head_held(job: Job, rows: int) -> Held:
-    """After the last layer: the inputs of norm and output layer, and logits. Of those in float32, a gradient in 16 bits
-    takes the place.
-    """
-    model, t, n = job.model, job.tensor_parallel, rows * job.sequence
-    by_tokens = 2 * VALUE * n * model.hidden / (t if job.sequence_parallel else 1)
-    half, logits = (size * n * model.vocabulary / t for size in (VALUE, VALUE if job.fused_loss else SUM))
-    product = _product_working(job, rows, VALUE * model.vocabulary / t) + half - logits
+def head_held(job: TrainingConfig, rows: int) -> Held:
+    """Return the memory after the last layer: the inputs of norm and output layer, and logits. A gradient in 16 bits
+    takes the place of those in float32."""
+    model, t, n = job.model, job.tensor_parallel, rows * job.seq_length
+    by_tokens = 2 * VALUE * n * model.hidden_size / (t if job.sequence_parallel else 1)
+    half, logits = (size * n * model.vocab_size / t for size in (VALUE, VALUE if job.fused_loss else SUM))
+    product = _product_working(job, rows, VALUE * model.vocab_size / t) + half - logits
     working = max(product, 0 if job.fused_loss else half)
-    return _held(job, model.output / t + model.last_norm, by_tokens + logits, working)
+    return _held(job, model.output / t + model.final_norm, by_tokens + logits, working)
 
 
-def boundary_bytes(job: Job, rows: int) -> float:
-    """What each device sends to the next stage: its part of the tokens, or all of them.
+def boundary_bytes(job: TrainingConfig, rows: int) -> float:
+    """Return the bytes that each device sends to the next stage: its part of the tokens, or all of them.
 
     Without sequence parallelism every device of a group has the same values; each sends its part of them, and the
     group gathers them again (the scatter/gather of Narayanan et al. 2021, section 4.1).
     """
-    return VALUE * rows * job.sequence * job.model.hidden / job.tensor_parallel
+    return VALUE * rows * job.seq_length * job.model.hidden_size / job.tensor_parallel
 
 
-def _held(job: Job, parameters: float, activations: float, working: float) -> Held:
+def _held(job: TrainingConfig, parameters: float, activations: float, working: float) -> Held:
     states = OPTIMIZER_BYTES * parameters / job.optimizer_shards
     return Held(PARAMETER_BYTES * parameters, GRADIENT_BYTES * parameters, states, activations, working)

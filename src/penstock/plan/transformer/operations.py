@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 
 from penstock.costs.hardware import Operation
-from penstock.plan.transformer.job import Job
+from penstock.plan.transformer.job import TrainingConfig
 
 VALUE = 2
 """Bytes of an activation."""
@@ -27,7 +27,7 @@ _TILE = 256, 128
 
 
 def waste(processors: int, rows: float, columns: float) -> float:
-    """The time of a product with a result of that size, as a multiple of what its flops alone take.
+    """Return the time of a product with a result of this size, as a multiple of what its FLOPs alone take.
 
     A device divides it in tiles, of which each processor computes one at a time. The last wave of tiles takes as long
     as a full one, which costs products of a few hundred tiles up to a tenth (NVIDIA, "Matrix Multiplication
@@ -58,25 +58,25 @@ class Work:
     backward_sums: tuple[float, ...] = ()
 
     def then(self, other: Work) -> Work:
-        """This, and then the other."""
+        """Return this work followed by the other."""
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def layer_work(job: Job, rows: int, processors: int) -> Work:
-    """One layer. With t = 1 nothing is sent."""
+def layer_work(job: TrainingConfig, rows: int, processors: int) -> Work:
+    """Return the work of one layer. With t = 1 nothing is sent."""
     model, t = job.model, job.tensor_parallel
-    n = rows * job.sequence
+    n = rows * job.seq_length
     whole = n / t if job.sequence_parallel else n
     parts = (
-        _moved(whole * model.hidden, 2, 3),  # norm
-        _product(job, processors, n, model.hidden, (model.hidden + 2 * model.kv_width) / t),
+        _moved(whole * model.hidden_size, 2, 3),  # norm
+        _product(job, processors, n, model.hidden_size, (model.hidden_size + 2 * model.kv_width) / t),
         _attention(job, rows),
-        _product(job, processors, n, model.hidden / t, model.hidden),
+        _product(job, processors, n, model.hidden_size / t, model.hidden_size),
         _added(job, whole),
-        _moved(whole * model.hidden, 2, 3),
-        _product(job, processors, n, model.hidden, (2 if model.gated else 1) * model.inner / t),
+        _moved(whole * model.hidden_size, 2, 3),
+        _product(job, processors, n, model.hidden_size, (2 if model.gated else 1) * model.inner / t),
         _moved(n * model.inner / t, 3, 5) if model.gated else _moved(n * model.inner / t, 2, 3),
-        _product(job, processors, n, model.inner / t, model.hidden),
+        _product(job, processors, n, model.inner / t, model.hidden_size),
         _added(job, whole),
     )
     sums = _sums(job, rows)
@@ -86,41 +86,42 @@ def layer_work(job: Job, rows: int, processors: int) -> Work:
     return found
 
 
-def embedding_work(job: Job, rows: int) -> Work:
-    """Before the first layer: each device looks up its part of the vocabulary, and an all-reduce adds them up."""
-    n = rows * job.sequence
-    size = n * job.model.hidden
+def embedding_work(job: TrainingConfig, rows: int) -> Work:
+    """Return the work before the first layer: each device looks up its part of the vocabulary, and an all-reduce adds
+    them up."""
+    n = rows * job.seq_length
+    size = n * job.model.hidden_size
     forward, backward = _kernel(2 * VALUE * size), _kernel((VALUE + 2 * SUM) * size)
     return Work((forward,), (), (backward,), forward_sums=_sums(job, rows))
 
 
-def head_work(job: Job, rows: int, processors: int) -> Work:
-    """After the last layer: norm, logits, and a loss that takes them divided among the devices."""
+def head_work(job: TrainingConfig, rows: int, processors: int) -> Work:
+    """Return the work after the last layer: norm, logits, and a loss that takes them divided among the devices."""
     model, t = job.model, job.tensor_parallel
-    n = rows * job.sequence
+    n = rows * job.seq_length
     whole = n / t if job.sequence_parallel else n
-    logits = n * model.vocabulary / t
+    logits = n * model.vocab_size / t
     loss = Work((_kernel((VALUE + 3 * SUM) * logits),), (_kernel((SUM + VALUE) * logits),))
-    product = _product(job, processors, n, model.hidden, model.vocabulary / t)
-    found = _moved(whole * model.hidden, 2, 3).then(product).then(loss)
+    product = _product(job, processors, n, model.hidden_size, model.vocab_size / t)
+    found = _moved(whole * model.hidden_size, 2, 3).then(product).then(loss)
     return found.then(Work(backward_sums=_sums(job, rows)))
 
 
-def _sums(job: Job, rows: int) -> tuple[float, ...]:
-    """The tensor of all tokens, if a group adds it up."""
-    return (float(VALUE * rows * job.sequence * job.model.hidden),) if job.tensor_parallel > 1 else ()
+def _sums(job: TrainingConfig, rows: int) -> tuple[float, ...]:
+    """Return the tensor of all tokens, if a group adds it up."""
+    return (float(VALUE * rows * job.seq_length * job.model.hidden_size),) if job.tensor_parallel > 1 else ()
 
 
-def _attention(job: Job, rows: int) -> Work:
+def _attention(job: TrainingConfig, rows: int) -> Work:
     """Scores, their softmax, dropout, and values: of this device's heads."""
     model, t = job.model, job.tensor_parallel
-    n = rows * job.sequence
-    flops = 2.0 * n * job.sequence * model.hidden / t
-    widths = VALUE * n * (model.hidden + model.kv_width) / t
-    if job.fused_attention:  # masked blocks, half of all, are left out
+    n = rows * job.seq_length
+    flops = 2.0 * n * job.seq_length * model.hidden_size / t
+    widths = VALUE * n * (model.hidden_size + model.kv_width) / t
+    if job.flash_attention:  # masked blocks, half of all, are left out
         forward = Operation(flops, 2 * widths, job.dtype)
         return Work((forward,), (Operation(ATTENTION_AGAIN * flops, 4 * widths, job.dtype),), (), ())
-    scores = n * job.sequence * model.heads / t
+    scores = n * job.seq_length * model.num_attention_heads / t
     product = Operation(flops, widths + VALUE * scores, job.dtype)
     kept = (1 if model.dropout else 0) * scores
     softmax = _kernel(2 * VALUE * scores)
@@ -134,7 +135,7 @@ def _attention(job: Job, rows: int) -> Work:
     return Work(forward_all, backward, (), forward_all)
 
 
-def _product(job: Job, processors: int, n: float, k: float, m: float) -> Work:
+def _product(job: TrainingConfig, processors: int, n: float, k: float, m: float) -> Work:
     """n tokens by a weight of k x m."""
     flops, moved = 2.0 * n * k * m, VALUE * (n * k + k * m + n * m)
     forward = Operation(flops * waste(processors, n, m), moved, job.dtype)
@@ -143,15 +144,15 @@ def _product(job: Job, processors: int, n: float, k: float, m: float) -> Work:
     return Work((forward,), (inputs,), (weights,))
 
 
-def _added(job: Job, tokens: float) -> Work:
+def _added(job: TrainingConfig, tokens: float) -> Work:
     """Dropout and the sum with the residual, in one kernel."""
-    size = tokens * job.model.hidden
+    size = tokens * job.model.hidden_size
     mask = size if job.model.dropout else 0
     return Work((_kernel(3 * VALUE * size + mask),), (_kernel(2 * VALUE * size + mask),))
 
 
 def _moved(size: float, forward: int, backward: int) -> Work:
-    """A kernel that reads and writes so many tensors of that many values."""
+    """Return the work of a kernel that reads and writes tensors of this many values."""
     return Work((_kernel(VALUE * forward * size),), (_kernel(VALUE * backward * size),))
 
 

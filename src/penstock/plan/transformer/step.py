@@ -14,7 +14,7 @@ from penstock.costs.stage_costs import priced
 from penstock.plan import Cluster, Plan, Sizes
 from penstock.plan.keeping import Transient, transient_of_ranks
 from penstock.plan.transformer import memory, operations
-from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job, Machine
+from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, ClusterSpec, TrainingConfig
 from penstock.plan.transformer.memory import Held
 from penstock.plan.transformer.operations import Work
 from penstock.schedule import generate
@@ -23,8 +23,8 @@ from penstock.simulate import peaks, simulate
 EMBEDDING, _LAYER, HEAD = "embedding", "layers.{}", "head"
 
 
-def units_of(job: Job, machine: Machine, rows: int) -> tuple[UnitCost, ...]:
-    """What each unit costs one device of a tensor-parallel group, for a microbatch of so many rows."""
+def units_of(job: TrainingConfig, machine: ClusterSpec, rows: int) -> tuple[UnitCost, ...]:
+    """Return the cost of each unit on one device of a tensor-parallel group, for a microbatch of this size."""
     boundary, processors = round(memory.boundary_bytes(job, rows)), machine.device.processors
     first = _unit(job, machine, EMBEDDING, operations.embedding_work(job, rows), memory.embedding_held(job, rows), 0)
     layer = operations.layer_work(job, rows, processors), memory.layer_held(job, rows), boundary
@@ -33,10 +33,10 @@ def units_of(job: Job, machine: Machine, rows: int) -> tuple[UnitCost, ...]:
     return (first, *layers, _unit(job, machine, HEAD, *head))
 
 
-def profile_of(job: Job, machine: Machine, rows: int) -> Profile:
-    """The estimate as a profile. A "device" of it is a whole tensor-parallel group, whose members do the same."""
+def profile_of(job: TrainingConfig, machine: ClusterSpec, rows: int) -> Profile:
+    """Return the estimate as a profile. Its "device" is a whole tensor-parallel group, whose members do the same."""
     model, efficiency = job.model, machine.efficiency
-    shapes = {EMBEDDING: (model.embedding,), HEAD: (model.output + model.last_norm,)}
+    shapes = {EMBEDDING: (model.embedding,), HEAD: (model.output + model.final_norm,)}
     shapes |= {_LAYER.format(number): (model.layer_matrices + model.layer_vectors,) for number in range(model.layers)}
     return Profile(
         units_of(job, machine, rows),
@@ -44,7 +44,7 @@ def profile_of(job: Job, machine: Machine, rows: int) -> Profile:
         dtype=job.dtype,
         parameters=shapes,
         device_name=machine.device.name,
-        inputs={"tokens": f"int64[{rows}, {job.sequence}]"},
+        inputs={"tokens": f"int64[{rows}, {job.seq_length}]"},
         rows=rows,
         source="estimate",
         notes=(
@@ -55,9 +55,9 @@ def profile_of(job: Job, machine: Machine, rows: int) -> Profile:
     )
 
 
-def _unit(job: Job, machine: Machine, name: str, work: Work, held: Held, boundary: int) -> UnitCost:
-    """On each device of a tensor-parallel group. Collectives do not overlap with anything; if everything runs again
-    before the input's gradient, they do too."""
+def _unit(job: TrainingConfig, machine: ClusterSpec, name: str, work: Work, held: Held, boundary: int) -> UnitCost:
+    """Return the cost of a unit on each device of a tensor-parallel group. Collectives do not overlap with anything; if
+    everything is recomputed before the input's gradient, they are, too."""
     recompute = job.recompute if name not in (EMBEDDING, HEAD) else "none"
     forward, inputs, weights, repeated = (
         seconds_of(operations, machine.device, machine.efficiency)
@@ -86,7 +86,7 @@ def _unit(job: Job, machine: Machine, name: str, work: Work, held: Held, boundar
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """How a job's devices are used.
 
     Attributes:
@@ -106,7 +106,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepEstimate:
     """What a step is predicted to take.
 
     Attributes:
@@ -130,8 +130,8 @@ class Step:
         return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
 
 
-def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
-    """A step of 1F1B (interleaved, if ranks have several stages).
+def predict_step(job: TrainingConfig, machine: ClusterSpec, layout: ParallelLayout) -> StepEstimate:
+    """Predict a step of 1F1B (interleaved, if ranks have several stages).
 
     Raises:
         ArgumentError: the layers of the stages are not those of the model, or the schedule does not exist.
@@ -154,7 +154,7 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
         memory.dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
         for own in schedule.placement.by_rank
     ]
-    return Step(
+    return StepEstimate(
         timeline.makespan_seconds,
         # replicas are neighbors once tensor-parallel groups are taken
         machine.all_reduce_seconds(parameters * PARAMETER_BYTES, layout.replicas, stride=job.tensor_parallel),
@@ -164,13 +164,13 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     )
 
 
-def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
+def optimizer_seconds(job: TrainingConfig, machine: ClusterSpec, parameters: float) -> float:
     """Adam reads and writes parameters, reads gradients, and reads and writes its state, all for its own shard."""
     moved = (2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES) / job.optimizer_shards
-    return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_fraction)
+    return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_efficiency)
 
 
-def _layers(job: Job, layout: Layout) -> tuple[int, ...]:
+def _layers(job: TrainingConfig, layout: ParallelLayout) -> tuple[int, ...]:
     stages, layers = layout.ranks * layout.chunks, job.model.layers
     if layout.layers:
         if len(layout.layers) != stages or sum(layout.layers) != layers:
@@ -189,14 +189,14 @@ ROWS = (1, 2, 4, 8)
 class Paper:
     """A job on paper."""
 
-    job: Job
-    machine: Machine
+    job: TrainingConfig
+    machine: ClusterSpec
     devices: int
     memory_bytes: float
     shares_optimizer: bool = False
 
     def sizes(self) -> Sizes:
-        """What its layers cost, by the rows of a microbatch."""
+        """Return the cost of its layers, by microbatch size."""
         return Sizes({rows: profile_of(self.job, self.machine, rows) for rows in ROWS}, self.shares_optimizer)
 
     def cluster(self) -> Cluster:
@@ -211,10 +211,10 @@ class Paper:
         return Cluster(groups, memory, link, in_host, machine.network, optimizer_byte_seconds=update)
 
     def told(self, best: Plan) -> str:
-        """What the numbers of a table of plans mean here, and what each device computes."""
+        """Explain what the numbers of a table of plans mean here, and what each device computes."""
         job, choice = self.job, best.choice
         rows = choice.replicas * choice.microbatches * choice.rows
-        flops = job.model.flops(rows * job.sequence, job.sequence) / best.step_seconds / self.devices
+        flops = job.model.flops(rows * job.seq_length, job.seq_length) / best.step_seconds / self.devices
         share = flops / self.machine.device.peak(job.dtype)
         origin = profile_of(job, self.machine, 1).notes[0]
         said: tuple[str, ...] = (

@@ -10,15 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock.report import panel_of, svg, to_perfetto, walkthrough
+from penstock.report import make_panel, svg, to_perfetto, walkthrough
 from penstock.report.studio.question import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, Question
 from penstock.report.web.timeline_data import Order, band, curve, timeline_data
-from penstock.schedule import Placement, Schedule, generate, generators, to_csv
-from penstock.schedule.generators import Numbers
+from penstock.schedule import Placement, Schedule, generate, schedule_specs, to_csv
+from penstock.schedule.generators import ScheduleParams
 from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import divided
-from penstock.simulate.figures import Figures, units_of_memory, with_activations
-from penstock.simulate.search import Found
+from penstock.simulate.figures import SimulationSummary, units_of_memory, with_activations
+from penstock.simulate.search import SearchResult
 from penstock.simulate.search.search import search_within
 
 SEARCHED = "search"
@@ -26,20 +26,20 @@ SEARCHED = "search"
 
 
 def catalog() -> dict[str, Any]:
-    """Every schedule that has a name, and the usual question."""
+    """Return every named schedule, and the default query."""
     known = [
         {
             "name": one.name,
             "rule": one.rule,
             "comparable": one.placement != "bidirectional",
         }
-        for one in generators()
+        for one in schedule_specs()
     ]
     return {"schedules": known, "usual": asdict(Question())}
 
 
 def stage_costs(question: Question, placement: Placement) -> list[StageCost]:
-    """What each stage costs, copies included."""
+    """Return the cost of each stage, copies included."""
     per_rank = StageCost(question.forward, question.backward_input, question.backward_weight)
     one = divided(per_rank, placement.depth // placement.ranks)
     times = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds")
@@ -48,8 +48,9 @@ def stage_costs(question: Question, placement: Placement) -> list[StageCost]:
 
 
 @lru_cache(maxsize=64)
-def named(question: Question, name: str) -> Figures:
-    """One of a question's schedules. Raises ArgumentError if it is not one, or its definition does not allow it."""
+def named(question: Question, name: str) -> SimulationSummary:
+    """Simulate one of a query's schedules. Raise ArgumentError if it is not one, or its definition does not allow
+    it."""
     entry = next((one for one in question.entries() if one.name == name), None)
     if entry is None:
         raise ArgumentError(f"schedule={name[:40]!r} is not in the question: {', '.join(question.schedules)}")
@@ -57,18 +58,18 @@ def named(question: Question, name: str) -> Figures:
 
 
 @lru_cache(maxsize=64)
-def _generated(name: str, numbers: Numbers) -> Schedule:
-    """The same while only costs change."""
-    return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks)
+def _generated(name: str, numbers: ScheduleParams) -> Schedule:
+    """Cache what stays the same while only costs change."""
+    return generate(name, numbers.ranks, numbers.microbatches, numbers.stages_per_rank)
 
 
-def _figures(question: Question, schedule: Schedule) -> Figures:
+def _figures(question: Question, schedule: Schedule) -> SimulationSummary:
     costs = stage_costs(question, schedule.placement)
-    return Figures.of(schedule, costs, LinkCost(question.comm))
+    return SimulationSummary.of(schedule, costs, LinkCost(question.comm))
 
 
 def simulate(question: Question) -> dict[str, Any]:
-    """Every schedule of a question on one axis of time: `penstock simulate`'s figures, and what a timeline shows."""
+    """Simulate every schedule of a query on one time axis: `penstock simulate`'s metrics, and what a timeline shows."""
     found, refused = [], []
     for entry in question.entries():
         if reason := entry.refusal(question.numbers(entry)):
@@ -82,17 +83,17 @@ def simulate(question: Question) -> dict[str, Any]:
     }
 
 
-def _described(question: Question, one: Figures) -> dict[str, Any]:
+def _described(question: Question, one: SimulationSummary) -> dict[str, Any]:
     return one.to_dict() | {"fits": fits(question, one)}
 
 
-def fits(question: Question, one: Figures) -> bool:
+def fits(question: Question, one: SimulationSummary) -> bool:
     """Whether every rank keeps to the memory limit."""
     limit = math.inf if question.memory_limit is None else question.memory_limit
     return max(one.peak_activations) <= limit * (1 + 1e-9)
 
 
-def _band(question: Question, one: Figures) -> dict[str, Any]:
+def _band(question: Question, one: SimulationSummary) -> dict[str, Any]:
     placement = one.schedule.placement
     costs = with_activations(placement, one.by_stage)
     units = units_of_memory(placement, costs)
@@ -107,7 +108,7 @@ def _band(question: Question, one: Figures) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _order(schedule: Schedule) -> Order:
-    """The same while only costs change."""
+    """Cache what stays the same while only costs change."""
     return Order.of(schedule.rows, schedule).packed()
 
 
@@ -115,9 +116,9 @@ def _order(schedule: Schedule) -> Order:
 
 
 @lru_cache(maxsize=16)
-def searched(question: Question, where: str, seconds: float) -> tuple[Found, Figures]:
-    """The best schedule found for a question's costs within its memory limit. Raises ArgumentError: there is too much
-    to search, the limit leaves no room, or stages are neither in a loop nor on a v."""
+def searched(question: Question, where: str, seconds: float) -> tuple[SearchResult, SimulationSummary]:
+    """Search for the best schedule for a query's costs within its memory limit. Raise ArgumentError if there is too
+    much to search, the limit leaves no room, or stages are neither in a loop nor on a V."""
     if where not in ("loop", "v"):
         raise ArgumentError(f"placement={where[:20]!r}: expected loop or v")
     if not 0 < seconds <= MAX_SECONDS:
@@ -138,7 +139,7 @@ def searched(question: Question, where: str, seconds: float) -> tuple[Found, Fig
 
 
 def search_for(question: Question, where: str, seconds: float) -> dict[str, Any]:
-    """What a search found, its figures, its timeline, and how far it may be from the best."""
+    """Return the result of a search, its metrics, its timeline, and how far it may be from the best."""
     found, figures = searched(question, where, seconds)
     return {
         "schedules": [_described(question, figures)],
@@ -153,8 +154,8 @@ def search_for(question: Question, where: str, seconds: float) -> dict[str, Any]
 
 
 def walk(question: Question) -> dict[str, Any]:
-    """The slots of a question's schedules in words. Raises ArgumentError: they have more slots and ranks than anybody
-    reads."""
+    """Describe the slots of a query's schedules in words. Raise ArgumentError if there are too many slots and ranks to
+    read."""
     walks, cells = [], 0
     for entry in question.entries():
         if reason := entry.refusal(question.numbers(entry)):
@@ -188,16 +189,16 @@ def walk(question: Question) -> dict[str, Any]:
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
-_FILES: Mapping[str, tuple[str, str, Callable[[Figures], str]]] = {
+_FILES: Mapping[str, tuple[str, str, Callable[[SimulationSummary], str]]] = {
     "csv": ("csv", "text/csv", lambda one: to_csv(one.schedule)),
-    "svg": ("svg", "image/svg+xml", lambda one: svg([panel_of(one.schedule, one.timeline)], "units")),
+    "svg": ("svg", "image/svg+xml", lambda one: svg([make_panel(one.schedule, one.timeline)], "units")),
     "perfetto": ("perfetto.json", "application/json", lambda one: json.dumps(to_perfetto(one.timeline))),
 }
 """How a file's name ends, its type, and what is in it. Of the SVG the page makes a PNG."""
 
 
-def export(figures: Figures, kind: str) -> tuple[str, str, str]:
-    """A simulated schedule as a file of that kind: its name, its type, and what is in it.
+def export(figures: SimulationSummary, kind: str) -> tuple[str, str, str]:
+    """Export a simulated schedule as a file of this kind: return its name, its type, and its content.
 
     Raises:
         ArgumentError: there is no such kind.

@@ -45,7 +45,8 @@ _MAX_WAITING = 8
 
 @cache
 def assets() -> Mapping[str, tuple[str, str]]:
-    """The scripts and styles of the page, with their types, by folder and name. Nothing else is served from here."""
+    """Return the scripts and styles of the page, with their types, by folder and name. Nothing else is served from
+    here."""
     found = {"studio/base.css": ("text/css", base_style())}
     for folder in ("web", "studio"):
         for file in files(f"penstock.report.{folder}").joinpath("static").iterdir():
@@ -143,8 +144,8 @@ class Guarded:
 def _answering(
     path: str, answer: Callable[[dict[str, str]], Any], usual: Lane | None = None, searching: Lane | None = None
 ) -> Route:
-    """Where questions of a kind are answered: with a response, or a value for JSON, or why there is none. What has no
-    lane is quick, and waits for nothing; what is about a search's schedule may have the searches' own."""
+    """Build the route that answers queries of a kind: with a response, a value for JSON, or an error. Without a lane it
+    is quick, and waits for nothing; queries about a search's schedule may use the searches' own lane."""
 
     async def answered(request: Request) -> Response:
         def act() -> Response:
@@ -163,7 +164,7 @@ def _answering(
 
 
 def _given(request: Request) -> dict[str, str]:
-    """The parameters of an address. Raises ArgumentError if one is there twice."""
+    """Return the parameters of an address. Raise ArgumentError if one is repeated."""
     given = request.query_params.multi_items()
     if len(found := dict(given)) < len(given) or found.keys() & request.path_params.keys():
         raise ArgumentError("a parameter is there twice; pass each once")
@@ -180,7 +181,7 @@ def _step(given: dict[str, str]) -> int | None:
 
 
 def _where(given: dict[str, str]) -> tuple[str, float]:
-    """Where and for how long to search."""
+    """Return where and for how long to search."""
     return given.pop("placement", "loop"), number("seconds", given.pop("seconds", "1"))
 
 
@@ -222,7 +223,8 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def policy(text: str) -> str:
-    """What a report may do: run its own script with its own styles, by their hashes, and load nothing at all.
+    """Return the content security policy of a report: it may run its own script with its own styles, by their hashes,
+    and load nothing else.
 
     Its styles are the first in the page and its script the last, so that nothing in between, which came from a run, is
     ever among them. Widths of bars are attributes of elements, which no hash covers.
@@ -256,8 +258,8 @@ class Lane:
         self._turn, self._waiting = asyncio.Lock(), 0
 
     async def run(self, request: Request, act: Callable[[], Response]) -> Response:
-        """The answer of `act`, which is not begun if the one who asked has gone while others had their turn. Raises
-        CrowdedError: too many wait already."""
+        """Return the answer of `act`, which is skipped if the client has disconnected while others had their turn.
+        Raise CrowdedError if too many are waiting already."""
         if self._waiting >= _MAX_WAITING:
             raise CrowdedError("server busy; retry in a moment")
         self._waiting += 1
@@ -289,7 +291,7 @@ class Server:
         return f"{self.address}#token={self.guard.token}"
 
     def made(self) -> uvicorn.Server:
-        """What serves, to be run with `sockets=[self.socket]`."""
+        """Build the server, to be run with `sockets=[self.socket]`."""
         config = uvicorn.Config(
             Studio(self.library, self.guard).app(),
             http="h11",
@@ -302,7 +304,7 @@ class Server:
         return uvicorn.Server(config)
 
     def run(self) -> None:
-        """Serves until SIGINT or SIGTERM. The socket takes connections from the beginning."""
+        """Serve until SIGINT or SIGTERM. The socket takes connections from the beginning."""
         try:
             self.made().run(sockets=[self.socket])
         except KeyboardInterrupt:
@@ -312,7 +314,7 @@ class Server:
 
 
 def bind(host: str, port: int, runs: Path) -> Server:
-    """Binds the studio to an address.
+    """Bind the studio to an address.
 
     Args:
         host: loopback, unless others are to reach it.
@@ -331,7 +333,8 @@ def bind(host: str, port: int, runs: Path) -> Server:
 
 @contextlib.contextmanager
 def redirecting(link: str) -> Iterator[str]:
-    """The address of a file that only this user can read, and that leads a browser to a link: `ps` shows arguments."""
+    """Yield the address of a file that only this user can read, and that redirects a browser to a link: `ps` shows
+    arguments."""
     with tempfile.TemporaryDirectory(prefix="penstock-studio-") as folder:
         file = Path(folder, "open.html")
         file.write_text(f'<meta http-equiv="refresh" content="0; url={link}"><a href="{link}">Penstock studio</a>')

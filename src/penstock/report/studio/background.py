@@ -18,7 +18,7 @@ from penstock.report.web.sources import contents_of
 
 
 def report(path: Path, step: int | None = None) -> str:
-    """The page of `penstock report`. Raises ArgumentError if there is nothing to report, or no such step."""
+    """Render the page of `penstock report`. Raise ArgumentError if there is nothing to report, or no such step."""
     return page(contents_of([path], step))
 
 
@@ -28,7 +28,7 @@ _READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report":
 
 
 def read(reader: str, path: Path, *arguments: Any) -> Any:
-    """Return what a reader makes of a file or folder. Raises ArgumentError as it does, and if it takes too long."""
+    """Return what a reader makes of a file or folder. Raise ArgumentError as it does, and if it takes too long."""
     if not any(map(_is_big, path.rglob("*") if path.is_dir() else [path])):
         return _READERS[reader](path, *arguments)
     try:

@@ -50,7 +50,8 @@ class Guard:
 
     @classmethod
     def of(cls, host: str, port: int, token: str) -> Guard:
-        """For a server on this machine, which is also called by its own names unless it is bound to loopback."""
+        """Build the guard of a server on this machine, which is also called by its own names unless it is bound to
+        loopback."""
         own = [] if is_loopback(host) else [socket.gethostname(), socket.getfqdn()]
         return cls(host, port, token, frozenset(map(in_address, [host, "localhost", "127.0.0.1", "::1", *own])))
 
@@ -61,7 +62,7 @@ class Guard:
     def refuses(
         self, method: str, path: str, headers: Mapping[str, str], cookies: Mapping[str, str]
     ) -> tuple[int, str] | None:
-        """The status and the reason with which a request is refused; None: it is not.
+        """Return the status and the reason with which a request is refused; None if it is allowed.
 
         Args:
             headers: by name in lower case.
@@ -107,7 +108,7 @@ def is_loopback(host: str) -> bool:
 
 
 def in_address(host: str) -> str:
-    """A host as addresses name it: IPv6 in brackets."""
+    """Format a host for an address: IPv6 in brackets."""
     return f"[{host}]".lower() if ":" in host else host.lower()
 
 

@@ -39,7 +39,7 @@ class Library:
     root: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """What can be opened, the newest first, as plain values for JSON.
+        """Return the entries that can be opened, newest first, as plain values for JSON.
 
         `name` is its path in the runs folder, with slashes; `kind` "run", "file", or "folder": of files whose names
         differ by a number, which are opened together; `modified` in seconds since 1970. Of a run `damage` says why it
@@ -73,7 +73,7 @@ class Library:
         return inside and os.path.isfile(path)  # neither raises, as Path's do in a folder that may not be searched
 
     def _run(self, folder: Path) -> dict[str, Any] | None:
-        """The summary of the run in a folder, or its damage; None: there is none, or another tool's."""
+        """Return the summary of the run in a folder, or its damage; None if there is no run of this tool."""
         about = folder / ABOUT
         if not self._is_file(about):
             return None
@@ -97,7 +97,7 @@ class Library:
         return {"name": name, "kind": kind, "modified": modified, "damage": damage, "summary": summary}
 
     def read(self, name: str, reader: Callable[[Path], _Read], parts: Sequence[str] | None = None) -> _Read:
-        """What a reader makes of the file or folder of that name. `parts` as for `path`.
+        """Read the file or folder of this name. `parts`: as for `path`.
 
         Raises:
             ArgumentError: there is none, the reader refused, or the file is gone. Names are those in the runs folder,
@@ -112,11 +112,11 @@ class Library:
             raise ArgumentError(self._hidden(str(error))) from error
 
     def _hidden(self, text: str) -> str:
-        """A message without the place of the runs folder."""
+        """Remove the location of the runs folder from a message."""
         return text.replace(f"{self._real_root}{os.sep}", "")
 
     def path(self, name: str, parts: Sequence[str] | None = None) -> Path:
-        """The file or folder of that name.
+        """Return the file or folder of this name.
 
         Args:
             parts: of a folder, the files and folders in it that will be read; None: all.
@@ -144,7 +144,7 @@ class Library:
         return path
 
     def _check_folder(self, folder: Path, name: str, parts: Sequence[str] | None) -> None:
-        """A folder whose every file may be read: none leads elsewhere or waits for a writer."""
+        """Check that every file of a folder may be read: none leads elsewhere or waits for a writer."""
         tops = [folder] if parts is None else [folder / part for part in parts]
         within = (
             Path(place, each) for top in tops for place, folders, files in os.walk(top) for each in (*folders, *files)

@@ -28,8 +28,8 @@ _RECENT_BYTES = 16_000
 
 
 def live(path: Path, place: int = 0) -> dict[str, Any]:
-    """How a run stands: its steps from a place in their file on, and what each of its ranks does now. Raises
-    ArgumentError: it is no run."""
+    """Return the state of a run: its steps from an offset in their file on, and what each of its ranks does now. Raise
+    ArgumentError if it is not a run."""
     run, now = read_run(path), time.time()
     about = run.about
     added, end = run.steps_after(place)
@@ -44,7 +44,7 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
         "alone": about.processes == about.replicas,
         "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
         "place": end,
-        "recorded": max(run.timeline_steps(), default=None),
+        "recorded": max(run.traced_steps(), default=None),
         "progress": None if progress is None else progress.to_dict(),
         "states": [
             one.to_dict()
@@ -60,7 +60,7 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
 
 
 def in_words(state: RankState, how: Health) -> str:
-    """What a rank does, in plain words."""
+    """Describe what a rank does, in plain words."""
     match how:
         case "failed":
             return f"failed: {state.failure}"

@@ -26,7 +26,7 @@ _CUTS = "A plan keeps what a stage takes, not what each module does, so its cuts
 
 
 def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = ()) -> dict[str, Any]:
-    """What is at a path, for the page.
+    """Return what is at a path, for the page.
 
     Args:
         name: what the page calls it.
@@ -66,7 +66,7 @@ def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[st
 
 
 def _drawn(bands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The timeline of these bands; None if there are none, or too many actions."""
+    """Return the timeline of these bands; None if there are none, or too many actions."""
     actions = sum(len(rank["start"]) for one in bands for rank in one["ranks"])
     if actions > _MAX_SHOWN:
         note = f"{actions:,} actions are too many to draw here; the full report shows them"
@@ -75,7 +75,7 @@ def _drawn(bands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _schedule(path: Path) -> Schedule | None:
-    """The schedule in a CSV; None if it has columns of events instead."""
+    """Read the schedule in a CSV; None if it has columns of events instead."""
     text = read_text(path, repr(path.name))
     if "start_us" in text.partition("\n")[0]:
         return None
@@ -84,7 +84,7 @@ def _schedule(path: Path) -> Schedule | None:
 
 def _of_schedule(schedule: Schedule, name: str) -> dict[str, Any]:
     if sum(map(len, schedule.rows)) > _MAX_SHOWN:
-        raise ArgumentError(f"{name!r} has more than {_MAX_SHOWN:,} actions: use `penstock show --csv`")
+        raise ArgumentError(f"{name!r} has more than {_MAX_SHOWN:,} actions: use `penstock draw --csv`")
     timeline = simulate(schedule, StageCost(1.0, 1.0, 1.0))
     return {
         "kind": "schedule",

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.schedule import MICROBATCHES, Generator, generator
-from penstock.schedule.generators import Numbers
+from penstock.schedule import MICROBATCHES, ScheduleSpec, schedule_spec
+from penstock.schedule.generators import ScheduleParams
 
 MAX_SIZES = {"ranks": 64, "microbatches": 512, "chunks": 8}
 MAX_ACTIONS = 300_000
@@ -75,7 +75,7 @@ class Question:
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Question:
-        """The question in an address. Raises ArgumentError if a name is unknown or a value is not of its kind."""
+        """Parse the query in an address. Raise ArgumentError if a name is unknown or a value has the wrong type."""
         if unknown := sorted(given.keys() - _READ.keys()):
             raise ArgumentError(f"unknown parameter {unknown[0]!r}; expected one of {', '.join(_READ)}")
         return cls(**{name: _READ[name](name, text) for name, text in given.items() if text})
@@ -85,29 +85,30 @@ class Question:
         """`4 ranks and 8 microbatches`."""
         return f"{counted(self.ranks, 'rank')} and {counted(self.microbatches, 'microbatch')}"
 
-    def entries(self) -> list[Generator]:
-        """The schedules, each once. Raises ArgumentError if one is unknown."""
-        return [generator(name) for name in dict.fromkeys(self.schedules)]
+    def entries(self) -> list[ScheduleSpec]:
+        """Return the schedules, without duplicates. Raise ArgumentError if one is unknown."""
+        return [schedule_spec(name) for name in dict.fromkeys(self.schedules)]
 
-    def numbers(self, entry: Generator) -> Numbers:
-        """The numbers for a schedule: with its usual chunks, if it cannot have as many as were asked for."""
-        usual = Numbers(self.ranks, self.microbatches, entry.chunks)
+    def numbers(self, entry: ScheduleSpec) -> ScheduleParams:
+        """Return the parameters for a schedule: with its usual stages per rank, if it does not support the requested
+        number."""
+        usual = ScheduleParams(self.ranks, self.microbatches, entry.chunks)
         if self.chunks is None:
             return usual
-        asked = Numbers(self.ranks, self.microbatches, self.chunks)
-        broken = entry.broken(asked)
-        return usual if broken is not None and broken.argument == "chunks" else asked
+        asked = ScheduleParams(self.ranks, self.microbatches, self.chunks)
+        broken = entry.violated_constraint(asked)
+        return usual if broken is not None and broken.argument == "stages_per_rank" else asked
 
 
 def whole(name: str, text: str) -> int:
-    """An integer from an address. Raises ArgumentError."""
+    """Parse an integer from an address. Raise ArgumentError if it is none."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         raise ArgumentError(f"{name}={text[:40]!r}: expected an integer, such as 4")
     return int(text)
 
 
 def number(name: str, text: str) -> float:
-    """A finite number out of an address. Raises ArgumentError."""
+    """Parse a finite number from an address. Raise ArgumentError if it is none."""
     try:
         value = float(text)
     except ValueError:

@@ -84,7 +84,7 @@ class Contents:
 
 
 def duration(seconds: float) -> str:
-    """With four digits and a unit: 1.234 ms."""
+    """Format a duration with four digits and a unit: 1.234 ms."""
     scale, unit = next(((s, u) for s, u in _UNITS if abs(seconds) >= s * 0.99995), _UNITS[-1 if seconds else 0])
     value = seconds / scale
     places = max(0, 3 - len(str(int(abs(value)))) + 1)

@@ -17,7 +17,7 @@ from penstock.simulate.figures import title
 
 
 def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Contents:
-    """What `penstock explain` found of a step.
+    """Build the report of an explained step.
 
     Args:
         name: of the file or folder.
@@ -47,7 +47,7 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
 
 
 def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
-    """What the measured timeline is compared with: what-ifs, the prediction, or else the same order with everything
+    """Return the timelines beside the measured one: what-ifs, the prediction, or else the same order with everything
     alike."""
     schedule = found.step.slowest.schedule
     if found.what_ifs:
@@ -74,7 +74,7 @@ def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[s
                 note=f"by what the plan or profile said of each stage{rough}",
             )
         ]
-    return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]
+    return [band("if perfectly balanced", found.even, schedule, note="stages, ranks and microbatches alike")]
 
 
 def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
@@ -82,7 +82,7 @@ def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
 
 
 def figures_of(found: Explanation) -> list[Figure]:
-    """The summary of a step."""
+    """Return the summary of a step."""
     step = found.step
     several = f"step {step.number}, the median of {len(found.run.steps)}" if len(found.run.steps) > 1 else ""
     outside = step.seconds - step.pipeline_seconds
@@ -96,18 +96,18 @@ def reasons(found: Explanation) -> list[Figure]:
     idle, pipeline = idle_of(found), duration(found.step.pipeline_seconds)
     return [
         Figure("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
-        Figure("if all were even", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
+        Figure("if perfectly balanced", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
     ]
 
 
 def predicted_of(found: Explanation) -> list[Figure]:
-    """The explanation's prediction, if it has one."""
+    """Return the explanation's prediction, if it has one."""
     seconds = found.predicted_seconds
     return [] if seconds is None else [against("pipeline, predicted", seconds, found.step.pipeline_seconds)]
 
 
 def against(name: str, predicted: float, measured: float) -> Figure:
-    """A prediction beside the measurement."""
+    """Show a prediction beside the measurement."""
     wrong = f"; {predicted / measured - 1:+.1%}" if measured else ""
     return Figure(name, duration(predicted), f"measured {duration(measured)}{wrong}")
 

@@ -27,18 +27,18 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re
 
 @cache
 def asset(name: str) -> str:
-    """The text of a file in `STATIC`."""
+    """Return the text of a file in `STATIC`."""
     return STATIC.joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def bundle(name: str) -> str:
-    """A module and all that it imports, as one module without imports. Names at the top of modules are unique."""
+    """Bundle a module and all its imports into one module without imports. Names at the top of modules are unique."""
     return "".join(_EXPORT.sub("", _IMPORT.sub("", asset(each))) for each in _in_order(name, []))
 
 
 def _in_order(name: str, found: list[str]) -> list[str]:
-    """The modules that a module needs, each after those that it needs itself, and the module last."""
+    """Return the modules that a module needs, each after those that it needs itself, and the module last."""
     for _, needed in _IMPORT.findall(asset(name)):
         if needed not in found:
             _in_order(needed, found)
@@ -47,7 +47,7 @@ def _in_order(name: str, found: list[str]) -> list[str]:
 
 
 def embedded(name: str, value: Any) -> Markup:
-    """A value as JSON in an element of a page, by id. Nothing in it can end the element."""
+    """Embed a value as JSON in an element of a page, by id. Nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -59,7 +59,7 @@ _MAX_RANKS = 32
 
 
 def page(contents: Contents) -> str:
-    """The report of what was found.
+    """Render the report.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
@@ -90,5 +90,5 @@ def _percent(value: float, whole: float) -> str:
 
 
 def _ranks(count: int) -> list[int]:
-    """Those that have a line: all, or the first and the last."""
+    """Return the ranks that have a line: all, or the first and the last."""
     return [*range(count)] if count <= _MAX_RANKS else [*range(_MAX_RANKS // 2), *range(count - _MAX_RANKS // 2, count)]

@@ -30,7 +30,7 @@ addEventListener("load", () => {
 
 
 def browser(path: Path) -> str:
-    """The path of a browser that can draw pages. Raises MissingExtraError if there is none.
+    """Return the path of a browser that can draw pages. Raise MissingExtraError if there is none.
 
     Args:
         path: of the picture that it is to make.
@@ -45,7 +45,7 @@ def browser(path: Path) -> str:
 
 
 def write_picture(page: str, path: Path, width: int = 1280, scale: int = 1) -> None:
-    """Draws a page, as high as it is.
+    """Draw a page, as high as it is.
 
     Args:
         page: its HTML.
@@ -77,7 +77,7 @@ def write_picture(page: str, path: Path, width: int = 1280, scale: int = 1) -> N
 
 
 def write_drawing(svg: str, path: Path) -> None:
-    """Draws an SVG, with two dots to each of its pixels. Raises as `write_picture`."""
+    """Draw an SVG, with two dots to each of its pixels. Raise as `write_picture`."""
     width = re.search(r' width="([\d.]+)"', svg)
     assert width is not None
     style = "<meta charset=utf-8><style>body{margin:0}svg{display:block}</style>"

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock._base.words import counted, sized
 from penstock.plan import Plan
-from penstock.plan.explain import Predicted
+from penstock.plan.explain import Prediction
 from penstock.plan.predict import order_of_plan
 from penstock.report.web.contents import Contents, Figure, Held, duration
 from penstock.report.web.idle import Idle
@@ -31,13 +31,13 @@ _CURVE = (
 
 
 def of_plan(plan: Plan, name: str) -> Contents:
-    """What a plan says.
+    """Build the report of a plan.
 
     Args:
         name: of its file.
     """
     choice, schedule = plan.choice, order_of_plan(plan)
-    timeline = Predicted(plan.stage_seconds).timeline(schedule)
+    timeline = Prediction(plan.stage_seconds).timeline(schedule)
     curves = _memory(plan, schedule, timeline)
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
     held = tuple(
@@ -80,8 +80,8 @@ def of_plan(plan: Plan, name: str) -> Contents:
 
 
 def _memory(plan: Plan, schedule: Schedule, timeline: Timeline) -> list[dict[str, Any] | None] | None:
-    """From what a rank holds all the time to the plan's peak, in step with the microbatches that it holds, of which a
-    plan does not say how much each is. None: it does not say what is held all the time either."""
+    """Return each rank's memory over time, from its static memory to the plan's peak, in step with the microbatches
+    that it holds: a plan does not record how large each is. None if it does not record the static memory either."""
     if len(plan.held_bytes) != schedule.ranks:
         return None
     alike = StageCost(1.0, 1.0, 1.0, activation_bytes=1.0, weight_gradient_bytes=1.0)

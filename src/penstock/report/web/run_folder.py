@@ -18,9 +18,9 @@ from penstock.report.web.idle import idle_of
 from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns
-from penstock.trace.runs import Predicted, RunRead, StepRecord
+from penstock.trace.runs import RecordedPrediction, RecordedRun, StepRecord
 from penstock.trace.runs.progress import RECENT, Progress
-from penstock.trace.runs.summary import health, troubles
+from penstock.trace.runs.summary import failure_messages, health
 
 _MEMORY_NOTES = {
     "measured": "Measured: what the rank's device had allocated after each action.",
@@ -30,14 +30,14 @@ _MEMORY_NOTES = {
 
 
 def of_run(
-    run: RunRead,
+    run: RecordedRun,
     found: Explanation | None,
     step: int | None,
     doubts: Sequence[str] = (),
     *,
     other_prediction: bool = False,
 ) -> Contents:
-    """What a run recorded.
+    """Build the report of a recorded run.
 
     Args:
         run: the folder.
@@ -54,13 +54,13 @@ def of_run(
     states, damaged = run.ranks_and_damage()
     warnings = [*doubts, *(found.run.notes if found else ()), *damaged]
     if step is None and not doubts:
-        warnings.append("No timeline was recorded: the first is recorded at step 5; timeline_every=0 disables them.")
+        warnings.append("No timeline was recorded: the first is recorded at step 5; trace_every=0 disables them.")
     if step is not None:
         timeline = run.timeline(step)
-        if timeline.in_turns:
+        if timeline.serialized:
             warnings.append(TURNS_NOTE)
         curves, memory = _memory(run, step)
-        note = "starts cannot be compared" if timeline.in_turns else ""
+        note = "starts cannot be compared" if timeline.serialized else ""
         bands.append(band(f"measured, step {step}", timeline, _whole(run, step), memory=curves, note=note))
     if predicted is not None and not (found and found.what_ifs):
         bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
@@ -74,7 +74,7 @@ def of_run(
     return Contents(
         title=about.name,
         headings=headings,
-        troubles=tuple(troubles([(state, health(state)) for state in states])),
+        troubles=tuple(failure_messages([(state, health(state)) for state in states])),
         warnings=tuple(warnings),
         figures=(*_figures(steps, memory), *_of_prediction(predicted, found, steps)),
         bands=tuple(bands),
@@ -110,7 +110,9 @@ def _figures(steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure
     return figures
 
 
-def _of_prediction(predicted: Predicted | None, found: Explanation | None, steps: Sequence[StepRecord]) -> list[Figure]:
+def _of_prediction(
+    predicted: RecordedPrediction | None, found: Explanation | None, steps: Sequence[StepRecord]
+) -> list[Figure]:
     """Why ranks are idle, and the prediction, which is of a step without the optimizer."""
     figures = []
     if found:
@@ -122,8 +124,8 @@ def _of_prediction(predicted: Predicted | None, found: Explanation | None, steps
     return figures
 
 
-def _memory(run: RunRead, step: int) -> tuple[list[dict[str, Any] | None], list[Held]]:
-    """Each rank's memory over a step as curves, and the peaks."""
+def _memory(run: RecordedRun, step: int) -> tuple[list[dict[str, Any] | None], list[Held]]:
+    """Return each rank's memory over a step as curves, and the peaks."""
     timeline, limit = run.timeline(step), run.about.memory_limit
     curves: list[dict[str, Any] | None] = [None] * timeline.ranks
     held = []
@@ -136,8 +138,8 @@ def _memory(run: RunRead, step: int) -> tuple[list[dict[str, Any] | None], list[
     return curves, held
 
 
-def _whole(run: RunRead, step: int) -> Schedule | None:
-    """The schedule of a step; None if actions are missing from it, so that nobody knows who waited for whom."""
+def _whole(run: RecordedRun, step: int) -> Schedule | None:
+    """Return the schedule of a step; None if actions are missing from it, so that it is unknown who waited for whom."""
     try:
         schedule = run.schedule(step)
         Columns.of(schedule)
@@ -146,8 +148,8 @@ def _whole(run: RunRead, step: int) -> Schedule | None:
     return schedule
 
 
-def _fitting(run: RunRead, step: int | None) -> Schedule | None:
-    """The schedule of the predicted timeline, if it is that of a step."""
+def _fitting(run: RecordedRun, step: int | None) -> Schedule | None:
+    """Return the schedule of the predicted timeline, if it is that of a step."""
     predicted = run.predicted()
     if step is None or predicted is None:
         return None
@@ -158,7 +160,7 @@ def _fitting(run: RunRead, step: int | None) -> Schedule | None:
 
 
 def _courses(steps: Sequence[StepRecord]) -> list[Course]:
-    """The loss, and what steps took."""
+    """Return the loss, and the step times."""
     numbers = [one.step for one in steps]
     losses = [one.loss if one.loss is not None and math.isfinite(one.loss) else None for one in steps]
     found = [Course("loss", numbers, losses)] if any(one is not None for one in losses) else []
@@ -167,8 +169,8 @@ def _courses(steps: Sequence[StepRecord]) -> list[Course]:
     return found
 
 
-def _peaks(run: RunRead) -> list[Course]:
-    """The most that a device had allocated in each step of which that was measured, if it was of several."""
+def _peaks(run: RecordedRun) -> list[Course]:
+    """Return each device's peak allocation in every measured step, if there are several."""
     every = {
         step: [max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in run.timelines()[0]
     }
@@ -182,7 +184,7 @@ def _peaks(run: RunRead) -> list[Course]:
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def _facts(run: RunRead) -> list[tuple[str, str]]:
+def _facts(run: RecordedRun) -> list[tuple[str, str]]:
     about = run.about
     found = [
         ("model", about.model),

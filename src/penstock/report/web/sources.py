@@ -10,7 +10,7 @@ from typing import Any
 from penstock._base.errors import ArgumentError
 from penstock._base.files import json_or_none
 from penstock.plan import Plan
-from penstock.plan.explain import Explanation, Predicted, Run, explain, read_run, run_of
+from penstock.plan.explain import Explanation, Prediction, TraceSteps, explain, load_trace, steps_of_trace
 from penstock.report.web.contents import Contents
 from penstock.report.web.explained import in_turns, of_explanation
 from penstock.report.web.planned import of_plan
@@ -19,7 +19,7 @@ from penstock.schedule.timeline import Timeline
 from penstock.trace.runs import read_run as read_folder
 from penstock.trace.runs.folder import ABOUT, TIMELINES
 
-Prediction = Callable[[Run], Predicted | None]
+PredictionOf = Callable[[TraceSteps], Prediction | None]
 """What was predicted of a run, once its stages are known."""
 
 
@@ -32,13 +32,13 @@ def is_fabric(path: Path) -> bool:
 def contents_of(
     paths: Sequence[Path],
     step: int | None = None,
-    prediction: Prediction | None = None,
+    prediction: PredictionOf | None = None,
     what_ifs: Sequence[str] = (),
 ) -> Contents:
-    """What a report shows of these files or this folder.
+    """Build the report of these files or this folder.
 
     Args:
-        paths: the folder of a run; a plan; or timelines, traces and columns, as `penstock.plan.explain.read_run`
+        paths: the folder of a run; a plan; or timelines, traces and columns, as `penstock.plan.explain.load_trace`
             reads them.
         step: which step; None: the one whose time is the median.
         prediction: of the run, to compare with; None: what a run's folder has of its own.
@@ -64,13 +64,13 @@ def contents_of(
     return of_explanation(found, names, predicted.costs if predicted is not None and known else ())
 
 
-def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what_ifs: Sequence[str]) -> Contents:
+def _of_folder(path: Path, step: int | None, prediction: PredictionOf | None, what_ifs: Sequence[str]) -> Contents:
     run = read_folder(path)
     timelines, damaged = run.timelines()
     if step is not None and step not in timelines:
         run.timeline(step)  # says which there are, or what is wrong with it
     last = max(timelines, default=None) if step is None else step
-    if not what_ifs and (last is None or any(one.in_turns for one in timelines.values())):
+    if not what_ifs and (last is None or any(one.serialized for one in timelines.values())):
         return of_run(run, None, last, damaged)
     try:
         known = _read(files := _files([path]))
@@ -79,7 +79,7 @@ def _of_folder(path: Path, step: int | None, prediction: Prediction | None, what
             raise
         return of_run(run, None, last, (*damaged, str(error)))
     before = run.predicted()
-    own = None if before is None else Predicted(before.stage_seconds, before.step_seconds)
+    own = None if before is None else Prediction(before.stage_seconds, before.step_seconds)
     found = _explained(files, step, prediction(known) if prediction else own, tuple(what_ifs))
     return of_run(run, found, found.step.number, other_prediction=prediction is not None)
 
@@ -96,18 +96,18 @@ def _files(paths: Sequence[Path]) -> _Files:
 
 
 @lru_cache(maxsize=4)
-def _read(files: _Files) -> Run:
-    """The steps of files or a folder: read once for all what-ifs that are tried on them."""
-    return run_of(read_run(files[0]))
+def _read(files: _Files) -> TraceSteps:
+    """Read the steps of files or a folder: once for all what-ifs that are tried on them."""
+    return steps_of_trace(load_trace(files[0]))
 
 
 @lru_cache(maxsize=32)
-def _explained(files: _Files, step: int | None, predicted: Predicted | None, what_ifs: tuple[str, ...]) -> Explanation:
+def _explained(files: _Files, step: int | None, predicted: Prediction | None, what_ifs: tuple[str, ...]) -> Explanation:
     return explain(_read(files), step=step, predicted=predicted, what_ifs=what_ifs)
 
 
 def _in_turns(given: Any) -> list[Timeline]:
-    """The timelines of a file, if ranks took turns; none if it is something else."""
+    """Return the timelines of a file if its ranks were serialized; none if it is something else."""
     several = given if isinstance(given, list) else [given]
     if all(isinstance(one, dict) and "ranks" in one for one in several) and any(one.get("in_turns") for one in several):
         return [Timeline.from_dict(one) for one in several]

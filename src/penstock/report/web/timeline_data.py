@@ -25,7 +25,7 @@ _WHOLE = (np.int8, np.int16, np.int32)
 
 
 def timeline_data(bands: Iterable[Mapping[str, Any]], *, unit: str = "s") -> dict[str, Any]:
-    """The `data` of the component in static/timeline.js, ready for JSON.
+    """Build the `data` of the component in static/timeline.js, ready for JSON.
 
     Args:
         bands: what `band` made, from top to bottom.
@@ -48,7 +48,7 @@ class Order:
 
     @classmethod
     def of(cls, rows: Sequence[Row], schedule: Schedule | None) -> Order:
-        """Of what each rank ran. `schedule`: None: nothing is known of who waits for whom."""
+        """Build the order from what each rank ran. `schedule`: None if it is unknown who waits for whom."""
         needs = [None] * len(rows) if schedule is None else _needs(schedule.with_rows(rows))
         columns = [
             {
@@ -63,7 +63,7 @@ class Order:
         return cls(columns, [{action: place for place, action in enumerate(row)} for row in rows])
 
     def packed(self) -> Order:
-        """The same, ready for a page, for one that is shown again and again."""
+        """Return the same, encoded for a page, for one that is shown again and again."""
         return replace(self, ranks=for_page(self.ranks))
 
 
@@ -77,7 +77,7 @@ def band(
     note: str = "",
     order: Order | None = None,
 ) -> dict[str, Any]:
-    """One timeline, for `timeline_data`.
+    """Build one timeline for `timeline_data`.
 
     Args:
         name: what it shows: "measured", a schedule's name.
@@ -88,7 +88,7 @@ def band(
         note: more to say beside the name.
         order: of the timeline's actions, if it is known already.
     """
-    if schedule is not None and path is None and not timeline.in_turns and len(timeline):
+    if schedule is not None and path is None and not timeline.serialized and len(timeline):
         path = critical_path(schedule, timeline)
     if order is None:
         order = Order.of([track.actions for track in timeline.tracks], schedule)
@@ -113,7 +113,7 @@ def band(
 
 
 def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:
-    """A rank's memory over time, for `band`: a step at each change.
+    """Build a rank's memory over time for `band`: a step at each change.
 
     Args:
         held: what `penstock.simulate.memory` found.
@@ -133,9 +133,8 @@ def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", labe
 
 
 def _needs(schedule: Schedule) -> list[dict[str, NDArray[Any]]]:
-    """For each rank the numbers of the actions that each of its actions waits for: those of action i are
-    `to[at[i]:at[i + 1]]`, counted over all ranks.
-    """
+    """Return, for each rank, the indices of the actions that each of its actions waits for: those of action i are
+    `to[at[i]:at[i + 1]]`, counted over all ranks."""
     known = Dependencies(schedule)
     found = []
     for rank in range(schedule.ranks):
@@ -146,7 +145,7 @@ def _needs(schedule: Schedule) -> list[dict[str, NDArray[Any]]]:
 
 
 def packed(column: NDArray[Any]) -> dict[str, str]:
-    """A column as {type, base64}, little-endian, which `bands.js` reads. Whole numbers take the least room."""
+    """Encode a column as {type, base64}, little-endian, which `bands.js` reads. Integers take the least room."""
     if column.dtype.kind in "iu":
         low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
         kind: Any = next(one for one in _WHOLE if np.iinfo(one).min <= low and high <= np.iinfo(one).max)
@@ -158,7 +157,7 @@ def packed(column: NDArray[Any]) -> dict[str, str]:
 
 
 def for_page(value: Any) -> Any:
-    """A value of dicts, lists and columns (numpy arrays) as plain values for JSON: columns as base64 of typed arrays,
+    """Convert dicts, lists and columns (numpy arrays) to plain values for JSON: columns as base64 of typed arrays,
     which take a third of the room."""
     if isinstance(value, np.ndarray):
         return packed(value)

@@ -1,15 +1,20 @@
-"""The batch dimension of each leaf: what `batch_dims=` states, otherwise the first."""
+"""What in a batch has rows: the batch dimension of each leaf (what `batch_dims=` states, otherwise the first), lists
+with an entry for each row, and values that are already cut."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from penstock._base.errors import ArgumentError, ShapeError
-from penstock._base.trees import flatten
+import torch
+from torch import Tensor
+
+from penstock._base.errors import ArgumentError, ShapeError, is_integer
+from penstock._base.trees import Flat, Leaf, flatten
 
 Dim = int | str | None
 """A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of
@@ -46,7 +51,7 @@ class Dims:
     min_rows: int = 1
 
     def of(self, path: str) -> Dim:
-        """The dimension stated for the leaf at `path`. The most specific statement applies."""
+        """Return the dimension stated for the leaf at `path`. The most specific statement applies."""
         if not self.stated:
             return 0
         path = plain(path)
@@ -60,13 +65,13 @@ class Dims:
         return None if False in within else bool(within)
 
     def below(self, path: str, what: str) -> Dims:
-        """The dimensions stated within the part of the structure at `path`, which is called `what` itself."""
+        """Return the dimensions stated within the part of the structure at `path`, which is called `what` itself."""
         path = plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
     def at(self, path: str, tensor: Any, where: str) -> int | None:
-        """The dimension of `tensor` to cut along, counted from the front; None if it is not cut.
+        """Return the dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
             ShapeError: the tensor has no such dimension.
@@ -78,7 +83,7 @@ class Dims:
         return checked(dim, tensor, where)
 
     def refuse_unknown(self, paths: Iterable[str]) -> None:
-        """Raises ArgumentError for a statement about something that is not among the leaves at `paths`."""
+        """Raise ArgumentError for a statement about something that is not among the leaves at `paths`."""
         known = [plain(path) for path in paths]
         for part, _ in self.stated:
             if part not in _ALL and not any(path.startswith(part) for path in known):
@@ -91,7 +96,7 @@ _ALL = ("", "[0]", "[1]")
 
 
 def checked(dim: int, tensor: Any, where: str) -> int:
-    """A dimension counted from the front. Raises ShapeError if the tensor has no such dimension."""
+    """Return a dimension counted from the front. Raise ShapeError if the tensor has no such dimension."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ShapeError(
             f"{where} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
@@ -105,7 +110,7 @@ FIRST = Dims("input")
 
 
 def parse(given: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
-    """The dimensions of (args, kwargs), of the target and of the output, from what the user gave as `batch_dims`.
+    """Parse `batch_dims`: return the dimensions of (args, kwargs), of the target and of the output.
 
     Raises:
         ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something
@@ -155,7 +160,7 @@ def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, D
 
 
 def _dim(leaf: Any) -> Dim | _Wrong:
-    if leaf is None or (isinstance(leaf, int) and not isinstance(leaf, bool)) or leaf in REDUCED:
+    if leaf is None or is_integer(leaf) or leaf in REDUCED:
         return leaf  # type: ignore[no-any-return]
     theirs: Any = sys.modules.get(
         "torch.distributed.pipelining.microbatch"
@@ -168,5 +173,185 @@ def _dim(leaf: Any) -> Dim | _Wrong:
 
 
 def plain(path: str) -> str:
-    """A path that writes a dict's keys and an object's fields alike, so that one may mirror the other."""
+    """Normalize a path so that a dict's keys and an object's fields are written alike, since one may mirror the
+    other."""
     return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)
+
+
+LISTS = (list, tuple, range, deque)
+"""What may have one entry per row."""
+
+
+class Microbatches(Leaf):
+    """Values that are already cut into microbatches, such as sequences in buckets, each with its own length.
+
+    It can replace any tensor of a batch, in inputs, targets and the example: each microbatch gets its piece, which may
+    be any nesting of tensors and plain values. Tensors next to it are cut into pieces with the same numbers of rows.
+
+    Args:
+        pieces: one per microbatch, in order.
+    """
+
+    def __init__(self, pieces: Iterable[Any]) -> None:
+        self.pieces = tuple(pieces)
+        if not self.pieces:
+            raise ArgumentError("Microbatches([]): expected at least one piece")
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __repr__(self) -> str:
+        return f"Microbatches({list(self.pieces)!r})"
+
+
+def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a batch, each with its path; those in `Microbatches` with their path in a piece, for each
+    piece."""
+    flat = flatten(tree)
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, Microbatches):
+            for piece in leaf.pieces:
+                yield from ((path + inner, part) for inner, part in leaves_of(piece))
+        else:
+            yield path, leaf
+
+
+Sized = Callable[[int], Sequence[int]]
+"""The sizes of the microbatches of a batch of so many rows."""
+
+
+def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, sized: Sized = lambda rows: ()) -> int:
+    """Return the number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of
+    lists, the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
+
+    Raises:
+        ShapeError: there is nothing with rows, or two of them disagree.
+    """
+    found = [*counted_rows(raw or flatten(tree), what, dims)]
+    names: dict[int, str] = {}
+    for rows, name in found:
+        names.setdefault(rows, name)
+    if len(names) == 1 and found[0][0] != 3:
+        return found[0][0]
+    flat = flatten(tree, is_leaf=lambda value, path: is_list(value, path, dims))
+    pairs = [*zip(flat.leaves, flat.paths, strict=True)]
+    if len(names) == 1 and not _refuse_unsure(pairs, len(found), what, dims):
+        return 3
+    lengths = {length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
+    if len(lengths) == 1:
+        return lengths.pop() or 0
+    if not names:
+        raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
+    ready = ready_made(max(names), sized(min(names)) if min(names) > 1 else ())
+    raise ShapeError(
+        f"{what}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the batch "
+        "in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
+        f"batch_dims= (None: whole to each microbatch); where one has several rows for each of another, {ready} "
+        "what no dimension describes (graphs, packed sequences), cut with a function: split_fn="
+    )
+
+
+def _are_pictures(value: Any) -> bool:
+    """Whether this is a list of pictures [3, H, W], as torchvision's detection models take it."""
+    return type(value) in (list, tuple) and all(
+        isinstance(one, Tensor) and one.ndim == 3 and one.is_floating_point() and one.shape[0] == 3 for one in value
+    )
+
+
+def _refuse_unsure(pairs: Sequence[tuple[Any, str]], tensors: int, what: str, dims: Dims) -> bool:
+    """Whether all of so many tensors, whose first dimension is 3, are pictures, of which `batch_dims` says that each is
+    a row. Raise ShapeError if it does not say so, nor in which dimension Qwen2-VL's positions [3, 3, S] have rows."""
+    pictures = [pair for pair in pairs if _are_pictures(pair[0])]
+    if sum(len(leaf) for leaf, _ in pictures) == tensors:
+        for leaf, path in pictures:
+            _check_stated(leaf, path, f"{what}{path}", dims)
+        return True
+    others = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
+    for leaf, path in pairs:
+        are_positions = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape[:-1] == (3, 3)
+        if are_positions and leaf.shape[1:] in others and not dims.states(path):
+            raise ShapeError(
+                f"{what}{path} {[*leaf.shape]} has the batch's 3 rows in dimension 0 or 1; pass batch_dims= with the "
+                "dimension for it, 1 for positions of 3 kinds"
+            )
+    return False
+
+
+def _check_stated(value: Any, path: str, where: str, dims: Dims) -> None:
+    """Raise ShapeError for a list that may have an entry per row or not, if `batch_dims` does not say so."""
+    if not dims.states(path):
+        first = value[0]
+        kind = f"tensors like {[*first.shape]}" if isinstance(first, Tensor) else f"{type(first).__name__}s"
+        raise ShapeError(
+            f"{where} is a {type(value).__name__} of {len(value)} {kind}: is each one row of the batch? Pass "
+            "batch_dims= with 0 for it to cut it between them, or None to give it whole to each microbatch"
+            f"{', or a list with the dimension of each' * isinstance(first, Tensor)}; or cut with a function: split_fn="
+        )
+
+
+def ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
+    """Describe how to pass a tensor of `rows` rows, the same number for each row of microbatches of these sizes."""
+    total = sum(sizes)
+    if not total or any(size * rows % total for size in sizes):
+        return "pass its pieces, as penstock.Microbatches([...]);"
+    each = [size * rows // total for size in sizes]
+    cut = f"{each[0] if len({*each}) == 1 else each}{f', {dim}' if dim else ''}"
+    return f"pass the one of {rows} rows as penstock.Microbatches(x.split({cut}));"
+
+
+def counted_rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
+    """Yield the rows of each tensor to cut, and its name. `prefix`: the path of `flat` within what is stated."""
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            dim = dims.at(prefix + path, leaf, f"{what}{path}")
+            if dim is not None:
+                yield leaf.shape[dim], f"{what}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
+
+
+def length(leaf: Any, path: str, dims: Dims) -> int | None:
+    """Return the rows of a tensor or array, or the number of entries of a list; None for anything else."""
+    if type(leaf) in LISTS:
+        return len(leaf)
+    numpy: Any = sys.modules.get("numpy")  # if it is not loaded, there are no arrays: saves an import
+    has_shape = isinstance(leaf, Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray))
+    dim = dims.at(path, leaf, dims.what + path) if has_shape else None
+    return None if dim is None else int(leaf.shape[dim])
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether this is a tensor, or holds tensors or pieces of them."""
+    return any(isinstance(one, (Tensor, Microbatches)) for one in flatten(leaf).leaves)
+
+
+def is_list(value: Any, path: str, dims: Dims) -> bool:
+    """Whether this is a list or tuple that may have one entry per row. The model's arguments are none, nor is one whose
+    entries have dimensions of their own in `batch_dims`."""
+    if type(value) not in LISTS or not value or (dims.what == "input" and path in ("", "[0]")):
+        return False
+    return dims.of(path) is not None and dims.states(path) is not None
+
+
+def is_column(value: Any, path: str, rows: int, where: str, dims: Dims) -> bool:
+    """Whether this is a list with one entry per row, to be cut between them: it has as many entries, and no tensors, or
+    tensors that do not all have the rows. DataLoader makes such lists of texts; torchvision's detection models take
+    lists of pictures and of dicts.
+
+    Raises:
+        ShapeError: it may as well be something else: up to 3 numbers a size, dicts of tensors with the rows caches.
+    """
+    if not is_list(value, path, dims):
+        return False
+    if len(value) != rows or (rows == 1 and not (dims.states(path) and _are_pictures(value))):
+        if rows > 1 and dims.states(path) and not holds_tensors(value):
+            raise ShapeError(f"{where} has {len(value)} entries; expected {rows}, one for each row, as the example has")
+        return False
+    inner = flatten(value)
+    found = {count for count, _ in counted_rows(inner, where, dims, path)}
+    numbers = not found and rows <= 3 and dims.what == "input" and all(type(one) in (int, float) for one in value)
+    dicts = found == {rows} and all(isinstance(one, dict) for one in value)
+    pictures = found == {rows} and _are_pictures(value)
+    if numbers or dicts or pictures:
+        _check_stated(value, path, where, dims)
+    alike = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
+    whole = found == {rows} or not alike or any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
+    return dicts or pictures or not whole

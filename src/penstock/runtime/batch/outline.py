@@ -7,7 +7,7 @@ For floating-point tensors only shape, strides and dtype are.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class Outline:
 
     @classmethod
     def of(cls, cut: CutBatch) -> Outline:
-        """The outline of these microbatches."""
+        """Return the outline of these microbatches."""
         tensors = (leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor))
         device = next((tensor.device.type for tensor in tensors), "cpu")
         whole = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
@@ -53,12 +53,12 @@ class Outline:
 
     @classmethod
     def of_example(cls, example: Example) -> Outline:
-        """The outline of a batch that is not cut yet."""
+        """Return the outline of a batch that is not cut yet."""
         device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
         return cls((map_tensors(_without_values, example),), device, ())
 
     def fill(self, device: torch.device | None = None) -> list[Example]:
-        """The examples to record from, on `device` (None: the type of device that they came from).
+        """Return the examples to record from, on `device` (None: the type of device that they came from).
 
         Floating-point tensors have memory, but arbitrary values.
         """
@@ -73,7 +73,7 @@ class Outline:
         return ", ".join(f"{input_path(path)} {list(leaf.shape)}" for leaf, path in pairs if isinstance(leaf, Tensor))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is sent to other ranks. Raises ArgumentError if something cannot be sent."""
+        """Return what is sent to other ranks. Raise ArgumentError if something cannot be sent."""
         for flat in map(flatten, self.examples):
             for leaf, path in zip(flat.leaves, flat.paths, strict=True):
                 try:
@@ -93,7 +93,7 @@ class SingleRowError(PartitionError):
 
 @contextmanager
 def explaining_cut(outline: Outline) -> Iterator[None]:
-    """Wraps a recording of microbatches: an error of the model's own tells how the batch was cut.
+    """Wrap a recording of microbatches: an error of the model's own tells how the batch was cut.
 
     Raises:
         SingleRowError: batch norm gets a single row.
@@ -106,12 +106,15 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         cause = error.__cause__ or error
         if isinstance(cause, PenstockError) or not sizes:
             raise
+        args, _ = outline.examples[0]
+        if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], Mapping):
+            error.add_note("penstock: if args is a pair of positional and keyword inputs, pass them as args and kwargs")
         error.add_note(
             f"penstock: recorded for a batch of {counted(rows, 'row')} in {pieces}; the first got "
             f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "
             "batch_dims=, or None for what goes whole to each microbatch. A tensor for the whole batch that is no "
             "input (a default argument, a buffer) is not cut: pass it as an input. Cut what no dimension describes, "
-            "such as a list of pictures, with a function: split="
+            "such as a list of pictures, with a function: split_fn="
         )
         if ONE_VALUE not in str(error) or min(sizes) > 1:
             raise

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Receive(torch.autograd.Function):
 
 
 def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
+    """Return a value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
 
     `anchor` is any tensor that requires a gradient: it makes autograd record the value.
     """
@@ -71,7 +71,7 @@ _receive: Callable[[Tensor, list[Tensor], list[Tensor]], Tensor] = super(torch.a
 
 
 def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """One backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use too.
+    """Run one backward from all of a stage's roots: its loss or outputs, and the inputs that later stages use too.
 
     An input that is a root gets its later consumers' gradient before this stage's own terms are added, which is the
     order in which autograd adds them in the unsplit model.
@@ -84,7 +84,7 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Turns autocast off for part of a backward, in a step that runs under it."""
+    """Turn autocast off for part of a backward, in a step that runs under it."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOTHING
 
 
@@ -105,16 +105,23 @@ def computes_apart(device: torch.device) -> bool:
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
-    """The factor for each microbatch's loss: its weight over the sum of all weights, ascending by microbatch."""
+    """Return the factor for each microbatch's loss: its weight over the sum of all weights, ascending by microbatch."""
     total = sum(weights) if total is None else total
     return [weight / total for weight in weights]
 
 
 def own(tensor: Tensor) -> Tensor:
-    """A copy in its own aligned allocation, with the same strides (a slice of a batch has neither)."""
+    """Copy a tensor into its own aligned allocation, with the same strides (a slice of a batch has neither)."""
     if is_dense(tensor.shape, tensor.stride()):
         return tensor.detach().clone()
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
+
+
+def own_parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
+    """`own` for each of the parts into which a tensor's first dimension is cut; None unless all of them are dense."""
+    (_, *rest), stride = tensor.shape, tensor.stride()
+    dense = all(is_dense((size, *rest), stride) for size in {*sizes})
+    return [part.clone() for part in torch.split(tensor.detach(), list(sizes))] if dense else None
 
 
 class Own(torch.autograd.Function):
@@ -143,7 +150,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """The layout of `tensor`."""
+        """Return the layout of `tensor`."""
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
@@ -163,27 +170,25 @@ class Buffer(NamedTuple):
 
 
 def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
-    """The tensors without their graphs, with any conjugation or negation that torch has put off carried out. Empties
-    `values`: whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=` or
-    scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
+    """The tensors without their graphs, in the same list, with any conjugation or negation that torch has put off
+    carried out. Whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=`
+    or scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
     """
     nodes = [None if value is None else value.grad_fn for value in values]
-    values.reverse()
-    given = [_settled(values.pop()) for _ in nodes]
-    for index, (value, node) in enumerate(zip(given, nodes, strict=True)):
+    for index in range(len(values)):  # all first: a view that still has its graph holds its base's memory
+        if values[index] is not None:  # `enumerate` would hold on to the tensor, and so would `detach`
+            values[index] = values[index].data.resolve_conj().resolve_neg()  # type: ignore[union-attr]
+    for index, node in enumerate(nodes):
+        value = values[index]
         if value is None or (held := holders(value, node)) == 1:
             continue
-        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in given):
-            given[index] = copy_as(Layout.of(value), value)
-    return given
-
-
-def _settled(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.data.resolve_conj().resolve_neg()  # `detach` would hold on to the tensor
+        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in values):
+            values[index] = copy_as(Layout.of(value), value)
+    return values
 
 
 def pack(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it if it is dense."""
+    """Return the elements of `tensor` as a 1-D contiguous tensor in storage order; a view of it if it is dense."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     if is_dense(shape, stride):
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -215,14 +220,15 @@ def allocate(layout: Layout, device: torch.device, *, pinned: bool = False) -> B
 
 
 def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A tensor on another's memory, yet not a view of it: autograd refuses to update views that `Receive` returns."""
+    """Return a tensor on another's memory, yet not a view of it: autograd refuses to update views that `Receive`
+    returns."""
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, shape, stride
     )
 
 
 def flat_bytes(layout: Layout) -> int:
-    """The bytes sent for a tensor of this layout: the size of what `pack` returns."""
+    """Return the bytes sent for a tensor of this layout: the size of what `pack` returns."""
     shape, stride = layout.shape, layout.stride
     if not is_dense(shape, stride):
         narrow = _narrow(shape, stride)
@@ -231,7 +237,7 @@ def flat_bytes(layout: Layout) -> int:
 
 
 def unpack(buffer: Buffer) -> Tensor:
-    """The tensor in a buffer whose `flat` has been filled."""
+    """Return the tensor in a buffer whose `flat` has been filled."""
     if buffer.packed:
         target = _unexpanded(buffer.tensor)
         target.copy_(buffer.flat.view(target.shape))
@@ -241,12 +247,15 @@ def unpack(buffer: Buffer) -> Tensor:
 def copy_as(
     layout: Layout, tensor: Tensor, device: torch.device | None = None, *, non_blocking: bool = False
 ) -> Tensor:
-    """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
+    """Copy `tensor` into fresh memory with this layout, on `device` (default: where it is)."""
     device = tensor.device if device is None else device
     shape, stride, dtype, misalignment, _ = layout
     if not misalignment and tensor.stride() == stride and tensor.shape == shape and is_dense(shape, stride):
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if type(tensor) is Tensor and tensor.device == device and tensor.dtype is dtype:
+            return tensor.clone()
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return made.copy_(tensor.detach(), non_blocking=non_blocking)
+        return made.copy_(tensor, non_blocking=non_blocking)
     buffer = allocate(layout, device)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)
@@ -294,3 +303,51 @@ def _numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         numel *= size
     return numel
+
+
+class Saved(Protocol):
+    """A tensor that waits for backward, wherever it is."""
+
+    def get(self) -> Tensor:
+        """Return the tensor, on its device. Raise RuntimeError, as autograd does, if it was updated in place since."""
+
+
+class Keeper(Protocol):
+    """Keeps what a forward saves for backward, instead of autograd."""
+
+    @property
+    def pack(self) -> Callable[[Tensor], Any]:
+        """The hook that is given what autograd saves."""
+
+    def save(self, tensor: Tensor) -> Saved:
+        """Keep what W needs."""
+
+
+class SavedTensor(NamedTuple):
+    """A tensor without its graph, in the same memory, so that whatever it was computed from can be freed.
+
+    Attributes:
+        version: autograd's count of in-place updates of the tensor.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedTensor:
+        """Save the tensor as it is now."""
+        return cls(tensor.detach(), tensor._version)
+
+    def get(self) -> Tensor:
+        """Return the tensor. Raise RuntimeError, as autograd does, if it was updated in place since."""
+        check_unchanged(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+def check_unchanged(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
+    """Raise RuntimeError, as autograd does, if a tensor that backward needs has another version than it had."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(shape)} that is needed for a gradient has been modified by an inplace operation: "
+            f"it is at version {tensor._version}; expected version {version}"
+        )

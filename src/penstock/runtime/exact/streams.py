@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of some integers (splitmix64's finalizer, applied word by word)."""
+    """Return a 64-bit hash of some integers (splitmix64's finalizer, applied word by word)."""
     state = 0
     for word in words:
         state = (state + word + 0x9E3779B97F4A7C15) & _MASK
@@ -36,7 +36,7 @@ def mix(*words: int) -> int:
 
 
 def key_of(name: str) -> int:
-    """A 64-bit hash of a name that is the same in every process (`hash` is not)."""
+    """Return a 64-bit hash of a name that is the same in every process (`hash` is not)."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -70,14 +70,14 @@ class Streams:
         self._hooked: set[int] = set()
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts a hook on each module that draws, unless it already has one."""
+        """Put a hook on each module that draws, unless it already has one."""
         for name, module in modules.items():
             if id(module) not in self._hooked:
                 self._hooked.add(id(module))
                 self._handles.append(module.register_forward_pre_hook(Hook(partial(self._entering, name))))
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -85,7 +85,7 @@ class Streams:
 
     @contextmanager
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
-        """Wraps a step: draws come from these streams. Restores the user's generators afterwards."""
+        """Wrap a step: draws come from these streams. Restores the user's generators afterwards."""
         # Always includes the CPU's: checkpointing restores that one, whatever the device.
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()
@@ -100,7 +100,7 @@ class Streams:
                 generator.set_state(state)
 
     def begin(self, microbatch: int, offsets: Mapping[str, int], *, stage: int = 0, again: bool = False) -> None:
-        """Starts a microbatch on a stage.
+        """Start a microbatch on a stage.
 
         Args:
             offsets: how often each module was called on earlier stages, if at all.
@@ -113,11 +113,11 @@ class Streams:
             self._seed(mix(self._base, _ENTRY, stage))
 
     def begin_loss(self, microbatch: int, *, foreign: bool = True) -> None:
-        """Sets the stream of a loss function, which may draw. `foreign`: also as Python and numpy do."""
+        """Set the stream of a loss function, which may draw. `foreign`: also as Python and numpy do."""
         self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS), foreign=foreign)
 
     def enter(self, name: str) -> None:
-        """Sets the stream of the next call of `name`."""
+        """Set the stream of the next call of `name`."""
         if self._base is None:
             return
         # Checkpointing restores the generator's state: its seed tells which of a module's calls runs again.
@@ -136,7 +136,7 @@ class Streams:
         return self._generators[0].initial_seed()
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Counts calls that a branch left out, so later calls of the same modules draw what they otherwise would."""
+        """Count calls that a branch left out, so later calls of the same modules draw what they otherwise would."""
         for name, count in calls.items():
             self._calls[name] = self._calls.get(name, 0) + count
 

@@ -1,4 +1,5 @@
-"""Records when actions ran, on the clock that all processes of a machine share, without delaying anything; and memory.
+"""Records when actions ran, on the clock that all processes of a machine share, without delaying anything; memory; and
+how far a device has come, so that the watchdog can name the action it is at (`Progress`).
 
 A GPU lags behind the process that gives it work, so marks are events that are queued with the work, and all are read at
 once after the step. Waiting for the whole device at each mark would also wait for receives that are only posted, on
@@ -8,6 +9,7 @@ NCCL's own streams: two ranks that each posted one would wait for each other.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -15,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.distributed.failure import OUTSIDE, Behind, Position
 from penstock.distributed.host_clock import now_ns
-from penstock.runtime.execute.progress import has_events
+from penstock.distributed.watchdog import Watchdog
 from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
 from penstock.schedule import Action
 
@@ -28,6 +31,10 @@ Marks = tuple[Action, Any, Any, Any]
 
 _ANCHORS = 3
 
+KEPT = 1024
+"""How many events `Progress` has. They are used again in turn: a host is never further ahead, since a device's queue
+holds about as many entries, and an action adds several."""
+
 
 class Clock(Protocol):
     """Marks times in one rank's work."""
@@ -36,17 +43,17 @@ class Clock(Protocol):
         """Called before the first mark of a step."""
 
     def mark(self) -> Any:
-        """Marks the moment at which the work given so far is done, without waiting for it."""
+        """Mark the moment at which the work given so far is done, without waiting for it."""
 
     def read(self, row: Sequence[Marks]) -> list[Moment]:
-        """What the marks of a step say. Called once, at its end, and waits until the work is done."""
+        """Convert the marks of a step to times. Call this once, at its end; it waits until the work is done."""
 
 
 class HostClock:
     """The clock of a rank that computes on the CPU: its work is done when the call returns."""
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def mark(self) -> int:
         return now_ns()
@@ -87,7 +94,7 @@ class StreamClock:
         return event
 
     def message(self, action: Action, way: tuple[int, int]) -> Begun:
-        """Marks the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
+        """Mark the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
         if way not in self._streams:
             self._streams[way] = self._module.Stream(self._device)
         stream = self._streams[way]
@@ -120,7 +127,7 @@ class StreamClock:
         return moments
 
     def _anchor(self) -> tuple[Any, int]:
-        """A mark after all others, and when it was on the host's clock.
+        """Return a mark after all others, and when it was on the host's clock.
 
         The first waits for the step's work. The host may lose its processor between a mark and its own clock, so this
         is the mark of which the host can tell best.
@@ -136,8 +143,16 @@ class StreamClock:
         return mark, then
 
 
+def has_events(device: torch.device) -> bool:
+    """Whether work on this device is queued in streams, and recorded by events."""
+    if device.type in ("cpu", "meta"):
+        return False
+    module = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream", "device"))
+
+
 def clock_of(device: torch.device) -> Clock:
-    """The clock for a rank's work on this device."""
+    """Return the clock for a rank's work on this device."""
     return StreamClock(device) if has_events(device) else HostClock()
 
 
@@ -149,7 +164,7 @@ of an action is what that action leaves, however far the device is behind. Askin
 
 
 def counter(device: torch.device) -> Counter | None:
-    """The counter of a device; None if nothing tells, as on the CPU."""
+    """Return the memory counter of a device; None if there is none, as on the CPU."""
     if device.type in ("cpu", "meta"):
         return None
     count: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
@@ -157,7 +172,7 @@ def counter(device: torch.device) -> Counter | None:
 
 
 def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
-    """The same moments on another clock, which is ahead by so much."""
+    """Return the same moments on another clock, which is ahead by this much."""
     if not nanoseconds:
         return row
     return [(action, *(at + nanoseconds for at in times)) for action, *times in row]  # type: ignore[misc]
@@ -165,7 +180,7 @@ def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
 
 @contextmanager
 def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Clock]) -> Iterator[None]:
-    """Wraps a timed step: clocks that can tell when messages traveled are told of each.
+    """Wrap a timed step: clocks that can tell when messages traveled are told of each.
 
     Where torch is told to block in every wait, that would wait for the message itself.
 
@@ -187,3 +202,62 @@ def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Cl
     finally:
         for transport, _ in noted:
             transport.observer = None
+
+
+class Progress:
+    """Passes a rank's positions on to its watchdog, and marks where each ended in the work of its device.
+
+    The host runs ahead of an accelerator: by the time that one hangs in `1F2`, its host may wait for the loss, or for a
+    place in the device's queue. So whenever the host passes on from one position to the next, it records an event on
+    the stream that its work went to; the device has passed that position once the event is complete.
+
+    The main thread sets `position`; the watchdog's thread calls `behind`.
+    """
+
+    def __init__(self, device: torch.device, watchdog: Watchdog) -> None:
+        self._device, self._watchdog = device, watchdog
+        self._module: Any = torch.get_device_module(device)
+        self._events = [self._module.Event() for _ in range(KEPT)]
+        self._positions = [OUTSIDE] * KEPT
+        self._marked = self._passed = 0
+        self._seen: Behind | None = None
+        watchdog.device = self.behind
+
+    @property
+    def position(self) -> Position:
+        """Where the host is."""
+        return self._watchdog.position
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        place = self._marked % KEPT
+        self._positions[place] = self._watchdog.position
+        self._events[place].record(self._module.current_stream(self._device))
+        self._marked += 1
+        self._watchdog.position = position
+
+    def behind(self) -> Behind | None:
+        """Return where the device is, if it has not passed the last mark. Never wait for it.
+
+        If the device has failed, as all calls then say, the answer is the last one from before.
+        """
+        marked = self._marked
+        first = max(self._passed, marked - KEPT + 1)
+        if first < marked:
+            try:
+                with self._module.device(self._device):  # a thread's first call would make a context on device 0
+                    first = bisect_left(range(marked), True, first, marked, key=self._is_ahead)
+            except RuntimeError:
+                return self._seen
+        if self._marked - first >= KEPT:  # meanwhile the host has used this mark again
+            return self._seen
+        self._passed = first
+        self._seen = None
+        if first < marked:
+            finished = self._positions[(first - 1) % KEPT].action if first else ""
+            self._seen = Behind(self._positions[first % KEPT], finished)
+        return self._seen
+
+    def _is_ahead(self, mark: int) -> bool:
+        """Whether the device has yet to pass a mark."""
+        return not self._events[mark % KEPT].query()

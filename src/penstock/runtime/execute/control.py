@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.compat import default_store
-from penstock._base.errors import PipelineFailure
+from penstock._base.errors import RankFailedError
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.failure import OUTSIDE, Failure, Position
 from penstock.distributed.failure_detector import Patience
@@ -65,7 +65,7 @@ class Control:
         self.line = tuple(number for number in world.numbers if number != world.number)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
         if world.rank is None:
-            self.watchdog = Watchdog.connect(0, 1)
+            self.watchdog = Watchdog()
             return
         place = place_of(default_store(), world.everyone)
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
@@ -77,7 +77,7 @@ class Control:
                 said = self.gather((device.type, backend), "its backend")
             with self.agreed():
                 check_alike([said[number] for number in world.numbers])
-                self.groups.check()
+                (group_options or GroupOptions()).check(backend)
             with self.waiting_for("process groups", self.others):
                 self.groups.open(late=is_accelerator(device))
             if is_accelerator(device):
@@ -85,7 +85,7 @@ class Control:
                 self.staging = self._departures if backend == "gloo" else None
 
     def give_all(self, value: T) -> T:
-        """Returns the first process's object on every process of the mesh."""
+        """Return the first process's object on every process of the mesh."""
         if self.groups is None:
             return value
         return self._given(value, self.groups["everyone"], 0, self.others if self.world.is_first else (0,))
@@ -96,13 +96,13 @@ class Control:
         return self.watchdog.failure is not None
 
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all processes that run the same stages the first one's values, in place."""
+        """Give all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
             with self.waiting_for("equal parameters", self.world.partners):
                 copy_from_first(tensors, self.groups["column"], self.staging)
 
     def give(self, value: T, source_rank: int = 0) -> T:
-        """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
+        """Return one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
         peers = self.line if self.world.rank == source_rank else (self.world.numbers[source_rank],)
@@ -114,26 +114,26 @@ class Control:
             dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
 
-    def bring(self, buffer: Tensor, source_rank: int, target_ranks: Sequence[int]) -> None:
-        """Copies a CPU tensor, in place, from one rank to others. Exactly these ranks call it."""
+    def bring(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
+        """Return one rank's object on some others. Exactly these ranks call it."""
         if self.groups is None:
-            return
-        group, here = self.groups["control"], self.world.rank
+            return value
+        group, here, box = self.groups["control"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
         waited = targets if here == source_rank else [source_rank]
         with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in waited)):
             if here != source_rank:
-                dist.recv(buffer, group=group, group_src=source_rank)
-            else:
-                for target in targets:
-                    dist.send(buffer, group=group, group_dst=target)
+                dist.recv_object_list(box, group=group, group_src=source_rank)
+            for target in targets if here == source_rank else ():
+                dist.send_object_list(box, group=group, group_dst=target)
+        return box[0]
 
     @property
     def sends_late(self) -> bool:
         return self._departures is not None
 
     def broadcast_sum(self, value: Tensor) -> Arriving:
-        """Starts to sum a small CPU tensor, in place, over all processes."""
+        """Start to sum a small CPU tensor, in place, over all processes."""
         assert self.groups is not None
         self._keep_few()
         return self._kept(all_reduce([value], self.groups["everyone"]), self.others)
@@ -141,7 +141,7 @@ class Control:
     def send_late(
         self, terms: Message, start: Callable[[Groups, Message], Pending], peers: tuple[int, ...]
     ) -> Arriving:
-        """Sends a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
+        """Send a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
         on the host.
 
         Args:
@@ -154,7 +154,7 @@ class Control:
         return self._kept(Departed(self._departures, terms, partial(start, self.groups)), peers)
 
     def end_losses(self) -> None:
-        """Waits for the losses that are under way."""
+        """Wait for the losses that are under way."""
         while self._losses:
             self._losses.popleft()()
 
@@ -168,7 +168,7 @@ class Control:
 
     @contextmanager
     def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Wraps work that every process does by itself in the same way: if one refuses, all raise, once all are done.
+        """Wrap work that every process does by itself in the same way: if one refuses, all raise, once all are done.
 
         Otherwise a process that is ahead would report its refusal while another, about to refuse the same, seems to
         wait for it and ends as if the run had failed. Nothing inside may wait for another process, unless a process
@@ -179,7 +179,7 @@ class Control:
 
         Raises:
             kind: what was raised inside.
-            PipelineFailure: only other processes raised; it has the first one's message.
+            RankFailedError: only other processes raised; it has the first one's message.
         """
         if self.groups is None:
             yield
@@ -195,25 +195,25 @@ class Control:
         if first is None:
             return
         if own is None:
-            raise PipelineFailure(f"rank {self.world.number} stops: {first}")
+            raise RankFailedError(f"rank {self.world.number} stops: {first}")
         own.add_note(f"penstock: on rank {self.world.number}")
         raise own
 
     @contextmanager
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Wraps a wait outside a program: the watchdog knows of it, and an error names the first cause."""
+        """Wrap a wait outside a program: the watchdog knows of it, and an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(what, peers)
         with self.reporting((RuntimeError, OSError)):
             yield
         self.watchdog.position = before
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Wraps a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
+        """Wrap a wait for all other ranks outside a step: if one is lost, this rank says so and end."""
         return self.waiting_for(what, self.others)
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Wraps this rank's own work, which may be inside a wait: ranks that wait meanwhile name this rank."""
+        """Wrap this rank's own work, which may be inside a wait: ranks that wait meanwhile name this rank."""
         if self.world.is_local:
             yield
             return
@@ -229,7 +229,7 @@ class Control:
         return None if self.groups is None else self.groups["everyone"]
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        """Returns every process's object on all of them. Every process calls it.
+        """Return every process's object on all of them. Every process calls it.
 
         Args:
             what: what a process that waits says it waits for.
@@ -257,7 +257,7 @@ class Control:
         *,
         close: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """Wraps this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
+        """Wrap this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
 
         Args:
             close: called before that, to release what is held.
@@ -273,7 +273,7 @@ class Control:
             raise cause from None  # the cause is on another rank; its effect on this one would only hide it
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
+        """Tell the others that this rank raised, unless they know; return the error to raise: the first cause."""
         position = self.watchdog.position
         mine = Failure.of(self.world.number, position.action or None, error)
         # Most likely a neighbor left. But outside a wait it may just as well be the model's own error.
@@ -281,16 +281,16 @@ class Control:
         self.watchdog.raised(None if is_doubtful else mine)
         if self._agreed:
             return error
-        if isinstance(error, PipelineFailure) or self.world.is_local:
+        if isinstance(error, RankFailedError) or self.world.is_local:
             self.watchdog.position = OUTSIDE
-            if position.action and not isinstance(error, PipelineFailure):
+            if position.action and not isinstance(error, RankFailedError):
                 error.add_note(f"penstock: in action {position.action}")
             return error
         if is_doubtful:
             if self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS) is not None:
                 try:
                     self.watchdog.check()
-                except PipelineFailure as failure:
+                except RankFailedError as failure:
                     return failure
                 return error
             self.watchdog.raised(mine)
@@ -304,7 +304,7 @@ class Control:
         return error
 
     def close(self) -> None:
-        """Ends the watchdog and releases the process groups."""
+        """End the watchdog and releases the process groups."""
         if self.groups is not None and not self.failed:
             with self.waiting("close"):  # NCCL may wait for the other ranks
                 self.groups.close()

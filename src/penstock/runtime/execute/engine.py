@@ -21,7 +21,16 @@ from penstock.distributed.failure_detector import Patience
 from penstock.distributed.groups import GroupOptions
 from penstock.distributed.world import World, is_accelerator
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.clock import Marks, Moment, clock_of, counter, noting_messages, shifted
+from penstock.runtime.execute.clock import (
+    Marks,
+    Moment,
+    Progress,
+    clock_of,
+    counter,
+    has_events,
+    noting_messages,
+    shifted,
+)
 from penstock.runtime.execute.control import Arriving, Control
 from penstock.runtime.execute.program import (
     BoundAction,
@@ -33,17 +42,15 @@ from penstock.runtime.execute.program import (
     run_actions,
     run_timed,
 )
-from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.transport_choice import STAGES_NOTHING, TransportChoice, staged_note, transport_of
-from penstock.runtime.features.context import Binding
+from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.ties import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
+from penstock.runtime.gradients.sums import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
 from penstock.runtime.kinds import Kinds, all_uses, distinct
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.routes import between_ranks
+from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
 
@@ -139,7 +146,7 @@ class Engine:
         return next((device for device in devices if is_accelerator(device)), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
-        """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
+        """Make the copies of tied parameters equal, and prepares to reduce their gradients."""
         for index, group in enumerate(groups):
             if self.control.groups is not None:
                 with self.control.waiting("process groups"):
@@ -156,7 +163,7 @@ class Engine:
                     act(reducer)
 
     def bind(self, binding: Binding) -> BoundSchedule:
-        """Binds a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
+        """Bind a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
         stages = all_uses(partitions)
         with self.agreed_at_first():
@@ -208,7 +215,8 @@ class Engine:
         return nullcontext() if self._bound else self.control.agreed()
 
     def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
-        """The actions of all programs: for one rank, its row; for several, an order that respects dependencies."""
+        """Yield the actions of all programs: for one rank, its row; for several, an order that respects
+        dependencies."""
         if not self.world.is_local:
             for program in programs.values():
                 yield from program.actions
@@ -218,20 +226,20 @@ class Engine:
             yield next(rows[rank])
 
     def release(self, bound: BoundSchedule) -> None:
-        """Releases what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
+        """Release what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
         for transport in self.transports.values():
             transport.release(bound.number)
 
     def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
-        """The averages of gradients over the replicas, by stage of this process."""
+        """Return the averages of gradients over the replicas, by stage of this process."""
         if self.replicas is None:
             return {}
         tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
         return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, kinds: Kinds) -> None:
-        """Checks before the first message that all ranks split the same model in the same way. Which microbatches are
-        of which kind, and schedules bound later, concern only their own pipeline."""
+        """Check before the first message that all ranks split the same model in the same way. Which microbatches are of
+        which kind, and schedules bound later, concern only their own pipeline."""
         if self.control.groups is None:
             return
         mine = tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in (str(schedule), kinds))
@@ -249,7 +257,7 @@ class Engine:
             )
 
     def _pair(self, placement: Placement, kinds: Kinds) -> None:
-        """Makes the groups of pairs of ranks, for forwards and backwards alike, where each way is to have its own.
+        """Make the groups of pairs of ranks, for forwards and backwards alike, where each way is to have its own.
 
         Replicas bind later programs independently, so what only those exchange stays in the groups of all ranks.
         """
@@ -259,7 +267,7 @@ class Engine:
                 groups.pair(between_ranks(kinds.metas, placement))
 
     def _connect(self, schedule: Schedule) -> None:
-        """Connects the pairs of ranks that exchange messages, in the same order on all ranks, so none waits forever.
+        """Connect the pairs of ranks that exchange messages, in the same order on all ranks, so none waits forever.
 
         In the middle of a schedule, a pair's first message might hold up a rank that others wait for.
         """
@@ -274,10 +282,10 @@ class Engine:
                         self.transports[rank].connect(source, target)
 
     def run_step(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
-        """Runs one step of a bound schedule. If `timed`, returns what each of this process's ranks did and when.
+        """Run one step of a bound schedule. If `timed`, returns what each of this process's ranks did and when.
 
         Raises:
-            PipelineFailure: another rank failed.
+            RankFailedError: another rank failed.
             Exception: whatever the model or the loss raised, with a note that names the rank and the action.
         """
         devices = tuple({self.devices[rank] for rank in self.ranks})
@@ -298,7 +306,7 @@ class Engine:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Wraps a step: if it raises, none of its work is left pending, and autocast is what it was: a recorded forward
+        """Wrap a step: if it raises, none of its work is left pending, and autocast is what it was: a recorded forward
         that raises cannot leave the autocast that it entered."""
         before = {kind: torch.is_autocast_enabled(kind) for kind in autocast_kinds()}
         try:
@@ -311,7 +319,7 @@ class Engine:
             raise
 
     def _begin(self, bound: BoundSchedule, feed: Feed) -> None:
-        """Runs before a step's first action."""
+        """Run before a step's first action."""
         refuse_hooks(bound.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
@@ -325,7 +333,7 @@ class Engine:
             reducer.set_aside()
 
     def _end(self, bound: BoundSchedule) -> None:
-        """Runs after a step's last action: waits for sums, and until everything sent has arrived."""
+        """Run after a step's last action: waits for sums, and until everything sent has arrived."""
         for reducer in self._reducers_of(bound):
             self._watched.position = reducer.position
             reducer.finish()
@@ -337,13 +345,12 @@ class Engine:
         self._watched.position = OUTSIDE
 
     def _reducers_of(self, bound: BoundSchedule) -> list[TieReducer]:
-        """The reducers that sum tied gradients in a step of this bound schedule."""
+        """Return the reducers that sum tied gradients in a step of this bound schedule."""
         return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
-        """Returns one rank's numbers on every rank of the pipeline, each of which passes as many. That rank does not
-        wait for the others.
-        """
+        """Return one rank's numbers on every rank of the pipeline, each of which passes as many. That rank does not
+        wait for the others."""
         if self.control.groups is None:
             return list(numbers)
         buffer = torch.tensor(numbers, dtype=torch.float64)
@@ -353,21 +360,22 @@ class Engine:
         return [int(number) for number in buffer.tolist()]
 
     def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Arriving:
-        """Starts to copy a small CPU tensor from one rank to all, in place."""
+        """Start to copy a small CPU tensor from one rank to all, in place."""
         source = () if source_rank in self.ranks else (self.world.numbers[source_rank],)
         with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
         return Arriving(self.control, what, source, pending)
 
     def _close_at_exit(self) -> None:
-        """What was sent must arrive even if a script does not call `close`. If it raised, the others are told."""
+        """Close the engine: what was sent must arrive even if a script does not call `close`. If it raised, tell the
+        others."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not self.control.failed:
             self.control.fail(error)
         self.close()
 
     def close(self) -> None:
-        """Ends the watchdog, removes hooks, and releases the process groups."""
+        """End the watchdog, remove hooks, and releases the process groups."""
         self.held = {}
         atexit.unregister(self._close_at_exit)
         self.streams.close()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,14 @@ from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
-from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Feature, Start, calls, contexts, within
+from penstock.runtime.features.feature import Binding, Feature, StageContext, Start, calls, contexts, within
+from penstock.runtime.gradients.distribution import Sharded
 from penstock.runtime.gradients.replicas import Average
-from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.gradients.sums import TieReducer
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
 from penstock.schedule import Action, Op
-
-if TYPE_CHECKING:
-    from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class BoundAction:
 
 
 def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
-    """Runs actions in order."""
+    """Run actions in order."""
     for each in actions:
         if each.wait is None:
             watched.position = each.running
@@ -69,7 +66,7 @@ def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
 def run_timed(
     actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock], counters: Mapping[int, Counter]
 ) -> tuple[dict[int, list[Marks]], dict[int, list[int]]]:
-    """Runs actions in order. Returns, by rank, marks of when each action waited and ran, and what its device then had
+    """Run actions in order. Return, by rank, marks of when each action waited and ran, and what its device then had
     allocated.
 
     Args:
@@ -169,7 +166,7 @@ class Program:
         self.actions = with_neighbors(actions, {index: stage.features for index, stage in self.stages.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
-        """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
+        """Give a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
         start = Start(reduces, feed.loss_scale)
         for index, stage in self.stages.items():
             stage.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
@@ -211,12 +208,12 @@ class Program:
         return BoundAction(rank, action, wait, work, waiting, running)
 
     def _peers(self, routes: Sequence[Route]) -> tuple[int, ...]:
-        """The numbers of the other ranks at the ends of these routes."""
+        """Return the numbers of the other ranks at the ends of these routes."""
         return tuple(sorted({self._numbers[self._placement.rank_of[one.stage]] for one in routes if one.remote}))
 
 
 def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
-    """The first computation after a gather, which waits for the parameters too."""
+    """Return the first computation after a gather, which waits for the parameters too."""
     receive, work, waiting = bound.wait, bound.work, bound.waiting
 
     def wait() -> Any:
@@ -230,7 +227,8 @@ def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]
 
 
 def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Sequence[Feature]]) -> list[BoundAction]:
-    """A row in which each computation's features are called around its neighbors (`Feature.upcoming`, `Feature.past`).
+    """Return a row in which each computation's features are called around its neighbors (`Feature.upcoming`,
+    `Feature.past`).
 
     Args:
         actions: of one rank, in order.
@@ -247,7 +245,7 @@ def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Sequen
 def _between(
     first: Sequence[Callable[[], None]], bound: BoundAction, last: Sequence[Callable[[], None]]
 ) -> BoundAction:
-    """An action with calls before and after its work."""
+    """Return an action with calls before and after its work."""
 
     def accompanied(*ready: Any) -> None:
         for call in first:
@@ -260,7 +258,7 @@ def _between(
 
 
 def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[BoundAction]:
-    """One rank's row, whose actions make its device the current one, in a process that drives several ranks.
+    """Return one rank's row, whose actions make its device the current one, in a process that drives several ranks.
 
     Tensors say where they are, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
     """
@@ -271,13 +269,14 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
 
 
 def within_context(each: BoundAction, context: Callable[[str], AbstractContextManager[Any]]) -> BoundAction:
-    """An action whose wait and work each run in what `context` returns for its text, such as `2F3` and `2F3 waits`."""
+    """Return an action whose wait and work each run in what `context` returns for its text, such as `2F3` and `2F3
+    waits`."""
     wait = None if each.wait is None else within(partial(context, f"{each.action} waits"), each.wait)
     return replace(each, wait=wait, work=within(partial(context, str(each.action)), each.work))
 
 
 def model_inputs(meta: StageMeta) -> list[int]:
-    """The positions of the model's own inputs among a stage's inputs, in order."""
+    """Return the positions of the model's own inputs among a stage's inputs, in order."""
     return [position for position, i in enumerate(meta.inputs) if i.source == MODEL_INPUT]
 
 
@@ -291,5 +290,5 @@ def is_profiling() -> bool:
 
 
 def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
-    """The actions, each wrapped in its ranges."""
+    """Return the actions, each wrapped in its ranges."""
     return [within_context(each, lambda text: profiler.record_function(f"penstock {text}")) for each in actions]

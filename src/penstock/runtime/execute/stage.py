@@ -7,13 +7,13 @@ needs for that. Values and gradients are dropped as soon as they are passed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock._base.compat import gradient_edge
@@ -21,14 +21,23 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
 from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.features.context import MakeFeature, StageContext
-from penstock.runtime.features.feature import NOTHING, Forward, Rerun, Start, calls, contexts, within
+from penstock.runtime.features.feature import (
+    NOTHING,
+    Forward,
+    MakeFeature,
+    Rerun,
+    StageContext,
+    Start,
+    calls,
+    contexts,
+    within,
+)
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.registry import FEATURES, own_feature
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import no_gradient
-from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.split_backward.backward import SplitBackward, weight_uses_of
 from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
 from penstock.schedule import Op
 
@@ -96,7 +105,7 @@ class BoundStage:
         self.batch_gradients: dict[tuple[int, int], Tensor] = {}
 
     def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
-        """Takes a step's inputs, and drops anything left by a step that raised."""
+        """Take a step's inputs, and drop anything left by a step that raised."""
         for left in (self.batch, self.batch_gradients, self._saved, self._kept, self._mail):
             left.clear()
         self.batch.update(enumerate(batch))
@@ -106,23 +115,23 @@ class BoundStage:
             feature.begin_step(start)
 
     def routes(self, microbatch: int) -> Routes:
-        """Where a microbatch's values and gradients come from and go to."""
+        """Return where a microbatch's values and gradients come from and go to."""
         return self._kinds[microbatch].routes
 
     def await_inputs(self, microbatch: int) -> Callable[[], list[Any]]:
-        """Waits for everything that a microbatch's forward needs."""
+        """Wait for everything that a microbatch's forward needs."""
         kind = self._kinds[microbatch]
         return _awaiting(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
 
     def await_grads(self, microbatch: int) -> Callable[[], Values]:
-        """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
+        """Wait for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         kind, head, kept = self._kinds[microbatch], self._context.head, self._kept
         if head is None:
             return _awaiting(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
         return lambda: [] if microbatch in kept else [head.seed(microbatch)]
 
     def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
-        """Runs the stage, keeps what backward starts from, and passes the outputs on."""
+        """Run the stage, keep what backward starts from, and pass the outputs on."""
         run, keeping, kept = self._run(microbatch), calls(self.features, "keep", microbatch), self._kept
         if not keeping:
             return run
@@ -143,7 +152,7 @@ class BoundStage:
         return forward_or_keep
 
     def _run(self, microbatch: int, *, drops: bool = False, again: bool = False) -> Callable[[list[Any]], None]:
-        """Runs the stage's code, and the loss if there is one. Empties the inputs.
+        """Run the stage's code, and the loss if there is one. Empties the inputs.
 
         Args:
             drops: whether backward starts from a later run. Only that one computes the loss, which may count or write
@@ -162,7 +171,7 @@ class BoundStage:
         begin = self._beginning(microbatch, stage=index)
         head, saved = None if drops else stage.head, self._saved if stage.training and not drops else None
         learn = None if split is None or (drops and stage.head is not None) else split.learn
-        pass_on = None if again else self._passing_on(microbatch, kind.routes.values_out)
+        pass_on = None if again else self._passing_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
         if pass_on is None and head is not None:
             pass_on = partial(head.keep, microbatch)
 
@@ -195,37 +204,38 @@ class BoundStage:
         return run_forward
 
     def _beginning(self, microbatch: int, **options: Any) -> Callable[[], None] | None:
-        """Sets the random streams, if anything draws."""
+        """Set the random streams, if anything draws."""
         streams = self._context.streams
         if streams is None:
             return None
         return partial(streams.begin, microbatch, self._context.draw_offsets(microbatch), **options)
 
-    def _passing_on(self, microbatch: int, routes: Sequence[Route]) -> Callable[[Values], None] | None:
-        """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
+    def _passing_on(self, microbatch: int, routes: Sequence[Route], count: int) -> Callable[[Values], None] | None:
+        """Pass `count` values on to stages of this rank, and keep the rest until the schedule sends them."""
         keep = self._mail.__setitem__
-        ways = [
-            (route.positions, partial(keep, (route.stage, microbatch)))
-            if route.remote
-            else (route.positions, partial(route.channel.send, microbatch))
+        puts: list[Callable[[Values], None]] = [
+            partial(keep, (route.stage, microbatch)) if route.remote else partial(route.channel.send, microbatch)
             for route in routes
         ]
+        if [route.positions for route in routes] == [(*range(count),)]:
+            (put_all,) = puts
+            return lambda values: put_all(exact.handed_on(values))
 
         def pass_on(values: Values) -> None:
             given = exact.handed_on(values)
-            for positions, put in ways:
-                put([None if position is None else given[position] for position in positions])
+            for route, put in zip(routes, puts, strict=True):
+                put([None if position is None else given[position] for position in route.positions])
 
-        return pass_on if ways else None
+        return pass_on if puts else None
 
     def backward(self, microbatch: int) -> Callable[[Values], None]:
-        """Runs B or I, and passes the gradients of the inputs on."""
+        """Run B or I, and pass the gradients of the inputs on."""
         index, kind, head = self.index, self._kinds[microbatch], self._context.head
         saved, kept, given, inputs = self._saved, self._kept, kind.given, len(kind.meta.inputs)
         enter, begin = contexts(self.features, "backward", microbatch), self._beginning(microbatch, again=True)
         again = self._again(microbatch) if calls(self.features, "keep", microbatch) else None
         autograd = self._autograd(microbatch)
-        pass_on = self._passing_on(microbatch, kind.routes.grads_out)
+        pass_on = self._passing_on(microbatch, kind.routes.grads_out, inputs)
 
         def run_backward(grads: Values) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -251,7 +261,7 @@ class BoundStage:
         return run_backward
 
     def _again(self, microbatch: int) -> Callable[[], None]:
-        """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
+        """Run a forward again on the same inputs to get its graph, and drop what was kept for that."""
         run, kept = self._run(microbatch, again=True), self._kept
 
         def run_again() -> None:
@@ -262,7 +272,7 @@ class BoundStage:
         return run_again
 
     def _autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
-        """Runs backward from the roots that have a gradient. Empties the gradients."""
+        """Run backward from the roots that have a gradient. Empties the gradients."""
         run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._split[microbatch]
         if split is not None:
             run = within(partial(split.input_gradients, microbatch), run)
@@ -276,7 +286,7 @@ class BoundStage:
         return autograd
 
     def weight_backward(self, microbatch: int) -> Callable[[], None]:
-        """Runs W: the part of a microbatch's backward that the I part put off."""
+        """Run W: the part of a microbatch's backward that the I part put off."""
         split, index = self._split[microbatch], self.index
         assert split is not None
         run = within(contexts(self.features, "weights", microbatch), partial(split.weight_gradients, microbatch))
@@ -288,7 +298,7 @@ class BoundStage:
         return run_weights
 
     def send(self, microbatch: int, route: Route) -> Callable[[], None]:
-        """Sends the outputs of a microbatch, or the gradients of its inputs, to a stage on another rank."""
+        """Send the outputs of a microbatch, or the gradients of its inputs, to a stage on another rank."""
         send, take, key = route.channel.send, self._mail.pop, (route.stage, microbatch)
         return lambda: send(microbatch, take(key))
 
@@ -304,7 +314,7 @@ class BoundStage:
         return [None]
 
     def _look_at(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
-        """Raises PartitionError for outputs that other stages could not take."""
+        """Raise PartitionError for outputs that other stages could not take."""
         if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
             names = ", ".join(value.name for value in kind.meta.outputs)
             raise PartitionError(
@@ -323,7 +333,7 @@ class BoundStage:
         return PartitionError(
             f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
             "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
-            "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
+            "block before it leaves its parameters out by chance, take all such blocks apart with split_inside=[...]; "
             "if for some inputs, move the cut behind one that never does (cuts=[...])"
         )
 
@@ -331,7 +341,7 @@ class BoundStage:
 def _awaiting(
     microbatch: int, routes: Sequence[Route], count: int, batch: dict[int, Mapping[int, Tensor]]
 ) -> Callable[[], list[Any]]:
-    """Waits for what other stages send, and takes a microbatch's part of the batch, if there is any."""
+    """Wait for what other stages send, and take a microbatch's part of the batch, if there is any."""
     ways = [(route.positions, route.channel.receive) for route in routes]
 
     def await_values() -> list[Any]:
@@ -349,7 +359,7 @@ def _awaiting(
 
 
 def _function(stage: StageContext, microbatch: int) -> Forward:
-    """What runs the stage's code for a microbatch (the same function, unless sizes or kinds differ)."""
+    """Return what runs the stage's code for a microbatch (the same function, unless sizes or kinds differ)."""
     one = stage.stages[microbatch]
     run: Forward = one.module.forward
     for feature in stage.made:
@@ -358,14 +368,14 @@ def _function(stage: StageContext, microbatch: int) -> Forward:
 
 
 def _splits(stage: StageContext) -> list[SplitBackward | None]:
-    """What runs the split backward of each microbatch; None for one that is not split.
+    """Return what runs the split backward of each microbatch; None for one that is not split.
 
     Microbatches that use the stage's weights differently have one each, which learns from the first of them what can
     wait for W.
     """
     split = {*stage.microbatches(Op.I)}
     partitions = stage.binding.partitions
-    uses = {id(each): _weight_uses(each.stages[stage.index].module) for each in distinct(partitions)}
+    uses = {id(each): weight_uses_of(each.stages[stage.index].module) for each in distinct(partitions)}
     ways = [(kind, uses[id(each)]) for kind, each in zip(stage.binding.kinds.of, partitions, strict=True)]
     first = {way: microbatch for microbatch, way in reversed([*enumerate(ways)]) if microbatch in split}
     own = {way: _split(stage, microbatch, alike=len({*ways}) == 1) for way, microbatch in first.items()}
@@ -381,23 +391,4 @@ def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
         in_order=in_order and alike,
         keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
         compiled=stage.binding.compile is not None,
-    )
-
-
-def _weight_uses(module: nn.Module) -> Hashable:
-    """Return a key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their
-    plain arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
-    if not isinstance(module, fx.GraphModule):
-        return type(module).__qualname__
-    weights = dict(module.named_parameters(remove_duplicate=False))
-    units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
-    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
-
-    def plain(argument: fx.Node) -> Any:
-        return held.get(argument, "")
-
-    return tuple(
-        (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
-        for node in module.graph.nodes
-        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
     )

@@ -38,7 +38,7 @@ uses `torch.distributed`; "staged" is "auto" by way of the host's memory; a fact
 def transport_of(
     choice: TransportChoice, rank: int, device: torch.device, control: Control, groups: Groups
 ) -> Transport:
-    """This rank's side of the transport that all ranks chose. Every rank calls it.
+    """Return this rank's side of the transport that all ranks chose. Every rank calls it.
 
     Raises:
         ArgumentError: they did not choose the same one, their factory made something else, or two of them compute on
@@ -76,7 +76,7 @@ STAGES_NOTHING = (
 
 
 def staged_note(choice: TransportChoice, device: torch.device) -> str:
-    """What users should know of a staged transport."""
+    """Return the note for users on a staged transport."""
     why = "since transport='staged' was given"
     if choice != "staged":
         why = (
@@ -88,7 +88,7 @@ def staged_note(choice: TransportChoice, device: torch.device) -> str:
 
 
 def _name_of(choice: TransportChoice) -> str:
-    """A name that all ranks can compare; for a factory, the name of its code."""
+    """Return a name that all ranks can compare; for a factory, the name of its code."""
     if isinstance(choice, str):
         return repr(choice)
     function = named(choice)
@@ -96,7 +96,7 @@ def _name_of(choice: TransportChoice) -> str:
 
 
 def _check_same(names: Sequence[str], here: int) -> None:
-    """Raises ArgumentError if one rank has a factory and another something else."""
+    """Raise ArgumentError if one rank has a factory and another something else."""
     own = names[here]
     other = next((rank for rank, name in enumerate(names) if name != own), None)
     if other is None or {own, names[other]} <= {repr(name) for name in get_args(TransportName)}:
@@ -107,7 +107,8 @@ def _check_same(names: Sequence[str], here: int) -> None:
 
 
 def accelerator_of(device: torch.device) -> str:
-    """What tells an accelerator from all others, even if each process sees only its own, as number 0; "" for a CPU."""
+    """Return what tells an accelerator from all others, even if each process sees only its own, as number 0; "" for a
+    CPU."""
     if not is_accelerator(device):
         return ""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -116,7 +117,7 @@ def accelerator_of(device: torch.device) -> str:
 
 
 def check_apart(accelerators: Sequence[str]) -> None:
-    """Raises ArgumentError if two ranks compute on one accelerator, unless NCCL is told to allow it."""
+    """Raise ArgumentError if two ranks compute on one accelerator, unless NCCL is told to allow it."""
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
     sharing = {where: [r for r, other in enumerate(accelerators) if other == where] for where in accelerators if where}
@@ -131,7 +132,7 @@ def check_apart(accelerators: Sequence[str]) -> None:
 
 
 def check_queues(ranks: int) -> None:
-    """Raises ArgumentError if messages share queues with computation (Megatron-LM: CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+    """Raise ArgumentError if messages share queues with computation (Megatron-LM: CUDA_DEVICE_MAX_CONNECTIONS=1)."""
     given, needed = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), 1 + 2 * min(ranks - 1, 2)
     if given.isdecimal() and int(given) < needed:
         raise ArgumentError(
@@ -141,7 +142,7 @@ def check_queues(ranks: int) -> None:
 
 
 def _made(factory: TransportFactory, rank: int, device: torch.device, control: Control) -> PointToPoint:
-    """The transport that a factory makes for this rank; closed if another rank's is refused."""
+    """Return the transport that a factory makes for this rank; close it if another rank's is refused."""
     world = control.world
 
     def gather(value: Any) -> list[Any]:

@@ -18,8 +18,7 @@ from torch import Tensor, fx, nn
 from penstock._base.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock._base.errors import ArgumentError
 from penstock.partition.stages.stage import enter_autocast, leave_autocast
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Forward
+from penstock.runtime.features.feature import Feature, Forward, StageContext
 from penstock.runtime.front_end import Stage
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from penstock.schedule import Action, Op, Schedule
@@ -29,7 +28,7 @@ Compile = bool | Mapping[str, Any]
 
 
 def arguments_of(compile: Compile) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` for a stage; None if stages are not compiled.
+    """Return the arguments of `torch.compile` for a stage; None if stages are not compiled.
 
     Raises:
         ArgumentError: neither a bool nor a dict, or something that cannot work in a pipeline.
@@ -61,7 +60,7 @@ def _refuse_graphs(arguments: Mapping[str, Any], given: str) -> None:
 
 
 def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage]) -> Compile:
-    """What `compile=` asks for; if it asks for nothing, how the model compiled itself, or a module that was opened."""
+    """Return the value of `compile=`; if that is off, how the model compiled itself, or a module that was opened."""
     if compile is not False:
         return compile
     whole = {id(module) for stage in stages for module in stage.module.modules()}
@@ -73,13 +72,14 @@ def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage
 
 
 def arguments_for(compile: Compile, schedule: Schedule) -> dict[str, Any] | None:
-    """The arguments of `torch.compile` for a stage of a schedule: if that splits backwards, the backend does, too."""
+    """Return the arguments of `torch.compile` for a stage of a schedule: if that splits backwards, the backend does,
+    too."""
     arguments = arguments_of(compile)
     return arguments if arguments is None or not _splits(schedule) else _configured(arguments, SplittingBackend)
 
 
 def _configured(arguments: dict[str, Any], wrap: Callable[[_Configured], Any]) -> dict[str, Any]:
-    """The same arguments of `torch.compile` with a backend of our own around theirs."""
+    """Return the same arguments of `torch.compile` with a backend of our own around theirs."""
     backend, mode = arguments.pop("backend", "inductor"), arguments.pop("mode", None)
     options = arguments.pop("options", None)
     compiler = _Configured(backend, _given(backend, mode, options, arguments.get("dynamic")))
@@ -94,14 +94,14 @@ class _Configured:
     arguments: Mapping[str, Any] = field(hash=False)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles a graph."""
+        """Compile a graph."""
         compiler = backend_named(self.backend) if isinstance(self.backend, str) else self.backend
         compiled: Callable[..., Any] = compiler(module, examples, **self.arguments)
         return compiled
 
 
 def _given(backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
-    """What `torch.compile` would give a backend besides the graph."""
+    """Return what `torch.compile` would pass to a backend besides the graph."""
     if backend != "inductor":
         given = {"mode": mode if mode != "default" else None, "options": options}
         return {key: value for key, value in given.items() if value}
@@ -121,7 +121,7 @@ def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
 
 
 def notes_of(compile: Compile, *, draws: bool, blocks: bool = False) -> tuple[str, ...]:
-    """What the user should know about a compiled pipeline.
+    """Return the notes for users on a compiled pipeline.
 
     Args:
         draws: whether the model draws random numbers.
@@ -141,7 +141,7 @@ def notes_of(compile: Compile, *, draws: bool, blocks: bool = False) -> tuple[st
 
 
 def whole_notes(stages: Sequence[int]) -> tuple[str, ...]:
-    """What the user should know about compiled stages in which W has nothing to do."""
+    """Return the notes for users on compiled stages in which W has nothing to do."""
     return tuple(
         f"stage {stage}: W does nothing (split_share is 0), since no weight gradient can be taken out of its compiled "
         "code: weights are used other than in products, or a forward is compiled in its class"
@@ -158,7 +158,8 @@ class Compiled(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Compiled | None:
-        """If `compile=` asks for it, or the model. Raises ArgumentError if another choice excludes it."""
+        """Build the feature if `compile=` or the model asks for it. Raise ArgumentError if another choice excludes
+        it."""
         arguments = stage.binding.compile
         if arguments is None:
             blocks = [module for module in stage.modules() if compiled(module)]
@@ -181,7 +182,7 @@ class Compiled(Feature):
         self._arguments = arguments
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The stage's module, compiled once, and again for hooks that come or go."""
+        """Return the stage's module, compiled once, and again for hooks that come or go."""
         if self._arguments is not None and not compiled(stage.module):
             if isinstance(stage.module, fx.GraphModule):
                 _keep_outside(stage.module)
@@ -197,9 +198,8 @@ class Compiled(Feature):
 
 
 def _compile_again(block: nn.Module, schedule: Schedule) -> None:
-    """Compiles a block that the model compiled itself, as `compile=` compiles stages: if the schedule splits backwards,
-    or if there are hooks in the block, which code that was compiled before would not call.
-    """
+    """Compile a block that the model compiled itself, as `compile=` compiles stages: if the schedule splits backwards,
+    or if there are hooks in the block, which code that was compiled before would not call."""
     found, splits = compiled(block), _splits(schedule)
     assert found is not None
     _refuse_graphs(found.arguments, f"torch.compile(...) of a block, {type(block).__name__},")
@@ -212,7 +212,7 @@ def _compile_again(block: nn.Module, schedule: Schedule) -> None:
 
 
 def _keep_outside(module: fx.GraphModule) -> None:
-    """Lets Python enter and leave autocast, whose state the compiler loses in between."""
+    """Let Python enter and leave autocast, whose state the compiler loses in between."""
     nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
     for node in nodes:
         node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
@@ -235,7 +235,7 @@ class OwnGradients(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> OwnGradients | None:
-        """If anything in the stage is compiled."""
+        """Build the feature if anything in the stage is compiled."""
         compiled = stage.binding.compile is not None or any_compiled(stage.modules())
         return cls(stage.recorded.parameters.values()) if stage.training and compiled else None
 

@@ -17,8 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from penstock._base.errors import NonFiniteError
 from penstock._base.trees import flatten
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Forward, Start, recorded_code
+from penstock.runtime.features.feature import Feature, Forward, StageContext, Start, recorded_code
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import LossHead
@@ -38,7 +37,7 @@ class FiniteStage(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> FiniteStage | None:
-        """If `check_finite=True` asks for it."""
+        """Build the feature if `check_finite=True` asks for it."""
         wanted = stage.training and stage.binding.check_finite
         return cls(stage.number, stage.binding.partitions, stage.recorded, stage.head) if wanted else None
 
@@ -57,12 +56,12 @@ class FiniteStage(Feature):
         self._looks_at_gradients = True
 
     def begin_step(self, start: Start) -> None:
-        """Leaves infinite gradients to the scaler in a step with a scaled loss."""
+        """Leave infinite gradients to the scaler in a step with a scaled loss."""
         self._looks_at_gradients = start.loss_scale == 1.0
         self._last = None
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The stage's forward, run call by call."""
+        """Return the stage's forward, run call by call."""
         module = recorded_code(stage, "check_finite=True")
 
         def forward(*args: Any) -> Sequence[Tensor]:
@@ -90,7 +89,8 @@ class FiniteStage(Feature):
             self._check_backward(action)
 
     def _note(self, found: list[str], where: str, gradient: Tensor | None) -> None:
-        """A hook on a gradient, which torch calls with None for a part of a `chunk` that the loss does not use."""
+        """Check a gradient in a hook, which torch calls with None for a part of a `chunk` that the loss does not
+        use."""
         if self._looks_at_gradients and gradient is not None and kind_of(gradient):
             found.append(where)
 
@@ -162,7 +162,7 @@ class _Watching(fx.Interpreter):
             with_hook.remove()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one call."""
+        """Run one call."""
         self._inside = {}
         result = super().run_node(n)
         if n.op != "output":
@@ -170,7 +170,7 @@ class _Watching(fx.Interpreter):
         return result
 
     def made_by(self, kind: str) -> str:
-        """The call that made the bad results: its result is bad, and none of its arguments are."""
+        """Return the call that made the bad results: its result is bad, and none of its arguments are."""
         output = next(node for node in self.graph.nodes if node.op == "output")
         bad = self._bad(output, kind)
         if not bad:
@@ -202,7 +202,7 @@ class _Watching(fx.Interpreter):
 
 
 def _place(node: fx.Node) -> str:
-    """Describes a node of a stage: a module, or a call with its line and the module that contains it."""
+    """Describe a node of a stage: a module, or a call with its line and the module that contains it."""
     scope, line = node.meta.get("where", ("", ""))
     if node.op == "placeholder":
         return f"what comes in as {node.name!r}"

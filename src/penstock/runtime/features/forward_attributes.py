@@ -17,8 +17,7 @@ from typing import Any
 from torch import nn
 
 from penstock.partition.source import OF_TORCH
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.schedule import Op
 
 MISSING = object()
@@ -50,7 +49,8 @@ class ForwardAttributes(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> ForwardAttributes | None:
-        """In training, also under `compile=`: wherever the compiler breaks its graph, Python runs each time."""
+        """Build the feature in training, also under `compile=`: wherever the compiler breaks its graph, Python runs
+        each time."""
         return cls(stage.modules(), stage.microbatches(Op.W)) if stage.training else None
 
     def __init__(self, modules: Iterable[nn.Module], splits: Iterable[int] = ()) -> None:
@@ -63,12 +63,12 @@ class ForwardAttributes(Feature):
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised."""
+        """Drop anything left by a step that raised."""
         self._kept.clear()
         self._is_first, self._learning = self._latest < 0, True
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Wraps a forward: keeps what it sets."""
+        """Wrap a forward: keeps what it sets."""
         return self._keeping(microbatch) if self._learning or self._known else NOTHING
 
     @contextmanager
@@ -86,7 +86,7 @@ class ForwardAttributes(Feature):
         self._learning = self._is_first
 
     def _set_since(self, before: Sequence[dict[str, Any]]) -> Iterator[tuple[Attribute, Any]]:
-        """The attributes that have been set, each with its previous value."""
+        """Yield the attributes that have been set, each with its previous value."""
         for position, was in enumerate(before):
             now = self._modules[position]
             if now.keys() == was.keys() and all(map(is_, now.values(), was.values())):
@@ -96,16 +96,16 @@ class ForwardAttributes(Feature):
                     yield (position, name), was.get(name, MISSING)
 
     def backward(self, microbatch: int) -> Context:
-        """Wraps a backward: restores what its forward set."""
+        """Wrap a backward: restores what its forward set."""
         return self._restoring(microbatch, ends=microbatch not in self._splits) if self._known else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Wraps W, in which hooks on the gradients of parameters run: restores what the I part left."""
+        """Wrap W, in which hooks on the gradients of parameters run: restores what the I part left."""
         return self._restoring(microbatch, ends=True) if self._known else NOTHING
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
-        """Wraps the stage's forward when it runs again within a backward: restores what it found the first time."""
+        """Wrap the stage's forward when it runs again within a backward: restores what it found the first time."""
         if microbatch in self._kept:
             self._put(self._kept[microbatch].before)
         yield

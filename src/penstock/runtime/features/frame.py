@@ -1,24 +1,25 @@
 """The frames that `parallelize` is applied to: each stage as a module that holds the model's own modules by name.
 
 A stage is recorded anew for each signature of its inputs and modes, but sharded only once. So its code runs inside a
-permanent frame: hooks on the frame (such as those of `fully_shard`) run, and the code finds its parameters there.
+permanent frame: hooks on the frame (such as those of `fully_shard`) run, and the code finds its parameters there. A
+stage that is sharded reduces its gradients in its last backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from penstock._base.compat import reduction_dtype
 from penstock._base.errors import ArgumentError
-from penstock._base.gradients import gradient_dtype
-from penstock.runtime.features.feature import recorded_code
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Forward, StageContext, Start, recorded_code
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import is_distributed, parallelized_by
+from penstock.runtime.gradients.distribution import Sharded, is_sharded, parallelized_by
+from penstock.schedule import Op
 
 Parallelize = Callable[[nn.Module], nn.Module | None]
 """Called with each stage of this process, to shard it in place."""
@@ -36,10 +37,10 @@ class Frame(nn.Module):
 
     def forward(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
         outputs = run(*args)
-        return [_not_a_view(output) for output in outputs] if isinstance(self, FSDPModule) else outputs
+        return [_not_a_view(output) for output in outputs] if is_sharded(self) else outputs
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes the code of another recording of this stage use the frame's parameters."""
+        """Make the code of another recording of this stage use the frame's parameters."""
         assert isinstance(module, fx.GraphModule)
         for node in module.graph.nodes:
             if node.op != "get_attr":
@@ -53,75 +54,6 @@ class Frame(nn.Module):
 def _not_a_view(output: Tensor) -> Tensor:
     """`fully_shard` puts a hook on each output, and an update in place, in a loss say, would take it off a view."""
     return output.clone() if output._base is not None and output.requires_grad else output
-
-
-class Sharded:
-    """The parts of one stage that `fully_shard` was applied to, controlled by a schedule.
-
-    `unshard` starts to gather parameters, `wait` waits for them, and `reshard` frees them. Gradients stay whole until
-    the stage's last backward, which runs within `reducing`, however often the parameters are freed in between. All of
-    this uses FSDP's public API, as its documentation requires with microbatches.
-    """
-
-    def __init__(self, frame: nn.Module) -> None:
-        self.frame = frame
-        self._parts = [module for module in frame.modules() if isinstance(module, FSDPModule)]
-        self._arriving: list[UnshardHandle] = []
-        self._whole = {id(p) for p in frame.parameters() if not is_distributed(p)}
-        self._widened = False
-        for part in self._parts:
-            part.set_reshard_after_forward(False, recurse=False)
-        self._reduce(False)
-
-    def unshard(self) -> None:
-        """Starts to gather the parameters."""
-        handles = [part.unshard(async_op=True) for part in self._parts]
-        self._arriving = [handle for handle in handles if handle is not None]
-
-    def wait(self) -> None:
-        """Waits until the parameters are there, before the first computation that uses them."""
-        for handle in self._arriving:
-            handle.wait()
-        self._arriving.clear()
-        if not self._widened:
-            self._widen()
-            self._widened = True
-
-    def _widen(self) -> None:
-        """Lets gradients accumulate in the dtype in which they are reduced, if that is wider than the parameters' own.
-
-        FSDP converts them after each backward. But what several Ws add in between would be summed in the narrow dtype.
-        """
-        dtypes = {p: reduction_dtype(part) for part in self._parts for p in part.parameters()}  # inner parts come last
-        for parameter, dtype in dtypes.items():
-            narrow = dtype is not None and gradient_dtype(parameter).itemsize < dtype.itemsize
-            if narrow and parameter.is_floating_point() and id(parameter) not in self._whole:
-                parameter.grad_dtype = dtype
-
-    def reshard(self) -> None:
-        """Frees the gathered parameters."""
-        self.wait()  # a replica with fewer microbatches may have had no use for them
-        for part in self._parts:
-            part.reshard()
-
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that a forward uses: the whole ones between `wait` and `reshard`."""
-        return dict(self.frame.named_parameters())
-
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Wraps the last backward of a stage, which sums and scatters gradients."""
-        self._reduce(True)
-        try:
-            yield
-        finally:
-            self._reduce(False)
-
-    def _reduce(self, now: bool) -> None:
-        for part in self._parts:
-            part.set_requires_gradient_sync(now, recurse=False)
-            part.set_is_last_backward(now)
-            part.set_reshard_after_backward(False, recurse=False)
 
 
 class Frames:
@@ -146,7 +78,7 @@ class Frames:
         self.sharded = {
             index: Sharded(frame)
             for index, frame in self._by_stage.items()
-            if any(isinstance(module, FSDPModule) for module in frame.modules())
+            if any(is_sharded(module) for module in frame.modules())
         }
 
     def __getitem__(self, stage: int) -> Frame:
@@ -192,7 +124,7 @@ class Frames:
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """Replaces parameters, by identity, even in containers that belong to no stage."""
+    """Replace parameters, by identity, even in containers that belong to no stage."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if id(parameter) in new:
@@ -210,3 +142,51 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
         return root.get_submodule(path)
     except AttributeError:
         return None
+
+
+class Framed(Feature):
+    """Runs the stage's code inside its frame, with the frame's hooks."""
+
+    @classmethod
+    def of(cls, stage: StageContext) -> Framed | None:
+        """Build the feature if `parallelize=` was passed."""
+        return cls() if any(each.frame is not None for each in stage.stages) else None
+
+    def forward_of(self, run: Forward, stage: Stage) -> Forward:
+        """Return the frame's forward."""
+        return run if stage.frame is None else partial(stage.frame, run)
+
+
+class Reduced(Feature):
+    """Reduces the gradients of a sharded stage in its last backward.
+
+    Args:
+        last: the microbatch of that backward; None: there is none.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> Reduced | None:
+        """Build the feature in training, if `fully_shard` was applied."""
+        if not stage.training or stage.sharded is None:
+            return None
+        backwards = stage.microbatches(Op.B, Op.I)
+        return cls(stage.sharded, backwards[-1] if backwards else None)
+
+    def __init__(self, sharded: Sharded, last: int | None) -> None:
+        self._sharded = sharded
+        self._last = last
+        self._reduces = True
+
+    def begin_step(self, start: Start) -> None:
+        """Note whether this step reduces. Not every step does; see `Pipeline.no_sync`."""
+        self._reduces = start.reduces
+
+    def code(self, microbatch: int) -> Context:
+        """Clear autocast's cache: a weight that was cast for an earlier microbatch would get its gradient after the
+        reduction, since in backward what was made first comes last."""
+        torch.clear_autocast_cache()
+        return NOTHING
+
+    def autograd(self, microbatch: int) -> Context:
+        """Reduce within the last backward."""
+        return self._sharded.reducing() if self._reduces and microbatch == self._last else NOTHING

@@ -29,10 +29,9 @@ from penstock._base.compat import WeakStorage, storage_of
 from penstock._base.errors import ArgumentError
 from penstock._base.words import in_ranges
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Saved, SavedTensor, check_unchanged
+from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.compiled import any_compiled
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.feature import Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.activations import NEAR, Trips, trips
@@ -47,14 +46,14 @@ class Lanes:
         self._out, self._back = self._module.Stream(device), self._module.Stream(device)
 
     def send(self, flat: Tensor, host: Tensor) -> Any:
-        """Copies to the host what the work given so far computes. Returns the event of the copy's end."""
+        """Copy to the host what the work given so far computes. Return the event of the copy's end."""
         self._out.wait_stream(self._computing())
         with self._module.stream(self._out):
             host.copy_(flat, non_blocking=True)
             return self._out.record_event()
 
     def fetch(self, host: Tensor, flat: Tensor, sent: Any) -> Any:
-        """Copies back after `sent`, into memory that is unused after the work given so far. Returns the end's event."""
+        """Copy back after `sent`, into memory that is unused after the work given so far. Return the end's event."""
         self._back.wait_event(sent)
         self._back.wait_stream(self._computing())
         with self._module.stream(self._back):
@@ -62,7 +61,7 @@ class Lanes:
             return self._back.record_event()
 
     def wait(self, event: Any) -> None:
-        """Lets the device's computation wait for a copy, and the host for nothing."""
+        """Let the device's computation wait for a copy, and the host for nothing."""
         self._computing().wait_event(event)
 
     def abandon(self, flat: Tensor) -> None:
@@ -75,7 +74,7 @@ class Lanes:
 
 @cache
 def lanes_of(device: torch.device) -> Lanes | None:
-    """The lanes of a device, for all stages on it; None for the host itself, where copies are made at once."""
+    """Return the lanes of a device, for all stages on it; None for the host itself, where copies are made at once."""
     return None if device.type in ("cpu", "meta") else Lanes(device)
 
 
@@ -112,16 +111,16 @@ class Away:
         self.drop()
 
     def wait_until_sent(self) -> None:
-        """Lets the device's computation wait for the copy to the host, and for all earlier ones."""
+        """Let the device's computation wait for the copy to the host, and for all earlier ones."""
         if self._lanes is not None:
             self._lanes.wait(self._sent)
 
     def free(self) -> None:
-        """Lets go of the memory from which it was copied."""
+        """Let go of the memory from which it was copied."""
         self._source = None
 
     def bring(self) -> None:
-        """Starts the copy back."""
+        """Start the copy back."""
         if self._buffer is not None:
             return
         self._buffer = exact.allocate(self._layout, self._device)
@@ -131,7 +130,7 @@ class Away:
             self._fetched = self._lanes.fetch(self._host, self._buffer.flat, self._sent)
 
     def arrived(self) -> Tensor:
-        """The tensor, on its device."""
+        """Return the tensor, on its device."""
         self.bring()
         assert self._buffer is not None
         if self._lanes is not None:
@@ -142,16 +141,15 @@ class Away:
         return self._found
 
     def get(self) -> Tensor:
-        """The tensor, on its device. Raises RuntimeError, as autograd does, if it was updated in place since, there or
-        after it came back.
-        """
+        """Return the tensor, on its device. Raise RuntimeError, as autograd does, if it was updated in place since,
+        there or after it came back."""
         check_unchanged(self._witness, self._version, self._layout.shape)
         found = self.arrived()
         check_unchanged(found, self._found_version, self._layout.shape)
         return found
 
     def drop(self) -> None:
-        """Lets go of the memory on the device. The tensor may be brought again."""
+        """Let go of the memory on the device. The tensor may be brought again."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and self._lanes is not None and self._found is None:
             self._lanes.abandon(buffer.flat)
@@ -159,7 +157,7 @@ class Away:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor that shares the count of updates, and no memory."""
+    """Return a tensor that shares the count of updates, and no memory."""
     witness = tensor.detach()
     witness.data = _empty(tensor.device)
     return witness
@@ -187,7 +185,7 @@ class Offload(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Offload | None:
-        """If `offload=` asks for it. Raises ArgumentError if something in the stage excludes it."""
+        """Build the feature if `offload=` asks for it. Raise ArgumentError if something in the stage excludes it."""
         if not stage.training or not stage.offload:
             return None
         if any(isinstance(part, nn.RReLU) and part.training for part in stage.modules()):
@@ -224,7 +222,7 @@ class Offload(Feature):
             self.pack = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised."""
+        """Drop anything left by a step that raised."""
         for microbatch in list(self._leaving):
             self._free(microbatch)
         self._for_backward.clear()
@@ -233,7 +231,7 @@ class Offload(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Wraps a forward: sends what it saves to the host, unless its graph is dropped."""
+        """Wrap a forward: sends what it saves to the host, unless its graph is dropped."""
         if runs_again or microbatch not in self._trips.any:
             yield
             return
@@ -262,7 +260,7 @@ class Offload(Feature):
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
-        """Wraps a backward. What it shares with a W that comes much later is fetched once more for that."""
+        """Wrap a backward. What it shares with a W that comes much later is fetched once more for that."""
         self._for_backward.pop(microbatch, None)
         yield
         if microbatch in self._trips.twice:
@@ -271,7 +269,7 @@ class Offload(Feature):
 
     @contextmanager
     def weights(self, microbatch: int) -> Iterator[None]:
-        """Wraps a W."""
+        """Wrap a W."""
         self._for_weights.pop(microbatch, None)
         yield
 
@@ -281,7 +279,7 @@ class Offload(Feature):
         return self._send_once(tensor, self._microbatch, self._for_backward)
 
     def save(self, tensor: Tensor) -> Saved:
-        """Takes what W needs of a forward, or of one that runs again just before it."""
+        """Take what W needs of a forward, or of one that runs again just before it."""
         if self._microbatch not in self._trips.for_weights or self._stays_here(tensor):
             return SavedTensor.of(tensor)
         return self._send_once(tensor, self._microbatch, self._for_weights)
@@ -291,11 +289,11 @@ class Offload(Feature):
         return microbatch in self._trips.for_backward and self._can_go(tensor)
 
     def send(self, tensor: Tensor, microbatch: int) -> Away:
-        """Sends a tensor to the host until the backward of a microbatch."""
+        """Send a tensor to the host until the backward of a microbatch."""
         return self._send(tensor, microbatch, self._for_backward)
 
     def _send_once(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> Away:
-        """The same, unless the running forward has sent it before: several calls may save one tensor."""
+        """Send a tensor unless the running forward has sent it before: several calls may save one tensor."""
         layout = (tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         key = (storage_of(tensor), tensor._version, *layout)
         known = self._sent.get(key)
@@ -345,7 +343,7 @@ def _unpack(saved: Saved) -> Tensor:
 
 
 def _bring(refs: Sequence[weakref.ref[Away]]) -> None:
-    """Starts to fetch all of them, the last first: backward needs them in this order."""
+    """Start to fetch all of them, the last first: backward needs them in this order."""
     with torch.no_grad():
         for away in reversed(list(_alive(refs))):
             away.bring()
@@ -359,7 +357,7 @@ def _alive(refs: Iterable[weakref.ref[Away]]) -> Iterator[Away]:
 
 
 def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> list[str]:
-    """Notes on what offload does not do.
+    """Note on what offload does not do.
 
     Args:
         offload: one per stage of the model.

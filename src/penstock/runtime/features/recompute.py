@@ -1,25 +1,34 @@
-"""Runs a stage's forward again in backward: chooses the microbatches, and keeps what that needs.
+"""Runs forwards again in backward: whole stages, for some microbatches, or every n-th layer of a stage.
 
-The first run is an ordinary one whose graph is dropped, rather than one under `no_grad`, where some modules use other
-kernels, with other bits. The peak is the same, since the second run also builds the graph of one microbatch.
+The first run of a stage is an ordinary one whose graph is dropped, rather than one under `no_grad`, where some modules
+use other kernels, with other bits. The peak is the same, since the second run also builds the graph of one microbatch.
+
+A layer runs again just before its own backward: `torch.utils.checkpoint` reruns it inside the stage's one backward, so
+gradients are added as usual. What that leaves to its callers is done here: buffers are updated once, and inputs that
+are updated in place later are copied first.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
-from penstock._base.errors import PartitionError
+from penstock._base.errors import ArgumentError, PartitionError
 from penstock._base.stages import StageMeta
+from penstock._base.trees import flatten, map_tensors, unflatten
 from penstock._base.words import in_ranges, named
+from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import SavedTensor
-from penstock.runtime.features.context import MakeFeature, Recompute, StageContext
-from penstock.runtime.features.feature import Feature, Rerun
+from penstock.runtime.exact.rules import SavedTensor
+from penstock.runtime.features.feature import Feature, MakeFeature, Recompute, Rerun, StageContext, recorded_code
 from penstock.runtime.features.offload import Away, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
@@ -37,7 +46,7 @@ KEPT_FORWARDS: Mapping[str, Keeping] = {
 
 
 def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
-    """Notes on which forwards run again: one line for all stages that do the same.
+    """Note on which forwards run again: one line for all stages that do the same.
 
     Args:
         policies: one per stage of the model.
@@ -99,7 +108,7 @@ class Buffers:
         ]
 
     def copy(self) -> BufferCopies:
-        """Copies the current buffers. A buffer in several places has one copy."""
+        """Copy the current buffers. A buffer in several places has one copy."""
         found = [part._buffers[name] for part, name in self._places]
         copies = {id(b): exact.copy_as(exact.Layout.of(b), b) for b in found if b is not None}
         return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
@@ -117,8 +126,8 @@ class RecomputedStage(Feature):
 
     @classmethod
     def keeping(cls, kept: Keeping) -> MakeFeature:
-        """A kind of recomputation, for `recompute=`: runs all forwards again but those that `kept` chooses, and those
-        that their backward follows at once."""
+        """Build a kind of recomputation, for `recompute=`: run all forwards again but those that `kept` chooses, and
+        those that their backward follows at once."""
 
         def of(stage: StageContext) -> Feature | None:
             return cls.rerunning(stage, run_again(kept, stage.row, stage.index))
@@ -128,7 +137,7 @@ class RecomputedStage(Feature):
 
     @classmethod
     def rerunning(cls, stage: StageContext, microbatches: Collection[int]) -> Self | None:
-        """Runs these microbatches' forwards again; None if there are none."""
+        """Run these microbatches' forwards again; None if there are none."""
         if not microbatches:
             return None
         changed = [
@@ -158,7 +167,7 @@ class RecomputedStage(Feature):
         return hook != "keep" or at in self._microbatches
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
-        """Keeps the arguments, and the buffers that the forward updates."""
+        """Keep the arguments, and the buffers that the forward updates."""
         kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
         return _Again(kept, self._buffers.copy())
 
@@ -186,7 +195,7 @@ class _Again(NamedTuple):
 
 
 def _given(arg: Any) -> Any:
-    """A kept argument, in the form that the forward takes."""
+    """Return a kept argument, in the form that the forward takes."""
     if not isinstance(arg, (Away, SavedTensor)):
         return arg
     tensor = arg.get()
@@ -196,7 +205,7 @@ def _given(arg: Any) -> Any:
 
 
 def updated_buffers(stage: Stage) -> list[Tensor]:
-    """The buffers that a stage's forward updates, or may update.
+    """Return the buffers that a stage's forward updates, or may update.
 
     Raises:
         PartitionError: it updates a parameter.
@@ -211,6 +220,149 @@ def updated_buffers(stage: Stage) -> list[Tensor]:
 
 
 def overwritten(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:
-    """The positions of a stage's inputs that any stage updates in place: stages of one rank share their memory."""
+    """Return the positions of a stage's inputs that any stage updates in place: stages of one rank share their
+    memory."""
     names = {i.name for stage in stages for i in stage.inputs if i.mutated}
     return [position for position, i in enumerate(meta.inputs) if i.name in names]
+
+
+class RecomputedLayers(Feature):
+    """Runs layers 0, n, 2n, ... of the stage again in backward.
+
+    Args:
+        every: n.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> RecomputedLayers | None:
+        """Build the feature if `recompute=` is a number. Raise ArgumentError if another choice excludes it."""
+        if not stage.training or not isinstance(stage.recompute, int):
+            return None
+        if stage.binding.compile is not None:
+            raise ArgumentError(
+                f"recompute={stage.recompute} runs layers again within the stage's code, whose surroundings torch's "
+                f"compiler loses; with compile= choose recompute={{{stage.index}: 'always'}}, or 'except_last'"
+            )
+        return cls(stage.recompute)
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
+        """Return the stages with such layers; stages that are recorded alike share one."""
+        again = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
+        for stage in again.values():
+            if stage.frame is not None:
+                stage.frame.adopt(stage.module)
+        return [again[id(stage)] for stage in stages]
+
+
+def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
+    """Return the stage's code, with layers 0, n, 2n, ... recomputed in backward.
+
+    A layer is a module with parameters that the code calls as a whole, in the order of the calls.
+
+    Raises:
+        ArgumentError: the stage has parameters, but no layers.
+    """
+    graph = fx.Graph()
+    code = recorded_code(stage, f"recompute={every}")
+    graph.output(graph.graph_copy(code.graph, {}))
+    module = fx.GraphModule(code, graph, code.__class__.__name__)
+    updated = updated_buffers(stage)
+    calls = [node for node in graph.nodes if node.op == "call_module" and _has_parameters(module, node)]
+    if stage.parameters and not calls:
+        raise ArgumentError(
+            f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and "
+            f"so has no layers; choose another policy for it, such as recompute={{{stage.meta.index}: 'always'}}"
+        )
+    refuse_again(stage.meta.index, stage.remembered, {str(node.target) for node in calls[::every]})
+    for number, node in enumerate(calls[::every]):
+        layer = module.get_submodule(str(node.target))
+        node.target = f"recomputed_{number}"
+        copies = node.meta.get(INPUT_OVERWRITTEN, False)
+        again = RunsAgain(layer, Buffers([layer], updated), copies=copies)
+        module.add_submodule(node.target, again)
+    module.recompile()
+    return module
+
+
+class RunsAgain(nn.Module):
+    """A layer that runs again in backward.
+
+    Args:
+        copies: whether to keep copies of its inputs, because they are updated in place before it runs again.
+    """
+
+    def __init__(self, layer: nn.Module, buffers: Buffers, *, copies: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._buffers_of_layer = buffers
+        self._copies = copies
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.layer(*args, **kwargs)
+        call = _Call(self.layer, tuple(kwargs), self._buffers_of_layer.copy())
+        given = (*args, *kwargs.values())
+        flat = flatten(given, empty=True)
+        if not self._copies and _are(flat.leaves, given):  # tensors and plain values
+            return call.checkpointed(given)
+        call.first = given  # objects that the first run may change are passed on unchanged
+        if self._copies:
+            tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
+            call.takes_gradient = [tensor.requires_grad for tensor in tensors]
+            copies = [exact.copy_as(exact.Layout.of(x), x) if isinstance(x, Tensor) else x for x in flat.leaves]
+            flat = flat._replace(leaves=copies)
+        return call.checkpointed(unflatten(flat.leaves, flat.structure))
+
+
+class _Call:
+    """A call of a layer, which `checkpoint` makes twice, or more often if its backward calls autograd itself.
+
+    Attributes:
+        first: the arguments of the first run, if copies are kept for the others.
+        takes_gradient: one per tensor among the arguments, if copies are kept.
+    """
+
+    def __init__(self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies) -> None:
+        self._layer, self._names, self._buffers = layer, names, buffers
+        self.first: Sequence[Any] | None = None
+        self.takes_gradient: Sequence[bool] | None = None
+        self._runs_again = False
+
+    def checkpointed(self, kept: Sequence[Any]) -> Any:
+        """Make the first run, and prepares for running again on what is kept.
+
+        The second run continues to its end, although it has the last activation earlier: then whatever the layer does
+        after that in Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
+        """
+        return checkpoint(self, *kept, use_reentrant=False, early_stop=False)
+
+    def __call__(self, *given: Any) -> Any:
+        runs_again, self._runs_again = self._runs_again, True
+        if self.first is not None:
+            given, self.first = tuple(self.first), None
+        elif self.takes_gradient is not None:
+            flags = iter(self.takes_gradient)
+            given = map_tensors(lambda tensor: received(tensor, next(flags)), given)
+        positional = len(given) - len(self._names)
+        with self._buffers.in_place() if runs_again else nullcontext():
+            return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
+
+
+def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether the leaves are the given values themselves, without containers: a list of one tensor has one leaf too."""
+    return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
+
+
+def received(value: Tensor, takes_gradient: bool) -> Tensor:
+    """Make a kept copy a value of a graph again, which may be updated in place."""
+    if not takes_gradient:
+        return value
+    anchor = torch.empty(0, device=value.device, requires_grad=True)
+    return exact.receive(anchor, value.detach())[0]
+
+
+def _has_parameters(module: nn.Module, node: fx.Node) -> bool:
+    return any(True for _ in module.get_submodule(str(node.target)).parameters())

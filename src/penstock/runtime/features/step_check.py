@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from penstock._base.compat import generator_of
 from penstock._base.errors import PartitionError
-from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.schedule import Action, Op
 
@@ -32,12 +31,11 @@ class StepCheck(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> StepCheck | None:
-        """In training."""
+        """Build the feature in training."""
         return cls(stage) if stage.training else None
 
     def __init__(self, stage: StageContext) -> None:
-        one, norms = stage.stage, stage.binding.norms
-        deferred = {id(buffer) for buffer in norms.buffers()} if norms is not None else set()
+        one, deferred = stage.stage, stage.deferred
         updated = {*one.meta.updated, *one.may_update}
         held: dict[str, Tensor] = {name: p for name, p in one.parameters.items() if not is_distributed(p)}
         held |= {
@@ -54,25 +52,27 @@ class StepCheck(Feature):
         reached = any(i.meta.requires_grad for each in stage.stages for i in each.meta.inputs)
         # Where no input takes a gradient, layer drop may leave a microbatch without a backward: the first may be any.
         self._looks_at = {*own[:1], *own[-1:]} if reached else {*own}
+        self._last = len(self._looks_at)
         self._done = 0
         self._before: dict[str, int] = {}
         self._states: list[tuple[int, bytes]] = []
 
     def begin_step(self, start: Start) -> None:
-        """Notes the versions of what nothing may update until the last backward has ended."""
+        """Note the versions of what nothing may update until the last backward has ended."""
         self._done, self._before = 0, _versions(self._steady)
 
     def applies(self, hook: str, at: int | Action) -> bool:
-        """To the first and the last of the stage's backwards, or to all, if those may not come."""
+        """Whether the hook applies: to the first and the last of the stage's backwards, or to all, if those may not
+        come."""
         return (hook == "weights", at) in self._looks_at
 
     def autograd(self, microbatch: int) -> Context:
-        """Wraps autograd's backward."""
+        """Wrap autograd's backward."""
         self._done += 1
-        return self if self._done in (1, len(self._looks_at)) else NOTHING
+        return self if self._done in (1, self._last) else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Wraps the work that a split backward put off."""
+        """Wrap the work that a split backward put off."""
         return self.autograd(microbatch)
 
     def __enter__(self) -> None:
@@ -83,7 +83,7 @@ class StepCheck(Feature):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises PartitionError also where autograd finds by itself that its tensors have changed."""
+        """Raise PartitionError also where autograd finds by itself that its tensors have changed."""
         if kind is not None and not (isinstance(error, RuntimeError) and "inplace operation" in str(error)):
             return
         for name, tensor in (self._held if self._done == 1 else self._steady).items():

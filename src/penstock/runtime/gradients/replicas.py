@@ -64,12 +64,12 @@ class Average:
             total.set_aside()
 
     def start(self) -> None:
-        """Starts averaging, once the gradients are complete. Does nothing in a step that does not average."""
+        """Start averaging, once the gradients are complete. Does nothing in a step that does not average."""
         for total in self._sums if self._open else ():
             total.start()
 
     def end_step(self) -> None:
-        """Waits for the averages."""
+        """Wait for the averages."""
         self._open = False
         for total in self._sums:
             total.finish()
@@ -95,7 +95,7 @@ class Replicas:
         self._owed: dict[int, nn.Parameter] = {}
 
     def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
-        """The averages of the gradients of this process's stages, by stage.
+        """Return the averages of the gradients of this process's stages, by stage.
 
         Args:
             tied: parameters that other ranks of the pipeline hold too.
@@ -142,7 +142,7 @@ class Replicas:
         copy_from_first(buffers, self._groups["replicas"], self._staging)
 
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
-        """Averages gradients left by steps that did not average, for parameters that this step does not train.
+        """Average gradients left by steps that did not average, for parameters that this step does not train.
 
         They were frozen since then, or this kind of batch does not use them.
         """
@@ -153,7 +153,7 @@ class Replicas:
         average.end_step()
 
     def mean(self, weight: float, *, training: bool, settings: int, watched: Watched) -> float:
-        """The mean of a weight over the replicas. Every replica calls it before every step.
+        """Return the mean of a weight over the replicas. Every replica calls it before every step.
 
         Args:
             settings: a number that stands for everything else that must be the same, small enough for exact sums.
@@ -184,7 +184,7 @@ _ALIKE = (
 
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup, staging: Staging | None) -> None:
-    """Gives every process of the group the first one's values, in place."""
+    """Give every process of the group the first one's values, in place."""
     broadcast = partial(broadcast_from, (0,), group=group)
     copy = broadcast if staging is None else staging.around(broadcast)
     with torch.no_grad():

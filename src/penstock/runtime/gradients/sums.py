@@ -1,16 +1,32 @@
-"""Sums gradients over processes: only the step's own contribution, in flat buffers, while other stages still run."""
+"""Sums gradients over processes: only the step's own contribution, in flat buffers, while other stages still run.
+
+Parameters that several ranks hold (ties) start equal, and exactly those ranks sum their gradients. A group consists of
+the parameters that the same set of stages holds.
+
+Hooks on the gradient of a parameter that several stages hold are refused. In plain torch a hook is called once per
+backward, with the sum over all uses of the parameter, or with what has been accumulated so far. Here each stage has its
+own backward, and so only part of that sum; in bidirectional schedules each copy of a stage accumulates the gradients of
+its own microbatches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock._base.errors import ArgumentError
+from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks
+from penstock._base.errors import ArgumentError, PartitionError
 from penstock._base.gradients import by_gradient_dtype, gradient_dtype, slot_elements
+from penstock._base.stages import ties, ties_across_ranks
+from penstock.distributed.failure import Position
+from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
-from penstock.runtime.transport.protocol import Pending
+from penstock.runtime.transport.protocol import Pending, Transport
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
 """Starts to sum tensors, in place, over some processes, with the same bits on each of them."""
@@ -45,7 +61,7 @@ class GradientSum:
         self._pending: Pending | None = None
 
     def set_aside(self) -> None:
-        """Sets aside what earlier steps accumulated, until `finish`."""
+        """Set aside what earlier steps accumulated, until `finish`."""
         self._before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -53,12 +69,12 @@ class GradientSum:
             self._prepare(members)
 
     def start(self) -> None:
-        """Starts the sum."""
+        """Start the sum."""
         self._buffers = [self._flat(members) for members in by_gradient_dtype(self.parameters).values()]
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
-        """Waits for the sum, if one was started, and adds it to what was set aside."""
+        """Wait for the sum, if one was started, and add it to what was set aside."""
         before = dict(zip(self.parameters, self._before or [None] * len(self.parameters), strict=True))
         if self._pending is not None:
             self._pending.wait()
@@ -72,7 +88,7 @@ class GradientSum:
         self._views.clear()
 
     def _prepare(self, members: Sequence[nn.Parameter]) -> None:
-        """Makes the buffer of the coming step, in which the gradients that the last one had accumulate."""
+        """Make the buffer of the coming step, in which the gradients that the last one had accumulate."""
         had, _ = self._present.get(gradient_dtype(members[0]), ([], None))
         if len(had) != len(members):
             return
@@ -82,14 +98,14 @@ class GradientSum:
                 parameter.grad = self._views[parameter] = view
 
     def _empty(self, members: Sequence[nn.Parameter]) -> Tensor:
-        """A buffer of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
+        """Return a buffer of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
         dtype, size = gradient_dtype(members[0]), sum(_slots(members)) + len(members)
         nothing = complex(-0.0, -0.0) if dtype.is_complex else -0.0
         self._prepared[dtype] = torch.full((size,), nothing, dtype=dtype, device=members[0].device)
         return self._prepared[dtype]
 
     def _own(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of this step."""
+        """Return the gradient of this step."""
         grad = parameter.grad
         is_untouched = grad is not None and grad is self._views.get(parameter) and grad._version == 0
         return None if is_untouched else grad
@@ -115,7 +131,7 @@ class GradientSum:
         return buffer
 
     def _flags(self, members: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
-        """Which gradients are here, as numbers on the device: those of the last step if the same ones are."""
+        """Return which gradients are here, as numbers on the device: those of the last step if the same ones are."""
         present = [self._own(p) is not None for p in members]
         known, like = self._present.get(dtype), local(members[0].detach())
         if known is None or known[0] != present or known[1].device != like.device:
@@ -123,7 +139,7 @@ class GradientSum:
         return known[1]
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter's sum; None if no process has a gradient."""
+        """Yield each parameter's sum; None if no process has a gradient."""
         for members, buffer in zip(by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
             *flat, held = _places(buffer, members)
             here, _ = self._present[buffer.dtype]
@@ -139,13 +155,13 @@ class GradientSum:
 
 
 def _slots(members: Sequence[nn.Parameter]) -> list[int]:
-    """The elements that each gradient takes of a buffer."""
+    """Return the number of elements of each gradient in a buffer."""
     dtype = gradient_dtype(members[0])
     return [slot_elements(local(parameter.detach()).numel(), dtype) for parameter in members]
 
 
 def _places(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-    """Where each gradient is in a buffer, and then the numbers of processes that have them."""
+    """Return where each gradient is in a buffer, and then the numbers of processes that have them."""
     *slots, counts = torch.split(buffer, [*_slots(members), len(members)])
     return [*(slot[: local(p.detach()).numel()] for slot, p in zip(slots, members, strict=True)), counts]
 
@@ -156,7 +172,8 @@ def _lies_flat(parameter: nn.Parameter) -> bool:
 
 
 def _in_place(total: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A gradient in the buffer's memory, unless the parameter is laid out otherwise, or only part of it is here."""
+    """Return a gradient in the buffer's memory, unless the parameter is laid out otherwise, or only part of it is
+    here."""
     if _lies_flat(parameter):
         return total.view(parameter.shape).data  # counts its own writes
     grad = torch.empty_like(parameter.data, dtype=total.dtype)
@@ -169,3 +186,96 @@ def _add(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if before is None or grad is None:
         return before if grad is None else grad
     return before.add_(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class TieGroup:
+    """Parameters, by canonical name, that live on exactly these stages, and the ranks that hold the stages."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def tie_groups(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> tuple[TieGroup, ...]:
+    """Return the groups that span several ranks, in the order in which every rank reduces them."""
+    return tuple(
+        TieGroup(tuple(names), stages, tuple(sorted({rank_of[stage] for stage in stages})))
+        for stages, names in ties_across_ranks(ties, rank_of).items()
+    )
+
+
+class TieReducer(GradientSum):
+    """One rank's part in the reduction of a group: the sum of its parameters' gradients.
+
+    Args:
+        numbers: the ranks' numbers in messages.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        group: TieGroup,
+        parameters: Sequence[nn.Parameter],
+        transport: Transport,
+        numbers: Sequence[int],
+    ) -> None:
+        super().__init__(parameters, partial(transport.reduce, index, group.ranks))
+        self._is_first = transport.rank == group.ranks[0]
+        peers = tuple(numbers[rank] for rank in group.ranks if rank != transport.rank)
+        self.position = Position(f"REDUCE_GRAD{index}", peers)
+        """The rank's position while it waits for the sum."""
+
+    def start_equal(self) -> None:
+        """Start to copy the first rank's parameters to the others: a sum in which the others contribute zeros."""
+        for parameter in self.parameters:
+            if not self._is_first:
+                parameter.data.zero_()
+        self._pending = self._reduce([parameter.data for parameter in self.parameters])
+
+    def end_equal(self) -> None:
+        """Wait for the copies."""
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+
+
+class Tied(NamedTuple):
+    """A parameter that several stages hold.
+
+    Attributes:
+        name: its canonical name.
+        stages: the stages that hold it.
+        in_one_backward: whether a microbatch passes through several of these stages; otherwise they are copies of one.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    parameter: nn.Parameter
+    in_one_backward: bool
+
+
+def tied_among(stages: Sequence[Stage], here: Iterable[Stage], pipelines: int) -> tuple[Tied, ...]:
+    """Return the parameters of this process's stages that several stages hold.
+
+    Args:
+        stages: all stages, pipeline by pipeline.
+        here: the stages of this process.
+        pipelines: how many copies of the model there are.
+    """
+    held = {name: parameter for stage in here for name, parameter in stage.parameters.items()}
+    in_one = ties([stage.meta for stage in stages[: len(stages) // pipelines]])
+    every = ties([stage.meta for stage in stages])
+    return tuple(Tied(name, on, held[name], name in in_one) for name, on in every.items() if name in held)
+
+
+def refuse_hooks(tied: Iterable[Tied]) -> None:
+    """Raise PartitionError if one of these parameters has a hook that would see only part of its gradient."""
+    for name, stages, parameter, in_one_backward in tied:
+        if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):
+            raise PartitionError(
+                f"parameter {name!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), "
+                f"and is held by stages {list(stages)}: each would call the hook with its own share of the gradient, "
+                "not with the sum, as plain training does. Choose cuts or a schedule so that only one stage holds it, "
+                "or remove the hook and change the gradient after the step (p.grad, before optimizer.step())"
+            )

@@ -1,18 +1,21 @@
-"""Loss functions of output and target, or of the output alone."""
+"""Loss functions of output and target, or of the output alone; torch's own: whether they draw, and how they reduce."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import update_wrapper
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import cache, partial, update_wrapper
+from typing import Any, NamedTuple, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.trees import leaf_tensors
 from penstock._base.words import in_a_line
-from penstock.runtime.loss.loss import Loss
+
+Loss = Callable[[Any, Any], Tensor]
+"""`loss(output, target)`, a scalar."""
 
 
 class OutputLoss:
@@ -27,7 +30,7 @@ class OutputLoss:
 
 
 def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
-    """The user's loss as a function of output and target.
+    """Return the user's loss as a function of output and target.
 
     Raises:
         ArgumentError: it cannot be called with either one or two arguments.
@@ -53,7 +56,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 
 def saying_what_is_missing(loss: Loss | None) -> Loss | None:
-    """The loss, with a clear message if it raises because a step has no target, or none of tensors."""
+    """Wrap the loss with a clear message if it raises because a step has no target, or none of tensors."""
     if loss is None or isinstance(loss, OutputLoss):
         return loss
 
@@ -86,3 +89,126 @@ def _takes(signature: inspect.Signature, arguments: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+_IGNORED = -100
+"""The class that torch's losses ignore by default, and models of `transformers` always."""
+
+
+class _Reduces(NamedTuple):
+    """How one of torch's losses reduces a batch; `weight` and `ignored` are those of losses of classes."""
+
+    reduction: str
+    weight: Tensor | None = None
+    ignored: int | None = None
+
+
+def advice(loss: Callable[..., Any] | None, reduction: object) -> str | None:
+    """Return what to pass as `reduction` if the given one is not that of torch's loss; None if it is, or for other
+    losses."""
+    how = None if callable(reduction) else _reduces(loss)
+    if how is None:
+        return None
+    if reduction == "mean" and how.reduction == "sum":
+        return (
+            "loss_fn sums over its microbatch (reduction='sum'), but the pipeline takes the mean of these, so that "
+            "the loss and all gradients are those of the whole batch divided by the number of microbatches; pass "
+            "reduction='sum' to penstock.pipeline, too"
+        )
+    if reduction == "sum" and how.reduction != "sum":
+        return (
+            "reduction='sum', but loss_fn takes the mean over its microbatch, so that the loss and all gradients grow "
+            "with the number of microbatches; omit reduction=, or pass reduction='sum' to loss_fn, too"
+        )
+    if reduction == "mean" and (how.weight is not None or how.ignored not in (None, _IGNORED)):
+        return f"loss_fn weights its targets, so that the mean of its microbatches is not the batch's; {_remedy(how)}"
+    return None
+
+
+def padding(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequence[int]) -> str | None:
+    """Return what to pass as `reduction` if microbatches differ in how many targets are not ignored, as padding is; or
+    None.
+
+    A mean over no target is NaN. Any integer target of -100 counts as ignored: for a model's own loss and for functions
+    that call torch's, as most do.
+    """
+    how = _reduces(loss) or _Reduces("mean", None, _IGNORED)
+    if how.ignored is None or how.reduction != "mean":
+        return None
+    if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
+        return None
+    counts = [int((target != how.ignored).sum()) for target in targets]
+    if counts == [target.numel() for target in targets] or all(
+        count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True)
+    ):
+        return None
+    return (
+        f"targets of {how.ignored} are ignored, and the microbatches have {counts} others: the mean of their losses is "
+        f"not that of the batch, and NaN for a microbatch without any; {_remedy(how)}"
+        f"{'' if loss else ' (target[:, 1:] in both places, if the model shifts its labels)'}"
+    )
+
+
+def _remedy(how: _Reduces) -> str:
+    """Describe what to pass."""
+    counted = f"target != {how.ignored}"
+    weight = f"({counted}).sum()" if how.weight is None else f"weight[target[{counted}]].sum()"
+    return f"pass reduction=lambda target: {weight} to penstock.pipeline"
+
+
+def _reduces(loss: Callable[..., Any] | None) -> _Reduces | None:
+    """Return how a loss of torch's reduces; None for others."""
+    if loss is None or may_draw(loss):
+        return None
+    function, given = _plain_function(loss)
+    if isinstance(function, nn.Module):
+        given = {**vars(function), **function._buffers}
+    else:
+        given = _defaults(function) | given
+    if given.get("reduction") not in ("mean", "batchmean", "sum"):
+        return None
+    of_classes = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (F.cross_entropy, F.nll_loss)
+    return _Reduces(given["reduction"], *((given["weight"], given["ignore_index"]) if of_classes else ()))
+
+
+@cache
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+
+def is_of_torch(loss: Callable[..., Any] | None) -> bool:
+    """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
+    function, _ = _plain_function(loss)
+    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
+
+
+def may_draw(loss: Callable[..., Any] | None) -> bool:
+    """Whether a loss may draw random numbers: torch's own losses do not."""
+    if loss is None:
+        return False
+    function, _ = _plain_function(loss)
+    if isinstance(function, nn.Module):
+        takes_a_function = isinstance(function, nn.TripletMarginWithDistanceLoss) or "forward" in vars(function)
+        return takes_a_function or type(function).__module__ != nn.modules.loss.__name__
+    return not any(function is one for one in _LOSSES)
+
+
+def _plain_function(loss: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
+    """Return the function or module that a loss is made of (None for a module with parts or hooks, which are the
+    user's), and the keyword arguments that partials set."""
+    function: Any = None if loss is None else inspect.unwrap(loss)
+    given: dict[str, Any] = {}
+    while isinstance(function, partial):
+        given, function = {**function.keywords, **given}, function.func
+    is_module = isinstance(function, nn.Module)
+    if is_module and (function._modules or function._forward_hooks or function._forward_pre_hooks):
+        return None, {}
+    return function, given
+
+
+_LOSSES = tuple(
+    function
+    for name, function in vars(F).items()
+    if name.endswith(("_loss", "cross_entropy", "_with_logits")) and "distance" not in name  # which calls the user's
+)
+"""Torch's own losses that are functions."""

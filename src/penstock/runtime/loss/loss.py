@@ -10,16 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, is_number
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
-from penstock.runtime.loss.of_torch import is_of_torch, may_draw
+from penstock.runtime.loss.functions import Loss, is_of_torch, may_draw
 from penstock.runtime.loss.own_tensors import Watching, check_graph
-
-Loss = Callable[[Any, Any], Tensor]
-"""`loss(output, target)`, a scalar."""
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 """How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
@@ -33,7 +30,7 @@ def weights(
     replicas: int = 1,
     mean: Callable[[float], float] = float,
 ) -> list[float]:
-    """The factor for each microbatch's loss, such that the weighted losses add up to the whole batch's loss.
+    """Return the factor for each microbatch's loss, such that the weighted losses add up to the whole batch's loss.
 
     If several replicas each have part of the batch, the mean of their sums is the batch's loss.
 
@@ -65,7 +62,7 @@ def weights(
 
 
 def no_loss(output: object) -> ArgumentError:
-    """The error if there is neither a loss function nor a model that computes its own loss."""
+    """Build the error for a model without a loss function that does not compute its own loss."""
     return ArgumentError(
         f"loss_fn=None, but the model's output ({type(output).__name__}) contains no scalar loss; "
         "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
@@ -73,7 +70,7 @@ def no_loss(output: object) -> ArgumentError:
 
 
 def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
-    """Checks the result of a loss function, or, without one, the model's own loss.
+    """Check the result of a loss function, or, without one, the model's own loss.
 
     Raises:
         ArgumentError: it is not a scalar.
@@ -93,7 +90,7 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
 
 
 def no_gradient() -> ArgumentError:
-    """The error if a loss has no graph although parameters should be trained."""
+    """Build the error for a loss without a graph although parameters should be trained."""
     return ArgumentError(
         "the loss takes no gradient, so nothing would be trained; return a loss that is computed from the model's "
         "output, without detach() or no_grad"
@@ -101,7 +98,7 @@ def no_gradient() -> ArgumentError:
 
 
 def check_grad_enabled(call: str) -> None:
-    """Raises ArgumentError if gradients are switched off where they are to be computed."""
+    """Raise ArgumentError if gradients are switched off where they are to be computed."""
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ArgumentError(
@@ -160,7 +157,7 @@ class LossHead:
     def start(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
     ) -> None:
-        """Begins a step. Without targets (in evaluation) only a model that computes its own loss has one.
+        """Begin a step. Without targets (in evaluation) only a model that computes its own loss has one.
 
         All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
@@ -173,49 +170,56 @@ class LossHead:
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
-        """Computes a microbatch's loss. Returns what backward starts from, with its graph; None if there is no loss."""
+        """Compute a microbatch's loss. Return what backward starts from, with its graph; None if there is no loss."""
         partition = self._partitions[microbatch]
-        build = partition.build_output
-        output = build(leaves)
-        loss: Any
-        returned = output
+        returned = output = partition.build_output(leaves)
+        loss: Any = None
         if self._loss is None:
             loss = own_loss(output)
-        else:
-            if self._draws:
-                self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
-            loss = None
-            if self._targets is not None:
-                target = self._targets[microbatch]
-                versions = [buffer._version for buffer in self._fixed.values()]
-                if self._watched and not partition.left:
-                    returned = self._loss(output, target)
-                else:
-                    with partition.leaving(leaves), nullcontext() if self._watched else Watching(self._elsewhere):
-                        returned = self._loss(output, target)
-                loss = loss_in(returned)
-                for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
-                    if buffer._version != version:
-                        raise _updates(name)
-            if isinstance(loss, Tensor) and not self._watched:
+        elif self._targets is not None:
+            returned = self._returned(microbatch, output, leaves)
+            loss = returned if type(returned) is Tensor else loss_in(returned)
+            if not self._watched and isinstance(loss, Tensor):
                 check_graph(loss, self._elsewhere)
                 self._watched = True
         if loss is None and not self._needed:
             return None
-        loss = checked_value(loss, output, self._loss)
+        if type(loss) is not Tensor or loss.dim():
+            loss = checked_value(loss, output, self._loss)
         self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         if returned is not loss:
             self.parts[microbatch] = dict(_scalars(returned, loss))
-        return root_of(loss, self._weights[microbatch], leaves)
+        weight = self._weights[microbatch]
+        return loss if weight else root_of(loss, weight, leaves)
+
+    def _returned(self, microbatch: int, output: Any, leaves: Sequence[Tensor]) -> Any:
+        """What the user's loss function returns for a microbatch."""
+        assert self._loss is not None
+        assert self._targets is not None
+        if self._draws:
+            self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
+        target, left = self._targets[microbatch], self._partitions[microbatch].left
+        if self._watched and not left and not self._fixed:
+            return self._loss(output, target)
+        versions = [buffer._version for buffer in self._fixed.values()]
+        with (
+            self._partitions[microbatch].leaving(leaves),
+            nullcontext() if self._watched else Watching(self._elsewhere),
+        ):
+            returned = self._loss(output, target)
+        for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
+            if buffer._version != version:
+                raise _updates(name)
+        return returned
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
-        """Keeps a microbatch's output, if the step is to. Empties `leaves`."""
+        """Keep a microbatch's output, if the step is to. Empties `leaves`."""
         if self._keep_outputs:
             kept = [leaf for leaf in exact.handed_on(leaves) if leaf is not None]
             self.outputs[microbatch] = self._partitions[microbatch].build_output(kept)
 
     def seed(self, microbatch: int) -> Tensor | None:
-        """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
+        """Return the gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
         loss = self.losses[microbatch]
         assert loss is not None
         key = (self._weights[microbatch], loss.dtype)
@@ -229,14 +233,14 @@ class LossHead:
         return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> Sequence[Tensor | None]:
-        """What some microbatches add to the batch's loss, in order, each followed by what it adds to the parts; None
-        for a loss that is elsewhere."""
+        """Return what some microbatches add to the batch's loss, in order, each followed by what it adds to the parts;
+        None for a loss that is elsewhere."""
         if not self.losses:
             return [None] * len(microbatches) * (1 + len(self.names))
         return [weighted_sum([row[k]], [self._weights[k]]) for k in microbatches for row in self._rows()]
 
     def totals(self) -> list[Tensor | None]:
-        """The batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
+        """Return the batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
         return [weighted_sum(row, self._weights) for row in self._rows()]
 
     def _rows(self) -> list[Sequence[Tensor | None]]:
@@ -252,7 +256,7 @@ def _updates(name: str) -> ArgumentError:
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """The sum of the losses times their weights, ascending by microbatch; None if there are no losses.
+    """Return the sum of the losses times their weights, ascending by microbatch; None if there are no losses.
 
     A loss of weight 0 is left out: a mean over no tokens is NaN.
     """
@@ -268,7 +272,7 @@ def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> T
 
 
 def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
-    """What a microbatch's backward starts from: its loss.
+    """Return what a microbatch's backward starts from: its loss.
 
     If its weight is 0, the loss may be NaN, and 0 * NaN is NaN; so it is then a zero made from the model's output.
     """
@@ -282,8 +286,8 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def checked_scale(scale: float) -> float:
-    """Checks the factor for a step's loss. Raises ArgumentError unless it is a positive, finite number."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+    """Check the factor for a step's loss. Raise ArgumentError unless it is a positive, finite number."""
+    if not (is_number(scale) and 0 < scale < math.inf):
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "
             "penstock.GradScaler"
@@ -292,8 +296,8 @@ def checked_scale(scale: float) -> float:
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the one
-    scalar of a tuple or list that requires a gradient (the only scalar, if nothing requires one)."""
+    """Return the loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the
+    one scalar of a tuple or list that requires a gradient (the only scalar, if nothing requires one)."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if loss is output and isinstance(output, (tuple, list)):
         scalars = [value for value in output if _is_scalar(value)]
@@ -308,7 +312,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def loss_in(returned: Any) -> Any:
-    """The loss in what a loss function returned: the entry "loss", or else the first."""
+    """Return the loss in what a loss function returned: the entry "loss", or else the first."""
     if isinstance(returned, Tensor):
         return returned
     entries = dict(_entries(returned))
@@ -316,10 +320,11 @@ def loss_in(returned: Any) -> Any:
 
 
 def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """All other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss, ce)`."""
+    """Yield all other scalars in it, without their graphs, by name: "ce" for `(loss, {"ce": ...})`, "1" for `(loss,
+    ce)`."""
     if value is loss and depth:  # deeper it is a part, too: `loss, {"ce": loss}`
         return
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if is_number(value):
         value = torch.tensor(value, dtype=torch.float64)
     if isinstance(value, Tensor):
         if not value.dim() and not value.is_complex():
@@ -331,7 +336,7 @@ def _scalars(value: Any, loss: Any, path: tuple[str, ...] = (), depth: int = 2) 
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """The entries of a container, and the fields of an object, by name."""
+    """Yield the entries of a container, and the fields of an object, by name."""
     if isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in value.items())
     elif isinstance(value, (tuple, list)):

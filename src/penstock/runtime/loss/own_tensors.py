@@ -6,18 +6,19 @@ stand-ins for those of other ranks. The first loss of a bound schedule is watche
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock._base.closures import contents, globals_named
+from penstock._base.closures import contents
 from penstock._base.errors import ArgumentError
 from penstock.partition import leaves_of, tensors_in
 from penstock.partition.source import is_library
@@ -33,7 +34,8 @@ _MAX_ENTRIES = 64
 
 
 def tensors_of(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
-    """What a loss trains, and the buffers that belong in a checkpoint, each once, by names without a prefix.
+    """Return what a loss trains, and the buffers that belong in a checkpoint, without duplicates, by names without a
+    prefix.
 
     A teacher is no part of its loss: only parameters that require a gradient count, and modules in training mode.
     """
@@ -47,9 +49,8 @@ def tensors_of(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
 
 
 def notes(loss: Callable[..., Any] | None, own: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names the modules that a loss trains (`own`: its tensors) only since a function of it names them: this may be the
-    discriminator of a GAN, `loss_fn=lambda fake, y: bce(D(fake), y)`, which has an optimizer of its own.
-    """
+    """Name the modules that a loss trains (`own`: its tensors) only since a function of it names them: this may be the
+    discriminator of a GAN, `loss_fn=lambda fake, y: bce(D(fake), y)`, which has an optimizer of its own."""
     trained = {id(tensor) for tensor in own.values() if is_trained(tensor)}
     modules = (
         (path, part) for path, part, in_code in _parts("", loss, _DEPTH) if in_code and not isinstance(part, Tensor)
@@ -63,7 +64,7 @@ def notes(loss: Callable[..., Any] | None, own: Mapping[str, Tensor]) -> tuple[s
 
 
 def with_loss(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
-    """The partition whose last stage holds the loss's tensors, too."""
+    """Return the partition whose last stage holds the loss's tensors, too."""
     if not tensors:
         return partition
     *others, last = partition.stages
@@ -85,7 +86,7 @@ def is_trained(tensor: Tensor) -> bool:
 
 
 def _own(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module and its children. Those of torch's own losses are constants."""
+    """Yield the tensors of a module and its children. Those of torch's own losses are constants."""
     for inner, child in module.named_modules(prefix=path):
         if child.training and type(child).__module__ != nn.modules.loss.__name__:
             named = (*child._parameters.items(), *child._buffers.items())
@@ -97,7 +98,8 @@ def _own(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator[tuple[str, nn.Module | Tensor, bool]]:
-    """The modules and trained tensors that a loss is made of, or names; names there, and whether code has them."""
+    """Yield the modules and trained tensors that a loss is made of, or names; names there, and whether code has
+    them."""
     value = unwrap(value) if callable(value) else value
     if isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad and value.is_leaf):
         yield name, value, in_code
@@ -110,7 +112,7 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
     elif isinstance(value, partial):
         inner = {"": value.func, **dict(zip("0123456789", value.args, strict=False)), **value.keywords}
     elif isinstance(value, FunctionType):
-        inner, in_code = globals_named(value), True
+        inner, in_code = _globals_named(value), True
         inner |= dict(zip(value.__code__.co_freevars, map(contents, value.__closure__ or ()), strict=True))
     elif isinstance(value, dict):
         inner = {str(key): part for key, part in islice(value.items(), _MAX_ENTRIES)}
@@ -150,7 +152,7 @@ class Watching(TorchFunctionMode):
 
 
 def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
-    """Raises ArgumentError if a gradient would flow from the loss directly into one of these tensors."""
+    """Raise ArgumentError if a gradient would flow from the loss directly into one of these tensors."""
     for leaf in leaves_of([loss]):
         if id(leaf) in elsewhere:
             raise _refusal(elsewhere[id(leaf)])
@@ -162,3 +164,13 @@ def _refusal(name: str) -> ArgumentError:
         "there would be out of date, and its gradient would be lost. Compute this term in the forward and return "
         "it (or leave it in an attribute), or give the optimizer weight_decay=... for a penalty on weights"
     )
+
+
+def _globals_named(function: FunctionType) -> dict[str, Any]:
+    """Return the globals that a function's code loads, that of functions in it included. (`co_names` has attributes,
+    too.)"""
+    codes, names = [function.__code__], list[str]()
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}

@@ -1,10 +1,12 @@
-"""The parameters and buffers that a pipeline was made with. Stages and state dicts have these, so whatever takes their
-place is refused.
+"""The parameters and buffers that a pipeline was made with, and what a step that raises has done to a model, undone.
+
+Stages and state dicts have the original tensors, so whatever takes their place is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Set
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -40,7 +42,8 @@ class Originals:
         self._buffers = self._current_buffers()
 
     def refuse_others(self) -> None:
-        """Before a step: raises ArgumentError if the model no longer holds these parameters and buffers."""
+        """Check, before a step, that the model still holds these parameters and buffers. Raise ArgumentError if it does
+        not."""
         for (name, _, _), before, buffer in zip(self._places, self._buffers, self._current_buffers(), strict=True):
             if buffer is not before:
                 raise ArgumentError(_replaced(name, before, buffer))
@@ -64,7 +67,8 @@ class Originals:
             )
 
     def settle(self) -> None:
-        """After a step: raises PartitionError if its forwards replaced a buffer that state dicts hold."""
+        """Check, after a step, that its forwards replaced no buffer that state dicts hold. Raise PartitionError if they
+        did."""
         now = self._current_buffers()
         for (name, module, key), before, buffer in zip(self._places, self._buffers, now, strict=True):
             if buffer is not before and before is not None and key not in module._non_persistent_buffers_set:
@@ -76,8 +80,8 @@ class Originals:
         self._buffers = now  # a forward may replace a buffer of constants that it computes
 
     def _now(self) -> list[object]:
-        """The parameters and modules that each module holds. If they are the same, so are the model's parameters, which
-        take longer to find."""
+        """Return the parameters and modules that each module holds. If they are the same, so are the model's
+        parameters, which take longer to find."""
         return [
             *chain.from_iterable(map(dict.values, map(_parameters, self._modules))),
             *chain.from_iterable(map(dict.values, map(_parts, self._modules))),
@@ -102,3 +106,40 @@ def _replaced(name: str, before: Tensor | None, now: Tensor | None) -> str:
         f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts have the one "
         "from before. Change its values in place (copy_), or make a new pipeline"
     )
+
+
+_UNDONE = ("_buffers", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@contextmanager
+def undone_if_it_raises(
+    modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], updated: Set[Tensor] | None, *, local: bool
+) -> Iterator[None]:
+    """Wrap a step: undoes what one that raises has done to the model.
+
+    In several processes, where the run then ends, only gradients that were None are so again.
+
+    Args:
+        updated: what the step may update besides gradients; None in an evaluation, which updates nothing.
+        local: whether one process drives all ranks.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    kept = {grad for _, grad in gradients if grad is not None}
+    changing = updated | kept if local and updated is not None else ()
+    copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changing]
+    held = [held for m in modules for held in (vars(m), *(vars(m).get(name, {}) for name in _UNDONE))] if local else []
+    attributes = [each.copy() for each in held]
+    try:
+        yield
+    except BaseException as error:
+        for each, before in zip(held, attributes, strict=True):
+            each.clear()
+            each.update(before)
+        if kept and not local:
+            error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
+        for parameter, grad in gradients:
+            if local or grad is None:
+                parameter.grad = grad
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        raise

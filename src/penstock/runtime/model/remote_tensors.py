@@ -18,7 +18,7 @@ from penstock._base.errors import ArgumentError
 from penstock.partition import tensors_in
 
 WRITE_ALL = (
-    "call penstock.checkpoint.export_safetensors(path, pipe) on every rank (for torch.save: pipe.gather("
+    "call penstock.checkpoint.export_safetensors(path, pipe) on every rank (for torch.save: pipe.all_gather_object("
     "pipe.state_dict()) on every rank is a list of each one's part); to resume, penstock.checkpoint.save(folder, pipe, "
     "optimizer)"
 )
@@ -36,7 +36,8 @@ class RemoteTensor(Tensor):
             return _run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Another stand-in: an average of the weights starts with a copy of the model (`AveragedModel(pipe.model)`)."""
+        """Return another stand-in: an average of the weights starts with a copy of the model
+        (`AveragedModel(pipe.model)`)."""
         copied: Tensor = memo.setdefault(id(self), remote(self, self.penstock_name))
         return copied
 
@@ -52,7 +53,7 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
 
 def remote(tensor: Tensor, name: str) -> Tensor:
-    """A stand-in for the parameter or buffer of that name, whose values are on another rank."""
+    """Return a stand-in for the parameter or buffer of that name, whose values are on another rank."""
     empty = torch.empty_like(tensor, device="meta").detach()
     if isinstance(tensor, nn.Parameter):
         made = RemoteParameter(empty, tensor.requires_grad)
@@ -111,7 +112,7 @@ def _marked(value: Any, name: str) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an in-place operation writes to."""
+    """Return the tensors that an in-place operation writes to."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return list(tensors_in((args[0] if in_place and args else (), kwargs.get("out"))))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,15 @@ from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
-from penstock.runtime.gradients.distribution import check_sharding
-from penstock.runtime.gradients.ties import tie_groups
-from penstock.runtime.kinds import all_uses
+from penstock.runtime.gradients.distribution import Sharded, check_sharding
+from penstock.runtime.gradients.sums import tie_groups
+from penstock.runtime.kinds import all_uses, with_copies
 from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, notes, tensors_of, with_loss
-from penstock.runtime.model.copies import with_copies
-from penstock.runtime.model.failed_steps import undone_if_it_raises
-from penstock.runtime.model.materialize import Materialize
-from penstock.runtime.model.originals import Originals
+from penstock.runtime.model.originals import Originals, undone_if_it_raises
 from penstock.runtime.model.taking_over import (
+    Materialize,
     holders_of,
     move_together,
     refuse_held_elsewhere,
@@ -36,9 +35,6 @@ from penstock.runtime.model.taking_over import (
     take_over,
 )
 from penstock.schedule import Placement
-
-if TYPE_CHECKING:
-    from penstock.runtime.features.frame import Frames, Parallelize, Sharded
 
 
 class SplitModel:
@@ -114,7 +110,7 @@ class SplitModel:
         return self._partitioner.cuts or ()
 
     def partitions(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
-        """The partition of each microbatch, in the modules' current modes, on this process's devices.
+        """Return the partition of each microbatch, in the modules' current modes, on this process's devices.
 
         Args:
             outline: the microbatches, the same on every rank; None: those that the pipeline was made with.
@@ -133,8 +129,8 @@ class SplitModel:
         return placed
 
     def signature(self) -> tuple[Any, ...]:
-        """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
-        and the plain attributes of modules whose forwards were recorded call by call."""
+        """Return what a recording depends on besides its inputs: each module's mode, which parameters are trained,
+        autocast, and the plain attributes of modules whose forwards were recorded call by call."""
         with plain_tensors():  # those of other ranks would look at each call
             trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._of_loss or {}).values())))
         return (
@@ -145,13 +141,13 @@ class SplitModel:
         )
 
     def refuse_other_parameters(self) -> None:
-        """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
+        """Raise ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
         if self._frames is None:  # sharding replaces the parameters
             self._originals.refuse_others()
 
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wraps a step: its own changes to the model's attributes need no new recording. See `undone_if_it_raises`.
+        """Wrap a step: its own changes to the model's attributes need no new recording. See `undone_if_it_raises`.
 
         Args:
             signature: what `signature` returned before the step.
@@ -166,14 +162,14 @@ class SplitModel:
             self._partitioner.settle(signature[-1])
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter of the unsplit model, each once, in the model's order."""
+        """Return every parameter of the unsplit model, without duplicates, in the model's order."""
         names = self._partitioner.names()
         own = [(names[name], parameter) for name, parameter in self.model.named_parameters()]
         known, of_loss = set(names.values()), (self._of_loss or {}).items()
         return own + [(name, p) for name, p in of_loss if is_trained(p) and name not in known]  # type: ignore[misc]
 
     def all_names(self) -> list[str]:
-        """Every parameter and persistent buffer of the unsplit model, each once."""
+        """Return the names of every parameter and persistent buffer of the unsplit model, without duplicates."""
         names = self._partitioner.names()
         saved = {*map(unwrapped, self.model.state_dict(keep_vars=True))}
         every = (*self.model.named_parameters(), *self.model.named_buffers())
@@ -181,19 +177,20 @@ class SplitModel:
         return [*dict.fromkeys((*own, *(self._of_loss or ())))]
 
     def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, each once, in the unsplit model's order."""
+        """Return the parameters of this process's stages, without duplicates, in the unsplit model's order."""
         held = {name: p for stage in self._stages_here() for name, p in stage.parameters.items()}
         return [(name, held[name]) for name, _ in self.all_parameters() if name in held]
 
     def held_buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers of this process's stages, each once, in the unsplit model's order."""
+        """Return the buffers of this process's stages, without duplicates, in the unsplit model's order."""
         names = self._partitioner.names()
         held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
         own = [names[name] for name, _ in self.model.named_buffers()]
         return [(name, held[name]) for name in dict.fromkeys((*own, *(self._of_loss or ()))) if name in held]
 
     def held_unused(self) -> list[tuple[str, Tensor]]:
-        """The parameters and persistent buffers that no stage uses, if this process is rank 0, which keeps them."""
+        """Return the parameters and persistent buffers that no stage uses, if this process is rank 0, which keeps
+        them."""
         if 0 not in self._engine.ranks:
             return []
         used = {name for stage in self._stages for name in (*stage.parameters, *stage.buffers)}
@@ -202,7 +199,7 @@ class SplitModel:
         return [(names[raw], tensor) for raw, tensor in every if names[raw] in saved - used]
 
     def names(self) -> dict[str, str]:
-        """Maps every name of a parameter or buffer in the unsplit model, tied ones included, to its first name."""
+        """Map every name of a parameter or buffer in the unsplit model, tied ones included, to its first name."""
         return self._partitioner.names()
 
     @property
@@ -211,9 +208,7 @@ class SplitModel:
         return {} if self._frames is None else self._frames.sharded
 
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
-        """Applies the user's function to this process's stages. Earlier recordings are discarded and made again."""
-        from penstock.runtime.features.frame import Frames  # torch's FSDP takes long to import
-
+        """Apply the user's function to this process's stages. Earlier recordings are discarded and made again."""
         partitions = self.partitions(training=True)
         here = [stage for stage in partitions[0].stages if self._is_here(stage)]
         _refuse_uneven(all_uses(partitions), partitions[0].stages)
@@ -226,8 +221,8 @@ class SplitModel:
                 check_sharding(stage, self._engine.world.divided, shared)
 
     def _weigh(self) -> None:
-        """Lets the first process measure how long the model's units take, while the others wait: they share its cores.
-        A front end without `weigh` has no use for it."""
+        """Let the first process measure how long the model's units take, while the others wait: they share its cores. A
+        front end without `weigh` has no use for it."""
         weigh: Callable[..., None] | None = getattr(self._partitioner, "weigh", None)
         with self._engine.control.agreed():
             if weigh is None or not self._engine.world.is_first:
@@ -238,7 +233,7 @@ class SplitModel:
             self._copied.clear()
 
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: the work of a block, and how long it takes, differ between processes."""
+        """Cut where the first process does: the work of a block, and how long it takes, differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -248,7 +243,7 @@ class SplitModel:
         return self._placement.rank_of[stage.meta.index] in self._engine.ranks
 
     def _held_tensors(self) -> list[Tensor]:
-        """Every parameter and buffer of this process's stages, in the model's order."""
+        """Return every parameter and buffer of this process's stages, in the model's order."""
         stages = all_uses(self._record(training=True))
         here = [stage for stage in stages if self._is_here(stage)]
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
@@ -256,7 +251,7 @@ class SplitModel:
 
     @contextmanager
     def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
-        """The modes of a recording of these microbatches."""
+        """Set the modes of a recording of these microbatches, within a context."""
         plain = nullcontext() if self._frames is None else self._frames.off()
         with torch.set_grad_enabled(training), plain, computing(0, 0), explaining_cut(outline or self._example):
             yield
@@ -268,7 +263,7 @@ class SplitModel:
             return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 
     def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
-        """Refuses a recording that needs tensors of other processes.
+        """Refuse a recording that needs tensors of other processes.
 
         Each process holds what its stages need for the example's microbatches, but another may take another branch.
         """
@@ -301,7 +296,7 @@ class SplitModel:
             )
 
     def _copy(self, partition: Partition) -> Partition:
-        """The partition with the stages of all pipelines."""
+        """Return the partition with the stages of all pipelines."""
         if id(partition) not in self._copied:
             # Stored with the original: an id is unique only while its object lives.
             whole = with_loss(partition, self._named(partition))
@@ -309,7 +304,8 @@ class SplitModel:
         return self._copied[id(partition)][1]
 
     def _named(self, partition: Partition) -> Mapping[str, Tensor]:
-        """The loss's tensors that no stage holds, by their names in state dicts. A loss may be a part of the model."""
+        """Return the loss's tensors that no stage holds, by their names in state dicts. A loss may be a part of the
+        model."""
         if self._of_loss is None:
             held = {id(t) for stage in partition.stages for t in (*stage.parameters.values(), *stage.buffers.values())}
             known = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
@@ -319,7 +315,7 @@ class SplitModel:
         return self._of_loss
 
     def _place(self, partition: Partition) -> Partition:
-        """The partition with this process's stages on their devices."""
+        """Return the partition with this process's stages on their devices."""
         if id(partition) not in self._placed:
             stages = tuple(map(self._place_stage, partition.stages))
             self._placed[id(partition)] = partition, replace(partition, stages=stages)
@@ -341,7 +337,7 @@ class SplitModel:
         return [stage for stage in self._stages if self._is_here(stage)]
 
     def _place_of(self, rank: int) -> Hashable:
-        """Where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
+        """Return where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
     def _refuse_copies(self, stages: Sequence[Stage], parallelize: Parallelize | None) -> None:
@@ -370,7 +366,7 @@ _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 def _refuse_uneven(used: Sequence[Stage], first: Sequence[Stage]) -> None:
-    """Raises PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not."""
+    """Raise PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not."""
     for every, one in zip(used, first, strict=True):
         for name in every.parameters:
             if name not in one.parameters:

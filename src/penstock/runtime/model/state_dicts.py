@@ -15,7 +15,7 @@ from penstock.runtime.model.split_model import SplitModel
 
 @contextmanager
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
-    """Wraps an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
+    """Wrap an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
     own = loss if isinstance(loss, nn.Module) else nn.Module()
     modes = {m: m.training for m in (*split.modules, *split.model.modules(), *own.modules())}  # a forward may add some
     held = [*(buffer for _, buffer in split.held_buffers()), *own.buffers()]
@@ -36,7 +36,7 @@ def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
 
 
 def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set[str], *, strict: bool) -> None:
-    """Copies the values of `state` into the tensors of `own`.
+    """Copy the values of `state` into the tensors of `own`.
 
     Args:
         own: the tensors to fill, by name.

@@ -1,8 +1,12 @@
 """Takes a model over for a pipeline: the tensors of this process's stages move to their devices, those of other
-processes' stages are freed.
+processes' stages are freed, and those of a model on the meta device are allocated and initialized, stage by stage.
 
 Two parameters in one memory are refused on ranks of several processes, where each would be updated alone. Public models
 tie so: `out.weight.data = embedding.weight.data`, or a slice or the transpose of it.
+
+Each module's own initializer (`reset_parameters`) runs under a stream keyed by the module's name, so the weights do not
+depend on the number of stages. They differ from those of a model built directly on a device from one seed, where all
+draws come from one sequence.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._base.compat import storage_of
+from penstock._base.compat import generator_of, storage_of
 from penstock._base.errors import ArgumentError
 from penstock.partition.values.memory import overlap
+from penstock.runtime.exact.streams import key_of, mix
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import Stage
-from penstock.runtime.model.materialize import Materialize, materialize, own_tensors
 from penstock.runtime.model.remote_tensors import RemoteTensor, remote
 from penstock.schedule import Placement
 
@@ -29,7 +33,7 @@ _ENGINES: WeakSet[Engine] = WeakSet()
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
-    """Moves the whole model if one device holds it; otherwise the cuts decide what goes where (`take_over`)."""
+    """Move the whole model if one device holds it; otherwise the cuts decide what goes where (`take_over`)."""
     devices = set(engine.devices)
     if engine.world.is_local and len(devices) == 1:
         move(model, dict.fromkeys((id(t) for t in _tensors(model) if not t.is_meta), *devices))
@@ -38,7 +42,7 @@ def move_together(model: nn.Module, engine: Engine) -> None:
 def take_over(
     model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[int], engine: Engine, rule: Materialize | None
 ) -> bool:
-    """Allocates the tensors of this process's stages, and frees those of the others.
+    """Allocate the tensors of this process's stages, and free those of the others.
 
     Args:
         rank_of: the rank of each stage.
@@ -75,7 +79,7 @@ def take_over(
 
 
 def _kept_by_rank(model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[int]) -> dict[int, set[int]]:
-    """For each rank, which tensors it holds, by id."""
+    """Return, for each rank, which tensors it holds, by id."""
     kept: dict[int, set[int]] = {rank: set() for rank in rank_of}
     for stage in stages:
         kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
@@ -100,8 +104,8 @@ class HeldElsewhereError(ArgumentError):
 
 
 def holders_of(model: nn.Module, engine: Engine) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-    """The ranks on which earlier pipelines left a tensor, by its id, and those where one runs it that is not closed;
-    empty without one. Every process calls it."""
+    """Return the ranks on which earlier pipelines left a tensor, by its id, and those where one runs it that is not
+    closed; empty without one. Every process calls it."""
     named = [*model.named_parameters(), *model.named_buffers()]
     run = set[int]().union(*(other.held for other in _ENGINES))
     lost = {name for name, tensor in named if isinstance(tensor, RemoteTensor)}
@@ -118,7 +122,7 @@ def refuse_held_elsewhere(
     holders: Mapping[int, Set[int]],
     running: Mapping[int, Set[int]],
 ) -> None:
-    """Raises HeldElsewhereError, on every rank, if one is to hold what it does not have, or to lose what it runs."""
+    """Raise HeldElsewhereError, on every rank, if one is to hold what it does not have, or to lose what it runs."""
     kept = _kept_by_rank(model, stages, placement.rank_of) if any(running.values()) or holders else {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for rank, tensors in kept.items():
@@ -129,7 +133,7 @@ def refuse_held_elsewhere(
 
 
 def _cuts_as_held(stages: Sequence[Stage], placement: Placement, holders: Mapping[int, Set[int]]) -> list[str] | None:
-    """The first module of each stage but the first, where the next stage's rank holds what runs."""
+    """Return the first module of each stage but the first, where the next stage's rank holds what runs."""
     cuts: list[str] = []
     graphs = [stage.module for stage in stages if isinstance(stage.module, fx.GraphModule)]
     for graph, unit in ((one, str(node.target)) for one in graphs for node in one.graph.find_nodes(op="call_module")):
@@ -147,7 +151,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
-    """Moves tensors that are not kept to the meta device. One with several names stays one object, as names require."""
+    """Move tensors that are not kept to the meta device. One with several names stays one object, as names require."""
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
             if tensor is None or id(tensor) in kept or isinstance(tensor, RemoteTensor):
@@ -158,8 +162,8 @@ def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, T
 
 
 def move(model: nn.Module, device_of: Mapping[int, torch.device]) -> bool:
-    """Moves tensors in place, as `Module.to` does, which is called wherever one device holds a whole module, so that
-    whatever a module does there (an RNN flattens its weights) is done here too. Returns whether there was anything to
+    """Move tensors in place, as `Module.to` does, which is called wherever one device holds a whole module, so that
+    whatever a module does there (an RNN flattens its weights) is done here too. Return whether there was anything to
     move.
 
     Modules that shared a parameter or buffer still share it afterwards: if `Module.to` makes a new object for each of
@@ -182,7 +186,7 @@ def move(model: nn.Module, device_of: Mapping[int, torch.device]) -> bool:
 
 
 def _move(module: nn.Module, device_of: Mapping[int, torch.device], seen: set[int]) -> None:
-    """Moves whole modules where possible, and single tensors of modules that are divided."""
+    """Move whole modules where possible, and single tensors of modules that are divided."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -203,13 +207,13 @@ def _move(module: nn.Module, device_of: Mapping[int, torch.device], seen: set[in
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """The places of a module's own parameters and buffers: the dict, the name in it, and the tensor."""
+    """Yield the places of a module's own parameters and buffers: the dict, the name in it, and the tensor."""
     for slot in (module._parameters, module._buffers):
         yield from ((slot, name, tensor) for name, tensor in slot.items() if tensor is not None)  # type: ignore[misc]
 
 
 def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
-    """Raises ArgumentError if two parameters overlap, one is trained, and they are in different processes.
+    """Raise ArgumentError if two parameters overlap, one is trained, and they are in different processes.
 
     A parameter with two names is a tie, and is kept equal. Parameters next to each other in one allocation share
     nothing, nor do columns of one matrix.
@@ -232,3 +236,82 @@ def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]
                     "same memory: in processes of their own, each would be updated alone. Make them one (b.weight = "
                     "a.weight, which is a tie), or give each its own memory (nn.Parameter(a.weight.detach().clone()))"
                 )
+
+
+Materialize = Callable[[str, nn.Module], None]
+"""Given a module's name and the module, sets the module's own tensors, which are allocated but uninitialized."""
+
+
+def materialize(
+    modules: Mapping[str, nn.Module], device: torch.device, seed: int, rule: Materialize | None = None
+) -> None:
+    """Allocate and initializes, in place, every tensor of these modules that is on the meta device.
+
+    Args:
+        modules: each module that holds tensors itself, by its name in the unsplit model.
+        device: the device to allocate on.
+        seed: the seed of the streams.
+        rule: sets a module's tensors in place of its `reset_parameters`.
+
+    Raises:
+        ArgumentError: a module has no `reset_parameters` and there is no rule, or nothing sets one of its buffers.
+    """
+    made: dict[int, Tensor] = {}
+    for name, module in modules.items():
+        if not any(tensor.is_meta for _, tensor in own_tensors(module)):
+            continue
+        # A tied parameter keeps the values that its first module gave it.
+        tied = [made[id(p)] for p in module.parameters(recurse=False) if id(p) in made]
+        kept = [(tensor, tensor.detach().clone()) for tensor in tied]
+        _allocate(module, device, made)
+        buffers = dict(module.named_buffers(recurse=False))
+        before = {key: buffer._version for key, buffer in buffers.items()}
+        generator = generator_of(device)
+        state = generator.get_state()
+        generator.manual_seed(mix(seed, key_of(name)))
+        try:
+            _initialize(name, module, rule)
+        finally:
+            generator.set_state(state)
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+        after = dict(module.named_buffers(recurse=False))
+        for key, buffer in buffers.items():
+            if after.get(key) is buffer and buffer._version == before[key]:
+                raise ArgumentError(
+                    f"buffer {name}.{key} is on the meta device and {type(module).__name__}.reset_parameters does not "
+                    "set it: its values cannot be re-created; pass materialize=fn(name, module) that sets it, "
+                    "or build the model on a real device"
+                )
+
+
+def _initialize(name: str, module: nn.Module, rule: Materialize | None) -> None:
+    if rule is not None:
+        rule(name, module)
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ArgumentError(
+            f"module {name} ({type(module).__name__}) is on the meta device and has no reset_parameters(); "
+            "pass materialize=fn(name, module) that sets its tensors, or build the model on a real device"
+        )
+    reset()
+
+
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+    for names in (module._parameters, module._buffers):  # every name: a tensor may have two in one module
+        for name, tensor in list(names.items()):
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                new = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+            setattr(module, name, made[id(tensor)])
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters and buffers, without those of its children."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)

@@ -15,18 +15,20 @@ are left out by chance, all microbatches up to the first in which the whole stag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock._base.compat import WithoutGradients
 from penstock._base.compat_compiler import compiled as compiled_as
 from penstock._base.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Keeper
+from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
@@ -61,6 +63,7 @@ class SplitBackward:
         self._looked = False
         self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._without_gradients = WithoutGradients()
         self._in_order = in_order
         self._learning = False
         self._deferred: list[nn.Parameter] = []  # those whose gradient waits
@@ -91,14 +94,14 @@ class SplitBackward:
         return whole and bool(self._hidden) and any(p.dim() > 1 for p in self._parameters)
 
     def begin_step(self) -> None:
-        """Drops anything left by a step that raised."""
+        """Drop anything left by a step that raised."""
         self._learning = False
         self._waiting.clear()
         self._put.clear()
         self._early.clear()
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
-        """Wraps a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
+        """Wrap a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
         if not self._looked:
             self._look()
         if not self._uses.decided:
@@ -111,7 +114,7 @@ class SplitBackward:
         return self._uses.putting_off(waiting, put, self._anchor)
 
     def _look(self) -> None:
-        """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
+        """Read the parameters. Sharded ones are whole only now, and distributed ones never wait."""
         self._looked = True
         parameters = self._given()
         self._parameters = [p for p in parameters.values() if p.requires_grad]
@@ -129,7 +132,7 @@ class SplitBackward:
             self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps the backward of a microbatch, at I: keeps until W what is added to a `.grad`.
+        """Wrap the backward of a microbatch, at I: keeps until W what is added to a `.grad`.
 
         Where I keeps the order of microbatches, this is only for parameters of which its forward put off no gradient,
         unlike that of the first microbatch: a linear layer's operators depend on its input's strides, as where padding
@@ -144,20 +147,20 @@ class SplitBackward:
         return exact.NOTHING if put is None or not missed else self._kept_until_w(early, missed)
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""
+        """Run W: sums each parameter's terms of a microbatch in autograd's order, and add them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
         left: dict[int, int] = {}  # a `Counter` takes longer to make
-        for key in [id(base_of(weight)) for call in waiting for weight in call.weights]:
-            left[key] = left.get(key, 0) + 1
+        for call in waiting:
+            for key in call.keys:
+                left[key] = left.get(key, 0) + 1
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
-        with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
+        with self._without_gradients, exact.outside_autocast(self._anchor.device.type):
             for parameter, grad in self._early.pop(microbatch, ()):
                 _add(parameter, grad)
             while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
-                for weight, term in zip(call.weights, call.terms(), strict=True):
-                    key = id(base_of(weight))
+                for key, weight, term in zip(call.keys, call.weights, call.terms(), strict=True):
                     left[key] -= 1
                     if not left[key] and key not in terms and _adds_in_place(weight, term):
                         continue
@@ -169,7 +172,7 @@ class SplitBackward:
     def _kept_until_w(
         self, early: list[tuple[nn.Parameter, Tensor]], parameters: Sequence[nn.Parameter]
     ) -> Iterator[None]:
-        """Diverts whatever is added to the `.grad` of these parameters to `early`."""
+        """Divert whatever is added to the `.grad` of these parameters to `early`."""
 
         def keep(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
@@ -191,8 +194,8 @@ class SplitBackward:
 
 
 def _adds_in_place(weight: Tensor, term: Term) -> bool:
-    """Adds a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
-    if not isinstance(term, Product) or exact.computes_apart(weight.device) or _needs_autograd(weight):
+    """Add a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
+    if exact.computes_apart(weight.device) or not isinstance(term, Product) or _needs_autograd(weight):
         return False
     grad = weight.grad
     if grad is None or grad.dtype != term.first.dtype:
@@ -210,17 +213,17 @@ def _needs_autograd(weight: Tensor) -> bool:
 
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Adds a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
-    parameter = base_of(terms[0][0])
-    if _needs_autograd(terms[0][0]):
+    """Add a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
+    (weight, total), *more = terms
+    if _needs_autograd(weight):
         grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], grads)
         return
-    _add(parameter, total_of(parameter, [term for _, term in terms]))
+    _add(weight, total_of(weight, [term for _, term in terms]) if more else total)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
-    """Does what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
+    """Do what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
         grad = grad.to(gradient_dtype(parameter))
         parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)
@@ -241,3 +244,22 @@ def _lies_as(grad: Tensor, parameter: Tensor) -> bool:
         return grad.is_contiguous()
     strides = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
     return all(mine == its if size != 1 else mine != 0 for size, mine, its in strides)
+
+
+def weight_uses_of(module: nn.Module) -> Hashable:
+    """A key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their plain
+    arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
+    if not isinstance(module, fx.GraphModule):
+        return type(module).__qualname__
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
+    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
+
+    def plain(argument: fx.Node) -> Any:
+        return held.get(argument, "")
+
+    return tuple(
+        (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
+        for node in module.graph.nodes
+        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
+    )

@@ -23,9 +23,9 @@ from torch import Tensor, fx, nn
 from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
 from penstock._base.errors import PartitionError
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.exact.rules import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses
+from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses, keys_of
 
 Compiler = Callable[..., Callable[..., Any]]
 """A backend of `torch.compile`: takes a graph and examples of its inputs."""
@@ -44,7 +44,7 @@ class SplittingBackend:
     compiler: Compiler
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles a graph."""
+        """Compile a graph."""
         if not torch.is_grad_enabled() or not _products(module.graph, examples):
             return self.compiler(module, examples)
         module = copy_of_recorded(module)
@@ -68,7 +68,7 @@ class Tap(NamedTuple):
     device: torch.device
 
     def make(self, inputs: Sequence[Any]) -> Tensor:
-        """The tap: a tensor with the memory of one element."""
+        """Make the tap: a tensor with the memory of one element."""
         sizes = [size if isinstance(size, int) else size(inputs) for size in self.sizes]
         return torch.empty_strided(sizes, [0] * len(sizes), dtype=self.dtype, device=self.device)
 
@@ -98,7 +98,7 @@ class Product(NamedTuple):
     contiguous: bool
 
     def terms(self, weights: Sequence[Tensor], grad: Tensor, input: Tensor, *more: Tensor) -> Sequence[Term]:
-        """The gradients of the weights."""
+        """Return the gradients of the weights."""
         kept = (input.contiguous() if self.contiguous else input, *more)
         same = [one.to(grad.dtype) if one.is_floating_point() else one for one in kept]  # autocast casts kernels
         return cast_back(self.gradients(grad, *same), weights, grad.dtype)
@@ -121,7 +121,7 @@ class TappedCode:
     results: int
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        """Runs the code."""
+        """Run the code."""
         weights, uses, waiting = {place: inputs[place] for place in self.weights}, RUNNING.get(), set[int]()
         put_off = None
         if uses is not None:  # weights that share a call wait together or not at all
@@ -156,7 +156,7 @@ class _Run:
     further: Sequence[Tensor] = ()
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Puts off the weight gradients that can wait, and returns the others."""
+        """Put off the weight gradients that can wait, and return the others."""
         _refuse_graph_of_gradients()
         if self.uses is not None:
             self.uses.note_backward()
@@ -168,7 +168,7 @@ class _Run:
                     continue
                 weights = tuple(self.weights[place] for place in product.weights)
                 kept = [SavedTensor.of(given[kind][place]) for kind, place in product.kept]
-                call = Waiting(weights, partial(product.terms, weights), kept, grad)
+                call = Waiting(weights, keys_of(weights), partial(product.terms, weights), kept, grad)
                 if self.put_off is not None and product.weights[0] in self.waiting:
                     self.put_off.append(call)
                     continue
@@ -215,15 +215,14 @@ class Tapped(torch.autograd.Function):
 
 
 def tapped(result: Tensor, tap: Tensor, input: Tensor | None = None, input_tap: Tensor | None = None) -> Tensor:
-    """The call that compiled graphs have of `Tapped`."""
+    """Call `Tapped`, as compiled graphs do."""
     value: Tensor = Tapped.apply(result, tap, input, input_tap)  # type: ignore[no-untyped-call]
     return value
 
 
 def _refuse_graph_of_gradients() -> None:
-    """Raises PartitionError in a backward that is itself recorded: weights without their graph would be constants in
-    it, and what they owe to it would be lost.
-    """
+    """Raise PartitionError in a backward that is itself recorded: weights without their graph would be constants in it,
+    and what they owe to it would be lost."""
     if torch.is_grad_enabled():
         raise PartitionError(
             "the forward of a compiled stage takes a gradient with create_graph=True, which leads to its weights, and "
@@ -250,7 +249,7 @@ class _Found(NamedTuple):
 
 
 def _products(graph: fx.Graph, examples: Sequence[Any]) -> dict[fx.Node, _Found]:
-    """The products of a graph whose weight gradients can wait: their weights are used in such products only."""
+    """Return the products of a graph whose weight gradients can wait: their weights are used in such products only."""
     inputs = graph.find_nodes(op="placeholder")
     trained = {n for n, e in zip(inputs, examples, strict=True) if isinstance(e, nn.Parameter) and e.requires_grad}
     symbols = _symbols(inputs)
@@ -267,7 +266,8 @@ def _products(graph: fx.Graph, examples: Sequence[Any]) -> dict[fx.Node, _Found]
 
 
 def _outside_transforms(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes outside of `torch.func`'s transforms (`vmap`, `grad`, `jvp`), in which no autograd function can tap."""
+    """Yield the nodes outside of `torch.func`'s transforms (`vmap`, `grad`, `jvp`), in which no autograd function can
+    tap."""
     levels = 0
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -277,7 +277,7 @@ def _outside_transforms(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _product(node: fx.Node, trained: set[fx.Node]) -> _Found | None:
-    """A product with trained weights, if that is what a node is."""
+    """Return a product with trained weights, if that is what a node is."""
     if node.op not in ("call_function", "call_method"):
         return None
     function: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
@@ -311,7 +311,7 @@ def _can_be_tapped(node: fx.Node, product: _Found, symbols: Mapping[Any, int]) -
 
 
 def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, int]:
-    """Which inputs tell the sizes that change, by their symbols."""
+    """Return which inputs hold the sizes that change, by their symbols."""
     values = [node.meta.get("example_value") for node in inputs]
     return {value.node.expr: place for place, value in enumerate(values) if isinstance(value, torch.SymInt)}
 
@@ -330,7 +330,7 @@ class _Tapping:
         self._tapped: dict[fx.Node, fx.Node] = {}
 
     def tap(self, node: fx.Node, found: _Found) -> Product:
-        """Taps a product."""
+        """Tap a product."""
         result: Tensor = node.meta["example_value"]
         of_result, own = self._new(result.shape, result)
         taps, kept = [own], list[Source]()
@@ -350,7 +350,7 @@ class _Tapping:
         return Product(found.plan.gradients, weights, of_result.place, tuple(kept), found.plan.input.is_contiguous())
 
     def end(self, products: Sequence[Product]) -> tuple[tuple[int, ...], int]:
-        """Puts what is tapped in place, takes the weights' graph from the examples, and lets the graph return integers.
+        """Put what is tapped in place, take the weights' graph from the examples, and let the graph return integers.
 
         Returns the places of the weights, and the number of results that the graph had before.
         """
@@ -365,7 +365,7 @@ class _Tapping:
         return weights, len(results)
 
     def _new(self, sizes: Sequence[int], like: Tensor) -> tuple[Source, fx.Node]:
-        """A new tap, like a fake tensor but for its sizes."""
+        """Make a new tap, like a fake tensor but for its sizes."""
         example = like.detach().new_empty(()).expand(tuple(sizes)).requires_grad_()
         node = add_input(self._graph, f"tap_{len(self.taps)}")
         found = [size_in(size, self._symbols) for size in sizes]
@@ -374,7 +374,7 @@ class _Tapping:
         return Source("tap", len(self.taps) - 1), node
 
     def _cast(self, node: fx.Node, input: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """A product's input in the precision in which autocast runs the product."""
+        """Return a product's input in the precision in which autocast runs the product."""
         if input.meta["example_value"].dtype == dtype:
             return input
         with self._graph.inserting_before(node):
@@ -383,7 +383,7 @@ class _Tapping:
         return low
 
     def _returned(self, node: fx.Node, input: fx.Node) -> Source:
-        """Lets the graph return a copy of integers."""
+        """Let the graph return a copy of integers."""
         with self._graph.inserting_before(node):
             self._further.append(self._graph.call_function(torch.clone, (input,)))
         return Source("result", len(self._further) - 1)

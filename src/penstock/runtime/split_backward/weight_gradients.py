@@ -31,12 +31,12 @@ class Product(NamedTuple):
     transposed: bool = False
 
     def value(self) -> Tensor:
-        """The product, in memory of its own."""
+        """Return the product, in memory of its own."""
         product = self.first.mm(self.second)
         return product.t() if self.transposed else product
 
     def add_to(self, total: Tensor) -> None:
-        """Adds the product to a matrix in place, without memory for the product."""
+        """Add the product to a matrix in place, without memory for the product."""
         (total.t() if self.transposed else total).addmm_(self.first, self.second)
 
 
@@ -45,7 +45,7 @@ Term = Tensor | Product
 
 
 def value_of(term: Term) -> Tensor:
-    """A term's value."""
+    """Return a term's value."""
     return term.value() if isinstance(term, Product) else term
 
 
@@ -56,7 +56,7 @@ def adds_in_place(devices: Iterable[torch.device], schedule: Schedule) -> bool:
 
 
 def notes(devices: Iterable[torch.device], schedule: Schedule) -> tuple[str, ...]:
-    """What the user should know about products that W adds in place."""
+    """Return the notes for users on products that W adds in place."""
     if not adds_in_place(devices, schedule):
         return ()
     return ("W adds products to .grad in place, which rounds otherwise than a whole backward does (close, not equal)",)
@@ -176,7 +176,8 @@ class _Shifts(NamedTuple):
 
 
 def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) -> Form:
-    """A form for `F.conv1d` and the like. One kernel may compute the gradients of weight and bias, so both wait."""
+    """Build a form for `F.conv1d` and the like. One kernel may compute the gradients of weight and bias, so both
+    wait."""
 
     def plan(input: Tensor, weight: Tensor, bias: Tensor | None, shifts: _Shifts, groups: int) -> DeferredCall | None:
         if any(isinstance(shift, str) for shift in shifts) or input.dim() != dims + 2:
@@ -216,8 +217,8 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
 
 
 def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-    """The call in the precision in which autocast runs it. Its gradients are cast back, as in autograd; where the
-    weight's dtype holds them as they are, by whoever adds them.
+    """Return the call in the precision in which autocast runs it. Its gradients are cast back, as in autograd; where
+    the weight's dtype holds them as they are, by whoever adds them.
 
     Autocast itself casts all other arguments, and finds these already cast. Whatever it would cast once for several
     calls (it caches a leaf's cast) is not cast here, so this is None if that is the input.
@@ -244,14 +245,15 @@ def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]
 
 
 def cast_back(terms: Sequence[Term], weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Term]:
-    """A call's terms in the dtypes of its weights. Where those hold them as they are, whoever adds them casts."""
+    """Return a call's terms in the dtypes of its weights. Where those hold them as they are, whoever adds them
+    casts."""
     held = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in weights]
     pairs = zip(terms, weights, held, strict=True)
     return [term if as_is else value_of(term).to(weight.dtype) for term, weight, as_is in pairs]
 
 
 def total_of(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """The sum of a parameter's terms in one microbatch, in the dtype in which its gradient accumulates."""
+    """Return the sum of a parameter's terms in one microbatch, in the dtype in which its gradient accumulates."""
     total = terms[0]
     if len(terms) > 1:
         total = total.to(gradient_dtype(parameter))
@@ -275,17 +277,17 @@ def _is_matrix(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """An input in two dimensions."""
+    """Return an input in two dimensions."""
     return x if x.dim() == 2 else x.view(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _rows_of_gradient(grad: Tensor, first: Tensor) -> Tensor:
-    """The gradient of a product in two dimensions, with as many rows as its first matrix has."""
+    """Return the gradient of a product in two dimensions, with as many rows as its first matrix has."""
     return grad if grad.dim() == 2 else grad.reshape(len(first), grad.shape[-1])
 
 
 def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Product:
-    """The gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
+    """Return the gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
     grad = _rows_of_gradient(grad, first)
     return Product(grad.t(), first, transposed=True) if _is_column_major(second) else Product(first.t(), grad)
 

@@ -11,9 +11,10 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +22,27 @@ from torch.autograd.graph import Node
 
 from penstock._base.compat import holders, saved_tensors_hooks
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
+from penstock.runtime.exact.rules import Keeper, Saved, SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, Term, lowered
 
 
-class Waiting(NamedTuple):
-    """A call whose weight gradients wait. (A `DeferredCall` would hold the graph.)"""
+@dataclass(slots=True)
+class Waiting:
+    """A call whose weight gradients wait. (A `DeferredCall` would hold the graph.)
+
+    Attributes:
+        keys: the `id` of each weight's parameter.
+    """
 
     weights: tuple[Tensor, ...]
+    keys: Sequence[int]
     gradients: Callable[..., Sequence[Term]]
     kept: Sequence[Saved]
     grad: Tensor
 
     def terms(self) -> Sequence[Term]:
-        """The gradients of the weights."""
-        return self.gradients(self.grad, *(saved.get() for saved in self.kept))
+        """Return the gradients of the weights."""
+        return self.gradients(self.grad, *[saved.get() for saved in self.kept])
 
 
 _OURS = (Tensor, nn.Parameter)
@@ -43,8 +50,8 @@ RUNNING: ContextVar[WeightUses | None] = ContextVar("RUNNING", default=None)
 """The uses of the stage whose forward runs, if its backward will be split: for compiled code."""
 
 
-class WeightUses:
-    """The uses of a stage's weights.
+class WeightUses(AbstractContextManager[None]):
+    """The uses of a stage's weights. As a context it wraps a forward: a class, which takes less time than a generator.
 
     Args:
         parameters: the weights.
@@ -69,6 +76,7 @@ class WeightUses:
         self._of_views = self._watching(Tensor)
         self._seen: list[tuple[Tensor, ...]] | None = None
         self._learned: list[tuple[Tensor, ...]] = []
+        self._token: Token[WeightUses | None] | None = None
         self._waiting: list[Waiting] | None = None
         self._put: set[int] = set()
         self._anchor: Tensor | None = None
@@ -79,30 +87,33 @@ class WeightUses:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Wraps an ordinary forward: notes the calls whose weight gradient could wait."""
+        """Wrap an ordinary forward: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
-        with _Wrapped(self._begin, self._end):
+        with self:
             yield
         self._learned, self._seen = self._seen, None
 
     def putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
-        """Wraps a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its
-        backward fills `waiting`, in its own order."""
-        return _Wrapped(partial(self._begin_putting_off, waiting, put, anchor), self._end_putting_off)
-
-    def _begin_putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> None:
+        """Wrap a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its backward
+        fills `waiting`, in its own order."""
         self._waiting, self._put, self._anchor = waiting, put, anchor
         self._cached.clear()
-        self._begin()
+        return self
 
-    def _end_putting_off(self) -> None:
+    def __enter__(self) -> None:
+        self._set_classes(self._of_parameters)
+        self._token = RUNNING.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        RUNNING.reset(self._token)
+        self._set_classes(nn.Parameter)
         self._waiting = self._anchor = None
-        self._end()
 
     def begin_compiled(self, groups: Iterable[tuple[Tensor, ...]]) -> list[Waiting] | None:
-        """Called by compiled code before it runs. Returns what takes the weight gradients that wait; None: none does.
+        """Called by compiled code before it runs. Return what takes the weight gradients that wait; None: none does.
 
         Args:
             groups: the weights whose gradients it can put off, each once; those in one group wait together or not.
@@ -116,7 +127,7 @@ class WeightUses:
         self._went_back = self._went_back or self._seen is not None
 
     def decide(self, roots: Sequence[Node]) -> None:
-        """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
+        """Decide from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
 
         None can wait if that forward ran a backward of its own: the graph of gradients leads to weights on other paths,
         through the same nodes.
@@ -150,20 +161,12 @@ class WeightUses:
         body = {"__torch_function__": classmethod(torch_function), "is_watched": True}
         return types.new_class(f"Watched{base.__name__}", (base,), exec_body=lambda names: names.update(body))
 
-    def _begin(self) -> None:
-        self._set_classes(self._of_parameters)
-        self._token = RUNNING.set(self)
-
-    def _end(self) -> None:
-        RUNNING.reset(self._token)
-        self._set_classes(nn.Parameter)
-
     def _set_classes(self, kind: type[Tensor]) -> None:
         for parameter in self._watched:
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def _leave(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Runs a call with tensors of a foreign class, which must not be mixed with ours."""
+        """Run a call with tensors of a foreign class, which must not be mixed with ours."""
         for arg in (*args, *kwargs.values()):
             if type(arg) is self._of_views:
                 arg.__class__ = Tensor
@@ -183,7 +186,6 @@ class WeightUses:
             deferred = self._lowered_once(func, plan, args, kwargs) if lowers else plan
             result = None if deferred is None else self._put_off(deferred, self._waiting)
             if result is not None:
-                self._put.update(id(base_of(weight)) for weight in plan.weights)
                 return result
         result = func(*args, **kwargs)
         if self._seen is not None and (node := _node_of(result, plan)) is not None:
@@ -204,7 +206,7 @@ class WeightUses:
         return self._lowered_once(func, plan, args, kwargs) is not None
 
     def _lowered_once(self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-        """The call as autocast runs it, if it ran such calls that way in the noted forward.
+        """Return the call as autocast runs it, if it ran such calls that way in the noted forward.
 
         None for a parameter's second use in a forward if its cast may be cached: gradients of uses that share a cast
         are summed in the cast's precision.
@@ -236,19 +238,20 @@ class WeightUses:
         return result
 
     def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
-        """The call's result; None if autograd did not record what was expected."""
+        """Defer a call's weight gradients; return its result, or None if autograd did not record what was expected."""
         save = SavedTensor.of if self._keeper is None else self._keeper.save
-        kept = tuple(save(tensor) for tensor in plan.kept)
-        result = plan.run(*(weight.detach() for weight in plan.weights))
-        keep = partial(self._keep, waiting, partial(Waiting, plan.weights, plan.gradients, kept))
+        kept = [save(tensor) for tensor in plan.kept]
+        result = plan.run(*[weight.detach() for weight in plan.weights])
+        keys = keys_of(plan.weights)
+        keep = partial(self._keep, waiting, partial(Waiting, plan.weights, keys, plan.gradients, kept))
         if not result.requires_grad:  # none of the inputs takes a gradient
             box = [exact.on_memory_of(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
-            tapped: Tensor = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
-            return tapped
-        node = _node_of(result, plan)
-        if node is None:
+            result = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
+        elif (node := _node_of(result, plan)) is not None:
+            node.register_prehook(keep)
+        else:
             return None
-        node.register_prehook(keep)
+        self._put.update(keys)
         return result
 
     def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
@@ -257,22 +260,14 @@ class WeightUses:
             waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if shared else grad))
 
 
-class _Wrapped(NamedTuple):
-    """A context: a class, which takes less time than a generator."""
-
-    begin: Callable[[], None]
-    end: Callable[[], None]
-
-    def __enter__(self) -> None:
-        self.begin()
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-
 def base_of(weight: Tensor) -> Tensor:
-    """The parameter of which a weight is a view, or the weight itself."""
+    """Return the parameter of which a weight is a view, or the weight itself."""
     return weight if weight._base is None else weight._base
+
+
+def keys_of(weights: Iterable[Tensor]) -> list[int]:
+    """The `id` of each weight's parameter."""
+    return [id(base_of(weight)) for weight in weights]
 
 
 class _Tap(torch.autograd.Function):
@@ -300,7 +295,7 @@ def _is_lowered(func: Any, call: DeferredCall) -> bool:
 
 
 def _casts_below(node: Node) -> Iterator[Node]:
-    """The casts that produced a call's weights, some of them below a transpose."""
+    """Yield the casts that produced a call's weights, some of them below a transpose."""
     for child, _ in node.next_functions:
         if child is not None and child.name() in ("TBackward0", "TransposeBackward0"):
             child = child.next_functions[0][0]
@@ -317,7 +312,7 @@ def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
 
 
 def _view_nodes(weight: Tensor) -> Iterator[Node]:
-    """The nodes between a view and its parameter."""
+    """Yield the nodes between a view and its parameter."""
     node = weight.grad_fn
     while node is not None and not _is_accumulator(node):
         yield node
@@ -325,7 +320,8 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
 
 
 def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
-    """For each parameter in a graph, by id, the number of paths to it, counted up to the first node not in `views`."""
+    """Return, for each parameter in a graph, by id, the number of paths to it, counted up to the first node not in
+    `views`."""
     into: defaultdict[Node, list[Node]] = defaultdict(list)
     known, stack = set(roots), list(dict.fromkeys(roots))
     while stack:

@@ -25,18 +25,20 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
+from penstock.runtime.features.compiled import Compile, arguments_for, effective_compile
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
+from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import distinct
+from penstock.runtime.kinds import Kinds, distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.results import words
+from penstock.schedule import Schedule, truncate_microbatches
+from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
 
 _NEW = -1
-
-Bind = Callable[[Sequence[Partition], bool], BoundSchedule]
-"""Makes the bound schedule of some partitions, for training or evaluation."""
 
 
 class Call(NamedTuple):
@@ -73,26 +75,37 @@ class BoundSchedules:
     """The bound schedules of one pipeline. Every process makes the same calls in the same order.
 
     Args:
-        bind: makes a bound schedule from partitions.
-        source_rank: the rank that announces: the first stage's.
+        order: computations alone, for the largest number of microbatches that a batch has.
+        binding: makes a binding, with the user's choices that are the same for all batches.
+        compile: what the user asks for.
+        sharded: the sharded stages, as they are to be gathered.
+        norms: batch norms whose statistics are deferred in training, if that is asked for.
     """
 
-    def __init__(self, engine: Engine, split: SplitModel, bind: Bind, source_rank: int) -> None:
-        self._engine = engine
-        self._split = split
-        self._bind = bind
-        self._source = source_rank
-        self._announcer = engine.world.numbers[source_rank]
-        self._announces = source_rank in engine.ranks
+    def __init__(
+        self,
+        engine: Engine,
+        split: SplitModel,
+        order: Schedule,
+        binding: Callable[..., Binding],
+        compile: Compile,
+        sharded: Sharded,
+        norms: DeferredNorms | None,
+    ) -> None:
+        self._engine, self._split, self._order = engine, split, order
+        self._binding, self._compile, self._sharded, self._norms = binding, compile, sharded, norms
+        self._source = order.placement.rank_of[0]  # the first stage's rank announces
+        self._announcer = engine.world.numbers[self._source]
+        self._announces = self._source in engine.ranks
         self._cached: OrderedDict[int, Cached] = OrderedDict()
         self._digest: tuple[Hashable, int] = (None, 0)
 
     def __iter__(self) -> Iterator[BoundSchedule]:
-        """The bound schedules, the most recently used one last."""
+        """Iterate over the bound schedules, the most recently used one last."""
         return iter([cached.bound for cached in self._cached.values()])
 
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
-        """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
+        """Record microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
         partitions = self._split.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
@@ -117,8 +130,31 @@ class BoundSchedules:
                 warn(_MANY)
         return cached
 
+    def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
+        order, split = truncate_microbatches(self._order, len(partitions)), self._split
+        kinds, norms = Kinds.among(partitions).metas, self._norms if training else None
+        like = self._order if self._engine.world.data_parallel > 1 else None
+        with self._engine.agreed_at_first():
+            if training:
+                ties = [group.stages for group in split.tie_groups]
+                order = lower_training(order, kinds, ties, self._sharded, like)
+            else:
+                order = lower_evaluation(order, kinds, self._sharded, like)
+            if norms is not None:
+                refuse_unseen(partitions, split.model)
+            compile = effective_compile(self._compile, split.model, partitions[0].stages)
+            binding = self._binding(
+                partitions,
+                order,
+                training=training,
+                norms=norms,
+                sharded=split.sharded,
+                compile=arguments_for(compile, self._order),
+            )
+        return self._engine.bind(binding)
+
     def next(self, cut: CutBatch | None, call: Call) -> Cached:
-        """The bound schedule for this step.
+        """Return the bound schedule for this step.
 
         Args:
             cut: the batch; None on ranks that do not look at inputs.
@@ -147,11 +183,11 @@ class BoundSchedules:
         return cached
 
     def settings(self) -> int:
-        """A number that stands for this process's modes, requires_grad flags and autocast."""
+        """Return a number that stands for this process's modes, requires_grad flags and autocast."""
         return self._digest_of(self._split.signature()[:-1])
 
     def inputs(self, cached: Cached, cut: CutBatch) -> list[list[Tensor]]:
-        """The tensors that the first stage receives for each microbatch, in its order.
+        """Return the tensors that the first stage receives for each microbatch, in its order.
 
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
@@ -167,7 +203,7 @@ class BoundSchedules:
         return [partition.arrange(piece.leaves) for partition, piece in pairs]
 
     def backward_to_batch(self, cached: Cached, cut: CutBatch | None) -> None:
-        """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
+        """Give the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
         stages = [stage for program in cached.bound.programs for stage in program.stages.values()]
         found = dict(ChainMap(*(stage.batch_gradients for stage in stages)))
         firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
@@ -183,12 +219,13 @@ class BoundSchedules:
 
     def _find(self, cut: CutBatch, mode: Hashable) -> Cached | None:
         for cached in reversed(self._cached.values()):
-            if cached.kind == cut.kind and cached.mode == mode and _holds(cached.bound, cut):
+            made_for = cached.sizes, cached.kind, cached.mode
+            if made_for == (cut.sizes, cut.kind, mode) and _holds(cached.bound, cut):
                 return cached
         return None
 
     def _announced(self, number: int, call: Call, settings: Hashable) -> int:
-        """The announced number. Raises ArgumentError unless this rank asks for the same."""
+        """Return the announced number. Raise ArgumentError unless this rank asks for the same."""
         mine = [*map(int, call), self._digest_of(settings)]
         number, *said = self._engine.announce([number, *mine], self._source)
         if said == mine:
@@ -202,7 +239,7 @@ class BoundSchedules:
         )
 
     def _digest_of(self, settings: Hashable) -> int:
-        """A number for the settings that all processes must share, small enough for exact sums in float64."""
+        """Return a number for the settings that all processes must share, small enough for exact sums in float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")

@@ -18,7 +18,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def one_at_a_time(what: Hashable) -> Iterator[None]:
-    """Wraps a step, or the making of a pipeline.
+    """Wrap a step, or the making of a pipeline.
 
     Args:
         what: tells it from others that may run within it, such as a step of another pipeline.

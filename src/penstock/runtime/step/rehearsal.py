@@ -34,7 +34,7 @@ _FILLING = 0.5
 
 
 def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
-    """Calls the loss for the first microbatch. If the loss is a module, its changes to itself are undone.
+    """Call the loss for the first microbatch. If the loss is a module, its changes to itself are undone.
 
     Args:
         bound: the bound schedule.
@@ -65,7 +65,7 @@ def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
 def _attempt(
     bound: BoundSchedule, metas: Sequence[Output], target: Any, loss: object, mode: FakeTensorMode | None
 ) -> Exception | None:
-    """The error that the loss raised. Raises ArgumentError if its result is wrong."""
+    """Return the error that the loss raised. Raise ArgumentError if its result is wrong."""
     head = bound.head
     try:
         with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode, quiet():
@@ -108,7 +108,7 @@ def _dtype(output: Output) -> torch.dtype:
 
 @contextmanager
 def _as_it_was(loss: object) -> Iterator[None]:
-    """Restores the state of a loss that is a module: its attributes, and the values of its buffers."""
+    """Restore the state of a loss that is a module: its attributes, and the values of its buffers."""
     module = loss if isinstance(loss, nn.Module) else nn.Module()
     snapshot, buffers = Snapshot(module), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:

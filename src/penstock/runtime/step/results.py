@@ -11,7 +11,7 @@ pickled took longer than noting the times, and a tensor takes longer than an arr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ _ALL = 1
 
 
 def code_of(wanted: Wanted, ranks: int) -> int:
-    """The choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in place.
+    """Encode the choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in
+    place.
 
     Raises:
         ArgumentError: this is not a valid choice.
@@ -55,12 +56,13 @@ def code_of(wanted: Wanted, ranks: int) -> int:
 
 
 def words(code: int) -> str:
-    """The argument that a code stands for."""
+    """Return the argument that a code stands for."""
     return {0: "outputs=True or False", _ALL: "outputs='all'"}.get(code, f"outputs={code - _ALL - 1}")
 
 
 def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, code: int) -> tuple[Any, ...] | None:
-    """Each microbatch's output, in order, on the ranks that want it; None on the others. Every rank calls it.
+    """Bring each microbatch's output, in order, to the ranks that want it; return None on the others. Every rank calls
+    it.
 
     Args:
         outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
@@ -72,40 +74,44 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
     wanted = range(engine.world.ranks) if code == _ALL else range(code - _ALL - 1, code - _ALL)
     owners = _owners(schedule)
     mine = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == here}
-    heads = {k: map_tensors(_without_memory, output) for k, output in mine.items()}
-    found = {k: head for part in engine.control.gather_line(heads, "the outputs") for k, head in part.items()}
+    found = dict(mine)
     for k, owner in owners.items():
-        if here == owner:
-            found[k] = map_tensors(partial(_sent, engine, owner, wanted), mine[k])
-        elif here in wanted:
-            found[k] = map_tensors(partial(_received, engine, owner, wanted), found[k])
+        if here == owner and any(rank != owner for rank in wanted):
+            engine.control.bring(_packed(mine[k]), owner, wanted)
+        elif here in wanted and here != owner:
+            packed, layouts = engine.control.bring(_NOTHING, owner, wanted)
+            found[k] = map_tensors(partial(_unpacked, iter(layouts), engine.devices[engine.ranks[0]]), packed)
     return tuple(found[k] for k in owners) if here in wanted else None
 
 
 def _owners(schedule: Schedule) -> dict[int, int]:
-    """The rank that has each microbatch's output, ascending by microbatch."""
+    """Return the rank that has each microbatch's output, ascending by microbatch."""
     placement = schedule.placement
     lasts = [stage for stage in range(placement.stages) if placement.is_last(stage)]
     found = {k: placement.rank_of[stage] for stage in lasts for k in schedule.numbers_on(stage)}
     return dict(sorted(found.items()))
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+_Packed = tuple[Any, list[Layout]]
+_NOTHING: _Packed = None, []
 
 
-def _sent(engine: Engine, owner: int, wanted: Sequence[int], tensor: Tensor) -> Tensor:
-    if tensor.numel():
-        engine.control.bring(exact.pack(tensor).cpu().view(torch.uint8), owner, wanted)
-    return tensor
+def _packed(output: Any) -> _Packed:
+    """Return an output with its tensors as bytes on the host, and their layouts in order: not every dtype can be
+    pickled, and a slice would travel with the memory between its elements."""
+    layouts = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        layouts.append(Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
+        return exact.pack(tensor).cpu().view(torch.uint8).clone()
+
+    return map_tensors(pack, output), layouts
 
 
-def _received(engine: Engine, owner: int, wanted: Sequence[int], head: Tensor) -> Tensor:
-    layout = Layout(tuple(head.shape), head.stride(), head.dtype, 0, False)
-    buffer = exact.allocate(layout, torch.device("cpu"))
-    if head.numel():
-        engine.control.bring(buffer.flat.view(torch.uint8), owner, wanted)
-    return exact.unpack(buffer).to(engine.devices[engine.ranks[0]])
+def _unpacked(layouts: Iterator[Layout], device: torch.device, data: Tensor) -> Tensor:
+    buffer = exact.allocate(next(layouts), device)
+    buffer.flat.view(torch.uint8).copy_(data)
+    return exact.unpack(buffer)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -134,7 +140,7 @@ class SharedLoss:
         self._arriving: list[Pending] = []
 
     def fill(self, terms: Message) -> Tensor:
-        """Makes what travels: a row per term, of its value and 1 + the number of its dtype. All zero on ranks without
+        """Make what travels: a row per term, of its value and 1 + the number of its dtype. All zero on ranks without
         the term, so that a sum over ranks gives the term.
 
         Args:
@@ -159,11 +165,11 @@ class SharedLoss:
         return not self.waits and (self._rows is not None or on_host)
 
     def read(self) -> Tensor | None:
-        """The loss, a scalar on the CPU; None if there is none."""
+        """Return the loss, a scalar on the CPU; None if there is none."""
         return self._all()[0]
 
     def read_parts(self) -> dict[str, Tensor]:
-        """The parts of the loss, by name; those that there are."""
+        """Return the parts of the loss, by name; those that there are."""
         named = zip(self._names, self._all()[1:], strict=True)
         return {name: total for name, total in named if total is not None}
 
@@ -175,8 +181,8 @@ class SharedLoss:
         return self._totals()
 
     def read_quietly(self) -> Tensor | None:
-        """What `read` returns, for a thread of a run that has failed: no watchdog hears of its waits. They may raise,
-        or never end."""
+        """Return what `read` returns, for a thread of a run that has failed: the watchdog is not told of its waits.
+        They may raise, or never end."""
         for one in [*self._arriving]:
             one.wait()
         return self._totals()[0]
@@ -206,7 +212,7 @@ class LossParts:
         self._names: dict[bool, Sequence[str]] = {}
 
     def agree(self, bound: BoundSchedule) -> None:
-        """Names the parts of a step's loss. Raises ArgumentError for one that the first step had not."""
+        """Agree on the names of the parts of a step's loss. Raise ArgumentError for one that the first step had not."""
         found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
         if self._shared and bound.training not in self._names:
             has_loss = any(loss is not None for loss in bound.head.losses)
@@ -223,7 +229,7 @@ class LossParts:
 
 
 def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wanted: bool) -> SharedLoss:
-    """The loss of a step that has run. Every rank calls it.
+    """Share the loss of a step that has run. Every rank calls it.
 
     Args:
         microbatches: of each replica.
@@ -265,7 +271,7 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
 def share_timeline(
     engine: Engine, schedule: Schedule, moments: Mapping[int, Sequence[Moment]], *, wanted: bool
 ) -> Timeline | None:
-    """The timeline of a step, on every rank; None if it is not wanted. Every rank calls it.
+    """Return the timeline of a step, on every rank; None if it is not wanted. Every rank calls it.
 
     Args:
         moments: by rank of this process, in the order of its row.
@@ -274,8 +280,8 @@ def share_timeline(
         return None
     times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
     if engine.world.is_local:
-        return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
+        return Timeline.from_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
     on_cpu, here = engine.devices[engine.ranks[0]].type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     crowded = on_cpu and here * torch.get_num_threads() > cores()
     everyone = engine.control.gather_line(np.array(times[engine.ranks[0]], dtype=np.int64), "the timeline")
-    return Timeline.of_rows(schedule.rows, [one.tolist() for one in everyone], crowded=crowded)
+    return Timeline.from_rows(schedule.rows, [one.tolist() for one in everyone], crowded=crowded)

@@ -32,35 +32,51 @@ class Agreement:
         return self._layouts[microbatch]
 
     def all(self) -> Iterable[Layouts]:
-        """The layouts of every message."""
+        """Return the layouts of every message."""
         return self._layouts.values()
 
     def learn(self, microbatch: int, layouts: Layouts) -> None:
-        """Records the layouts of a message as agreed."""
+        """Record the layouts of a message as agreed."""
         self._layouts[microbatch] = layouts
 
     def check(self, microbatch: int, message: Message) -> Layouts:
-        """The layouts of a message to send. They are learned in the first step, and compared with those in later ones.
+        """Return the layouts of a message to send. They are learned in the first step, and compared with those in later
+        ones.
 
         Raises:
             ShapeError: a layout is not as agreed.
         """
-        if not self.learning and all(map(_fits, message, self._layouts[microbatch])):
-            return self._layouts[microbatch]
-        layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
         if self.learning:
-            self.learn(microbatch, layouts)
-        elif not all(map(_alike, layouts, self._layouts[microbatch])):
+            self._layouts[microbatch] = [None if tensor is None else Layout.of(tensor) for tensor in message]
+            return self._layouts[microbatch]
+        agreed = self._layouts[microbatch]
+        for tensor, layout in zip(message, agreed, strict=True):
+            if tensor is None or layout is None:
+                fits = tensor is None and layout is None
+            else:  # `Layout.of`, and a comparison, in a third of the time
+                fits = (
+                    tensor.stride() == layout.stride
+                    and tensor.shape == layout.shape
+                    and tensor.dtype is layout.dtype
+                    and tensor.requires_grad is layout.requires_grad
+                    and tensor.data_ptr() % CACHE_LINE_BYTES == layout.misalignment
+                )
+            if not fits:
+                break
+        else:
+            return agreed
+        layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
+        if not all(map(_alike, layouts, agreed)):
             raise ShapeError(self._difference(microbatch, layouts))
-        return self._layouts[microbatch]
+        return agreed
 
     def drop_step(self) -> None:
-        """Discards what was agreed in a first step that raised."""
+        """Discard what was agreed in a first step that raised."""
         if self.learning:
             self._layouts.clear()
 
     def end_step(self) -> bool:
-        """Ends a step. Returns whether it was the first step with messages."""
+        """End a step. Return whether it was the first step with messages."""
         ended = self.learning and bool(self._layouts) and not self._link.varies
         self.learning = self.learning and not ended
         return ended
@@ -82,19 +98,6 @@ class Agreement:
             f"microbatch {microbatch}, is {describe(new)}; {describe(old)} was agreed on in the first step. "
             "Nothing was sent. Keep shapes the same, or make a pipeline for the new ones."
         )
-
-
-def _fits(tensor: Tensor | None, layout: Layout | None) -> bool:
-    """Whether a tensor has exactly this layout: `Layout.of`, and a comparison, in a third of the time."""
-    if tensor is None or layout is None:
-        return tensor is None and layout is None
-    return (
-        tensor.stride() == layout.stride
-        and tensor.shape == layout.shape
-        and tensor.dtype is layout.dtype
-        and tensor.requires_grad is layout.requires_grad
-        and tensor.data_ptr() % CACHE_LINE_BYTES == layout.misalignment
-    )
 
 
 def _alike(one: Layout | None, other: Layout | None) -> bool:
@@ -133,7 +136,7 @@ def _without_idle_strides(layout: Layout) -> Layout:
 
 
 def describe(layout: Layout | None) -> str:
-    """A layout in words."""
+    """Describe a layout in words."""
     if layout is None:
         return "absent"
     dtype = str(layout.dtype).removeprefix("torch.")
@@ -141,12 +144,12 @@ def describe(layout: Layout | None) -> str:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The elements of a tensor, on any device, in storage order."""
+    """Return the elements of a tensor, on any device, in storage order."""
     return exact.pack(tensor).cpu().view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(data: bytes, layout: Layout, device: torch.device) -> Tensor:
-    """A tensor made from these bytes, in its own memory, with the layout that it had when `to_bytes` was called."""
+    """Make a tensor from these bytes, in its own memory, with the layout that it had when `to_bytes` was called."""
     buffer = exact.allocate(layout, device)
     if data:
         buffer.flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -17,6 +17,7 @@ needed, after all receives posted before it.
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,27 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock._base.errors import ShapeError
 from penstock._base.stages import Link
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.groups import Groups
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.rules import Layout
-from penstock.runtime.transport.agreement import Agreement, Layouts, describe
+from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.protocol import Begun, Message, Observer, Pending
 from penstock.schedule import Action, Op
 
 SENDS_IN_FLIGHT = 2
 """How many sends of a channel may be in flight; the third waits for the first, so that its memory is freed."""
 
-MAX_DIMS = 8
-_FIELDS = 5 + 2 * MAX_DIMS
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-    torch.uint16, torch.uint32, torch.uint64, torch.complex32,
-)  # fmt: skip
+HEADER_BYTES = 2048
+"""The size of a header, for each value of its link: more than a pickled layout of as many dimensions as torch has."""
 
 
 class DistributedTransport:
@@ -87,7 +80,7 @@ class DistributedTransport:
         return channel
 
     def _observation(self, link: Link, way: tuple[int, int], *, backward: bool) -> Callable[[int], Begun | None]:
-        """What a channel calls before each of its messages: tells the observer, if there is one."""
+        """Return what a channel calls before each of its messages, to notify the observer, if there is one."""
         if way[0] == self.rank:
             stage, op, peer = link.source, Op.SEND_B if backward else Op.SEND_F, link.target
         else:
@@ -112,7 +105,7 @@ class DistributedTransport:
             channel.drain()
 
     def drop_step(self) -> None:
-        """Nothing to do: between processes no step follows one that raised."""
+        """Do nothing: between processes no step follows one that raised."""
 
     def end_step(self) -> None:
         for channels in self._channels.values():
@@ -154,7 +147,7 @@ class DistributedChannel:
     def send(self, microbatch: int, message: Message) -> None:
         layouts = self.agreement.check(microbatch, message)
         if self.agreement.learning:
-            self._start_send([_header(layouts, self._link).to(self._device)])
+            self._start_send([self._header(layouts).to(self._device)])
         begun = self._observe(microbatch)
         self._start_send([exact.pack(t).view(torch.uint8) for t in message if t is not None and t.numel()])
         if begun is not None:
@@ -183,7 +176,7 @@ class DistributedChannel:
         return microbatch in self._posted
 
     def start(self, microbatch: int) -> None:
-        """Starts a receive. Called in the order in which the other rank sends."""
+        """Start a receive. Called in the order in which the other rank sends."""
         if self.agreement.learning:
             self.agreement.learn(microbatch, self._receive_header())
         begun = self._observe(microbatch)
@@ -196,7 +189,7 @@ class DistributedChannel:
             self.drain()
 
     def drain(self) -> None:
-        """Waits until every send has arrived."""
+        """Wait until every send has arrived."""
         while self._sends:
             self._finish_send()
 
@@ -221,21 +214,29 @@ class DistributedChannel:
         ]
         return buffers, [work for work in works if work is not None]
 
+    def _header(self, layouts: Layouts) -> Tensor:
+        """The layouts of a message."""
+        header = torch.zeros(HEADER_BYTES * len(layouts), dtype=torch.uint8)
+        data = bytearray(pickle.dumps(layouts))
+        header[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        return header
+
     def _receive_header(self) -> Layouts:
-        header = torch.empty(len(self._link.values) * _FIELDS, dtype=torch.int64, device=self._device)
+        header = torch.empty(HEADER_BYTES * len(self._link.values), dtype=torch.uint8, device=self._device)
         work = dist.irecv(header, self._peer, group=self._group())
         if work is not None:
             work.wait()
-        return _layouts(header.cpu().tolist())
+        layouts: Layouts = pickle.loads(header.cpu().numpy().tobytes())
+        return layouts
 
 
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
-    """Starts to sum each tensor, in place, over a group."""
+    """Start to sum each tensor, in place, over a group."""
     return _Works([dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors])
 
 
 def broadcast_from(sources: Sequence[int], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
-    """Starts to copy each tensor, in place, from a process of the group, by its rank there, to the others."""
+    """Start to copy each tensor, in place, from a process of the group, by its rank there, to the others."""
     pairs = zip(tensors, sources, strict=True)
     return _Works([dist.broadcast(tensor, group=group, group_src=rank, async_op=True) for tensor, rank in pairs])
 
@@ -253,37 +254,6 @@ class _Works:
         self._works.clear()
 
 
-def _header(layouts: Sequence[Layout | None], link: Link) -> Tensor:
-    """The layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dims, shape, stride."""
-    rows: list[int] = []
-    for (stage, name), layout in zip(link.values, layouts, strict=True):
-        if layout is None:
-            rows += [0] * _FIELDS
-            continue
-        if len(layout.shape) > MAX_DIMS or layout.dtype not in _DTYPES:
-            raise ShapeError(
-                f"cannot send value {name!r} of stage {stage}, which is {describe(layout)}, between ranks; "
-                f"at most {MAX_DIMS} dimensions and one of torch's dense dtypes can be sent: move the cut"
-            )
-        pad = [0] * (MAX_DIMS - len(layout.shape))
-        rows += [1, int(layout.requires_grad), _DTYPES.index(layout.dtype), layout.misalignment, len(layout.shape)]
-        rows += [*layout.shape, *pad, *layout.stride, *pad]
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def _layouts(rows: list[int]) -> Layouts:
-    """The inverse of `_header`."""
-    layouts: Layouts = []
-    for start in range(0, len(rows), _FIELDS):
-        present, requires_grad, dtype, misalignment, dims, *sizes = rows[start : start + _FIELDS]
-        if not present:
-            layouts.append(None)
-            continue
-        shape, stride = tuple(sizes[:dims]), tuple(sizes[MAX_DIMS : MAX_DIMS + dims])
-        layouts.append(Layout(shape, stride, _DTYPES[dtype], misalignment, bool(requires_grad)))
-    return layouts
-
-
 class ReceiveOrder:
     """The receives from one rank, first in, first out."""
 
@@ -291,13 +261,13 @@ class ReceiveOrder:
         self._due: deque[tuple[DistributedChannel, int]] = deque()
 
     def post(self, receiver: DistributedChannel, microbatch: int) -> None:
-        """Queues a receive, and starts those that can start without waiting. Never blocks."""
+        """Queue a receive, and start those that can start without waiting. Never blocks."""
         self._due.append((receiver, microbatch))
         while self._due and self._due[0][0].can_start:
             self._start_next()
 
     def start_until(self, receiver: DistributedChannel, microbatch: int) -> None:
-        """Starts receives in order until this one has started.
+        """Start receives in order until this one has started.
 
         This waits no longer than necessary: what was posted earlier was sent earlier.
         """

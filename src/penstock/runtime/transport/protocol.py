@@ -33,55 +33,53 @@ class Channel(Protocol):
     """
 
     def send(self, microbatch: int, message: Message) -> None:
-        """Starts sending. The tensors belong to the channel from here on: they may be read, never written.
+        """Start sending. The tensors belong to the channel from here on: they may be read, never written.
 
         Raises:
             ShapeError: a tensor does not have the layout that was agreed on in the first step.
         """
 
     def post(self, microbatch: int) -> None:
-        """Prepares to receive a message, so that it can arrive while the rank computes. Never blocks.
+        """Prepare to receive a message, so that it can arrive while the rank computes. Never blocks.
 
         Every message is posted exactly once. A rank posts all messages from one other rank, over all their channels, in
         the order in which that rank sends them.
         """
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
-        """Waits for a posted message. Each tensor has its own memory and keeps its strides and alignment."""
+        """Wait for a posted message. Each tensor has its own memory and keeps its strides and alignment."""
 
 
 class Pending(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Waits until the tensors that it was started with hold the result."""
+        """Wait until the tensors that it was started with hold the result."""
 
 
 class PointToPoint(Protocol):
     """Moves messages between the stages of one pipeline; one object per rank."""
 
     def connect(self, source_rank: int, target_rank: int) -> None:
-        """Prepares for messages from one rank to another, before the first of them. May wait for the other rank.
+        """Prepare for messages from one rank to another, before the first of them. May wait for the other rank.
 
         Both ranks of the pair call it, and every rank goes through its pairs in the same order.
         """
 
     def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
-        """A link's channel within one program, in one direction. Each of the two ranks asks for it once.
+        """Return a link's channel within one program, in one direction. Each of the two ranks asks for it once.
 
         `(program, link, backward)` identifies both ends of a channel: use it as the key. `source_rank` is the rank that
         sends on it, `target_rank` the rank that receives.
         """
 
     def release(self, program: int) -> None:
-        """Frees what a program's channels hold. Both ends call it between the same two steps, and do not use these
-        channels again.
-        """
+        """Free what a program's channels hold. Both ends call it between the same two steps, and do not use these
+        channels again."""
 
     def end_step(self) -> None:
-        """Ends a step whose messages this rank has all sent and received. The layouts of a program's first step are
-        binding from then on, unless the link varies. May wait for the other rank to take what this one sent.
-        """
+        """End a step whose messages this rank has all sent and received. The layouts of a program's first step are
+        binding from then on, unless the link varies. May wait for the other rank to take what this one sent."""
 
     def drop_step(self) -> None:
         """Called instead of `end_step` if the step raised here. Never waits for another rank.
@@ -104,16 +102,16 @@ class Collectives(Protocol):
     """Operations that several ranks of a pipeline do together; one object per rank."""
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
-        """Starts to sum each tensor, in place, over the ranks `holders`, with the same bits on each of them.
+        """Start to sum each tensor, in place, over the ranks `holders`, with the same bits on each of them.
 
         Every holder passes tensors of the same shapes, and starts its reductions in ascending order of `group`.
         """
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
-        """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
+        """Start to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
 
     def close(self) -> None:
-        """Waits for pending collectives and frees everything. Called once, after the last step."""
+        """Wait for pending collectives and free everything. Called once, after the last step."""
 
 
 class Transport(PointToPoint, Collectives, Protocol):
@@ -179,7 +177,7 @@ COLLECTIVES = ("reduce", "broadcast", "close")
 
 
 def missing(given: object, methods: Sequence[str]) -> list[str]:
-    """Which of these methods an object lacks."""
+    """Return which of these methods an object lacks."""
     return [name for name in methods if not callable(getattr(given, name, None))]
 
 

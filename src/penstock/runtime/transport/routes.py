@@ -1,4 +1,8 @@
-"""The links of each stage, as the stage sees them: which channel carries which of its values and gradients."""
+"""Which channel carries which of a stage's values and gradients, and the channels within a process.
+
+One process may drive all ranks, in an order that respects dependencies: for notebooks, tests, and several devices in
+one process. A message between two ranks is then copied, as it would be between processes.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, links_of
+from penstock.runtime.exact import rules as exact
+from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.protocol import Channel, Message, Transport
 from penstock.schedule import Action, Placement
 
@@ -27,7 +34,7 @@ class Mailbox:
         self._mail[microbatch] = list(message)
 
     def post(self, microbatch: int) -> None:
-        """Nothing to do: what was sent is already there."""
+        """Do nothing: what was sent is already there."""
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         return self._mail.pop(microbatch)
@@ -93,7 +100,7 @@ class RouteBuilder:
         self._channels: dict[tuple[Link, bool], Channel] = {}
 
     def roots(self, stage: int, kind: int) -> dict[Value, Root]:
-        """Where gradients come in: first all outputs that take one, then inputs that later stages use too."""
+        """Return where gradients come in: first all outputs that take one, then inputs that later stages use too."""
         if not self._training:
             return {}
         inputs, outputs = _ends(self._kinds[kind][stage])
@@ -102,7 +109,7 @@ class RouteBuilder:
         return made | {value: Root(False, inputs[value]) for value, on in routes.items() if stage in on[1:-1]}
 
     def routes(self, stage: int, kind: int) -> Routes:
-        """The links that begin or end on a stage."""
+        """Return the links that begin or end on a stage."""
         metas = self._kinds[kind]
         inputs, outputs = _ends(metas[stage])
         roots = {value: place for place, value in enumerate(self.roots(stage, kind))}
@@ -136,18 +143,79 @@ _WAYS = (forward_links, backward_links)
 
 
 def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
-    """The positions of a stage's inputs and of its outputs."""
+    """Return the positions of a stage's inputs and of its outputs."""
     inputs = {(i.source, i.name): position for position, i in enumerate(meta.inputs)}
     return inputs, {(meta.index, o.name): position for position, o in enumerate(meta.outputs)}
 
 
 def between_ranks(kinds: Sequence[Sequence[StageMeta]], placement: Placement) -> set[tuple[int, int]]:
-    """Which rank may send to which."""
+    """Return which rank may send to which."""
     links = (*links_of(kinds, forward_links), *links_of(kinds, backward_links))
     found = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
     return {(source, target) for source, target in found if source != target}
 
 
 def route_of(action: Action, routes: Sequence[Route]) -> Route:
-    """The route that a communication action uses."""
+    """Return the route that a communication action uses."""
     return next(route for route in routes if route.stage == action.peer)
+
+
+class LocalHub:
+    """What the local transports of one pipeline share: the channels."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.channels: dict[tuple[int, Link, bool], LocalChannel] = {}
+
+
+class LocalChannel(Mailbox):
+    """One link's mailbox, into which copies go; sender and receiver hold the same object."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        super().__init__()
+        self.agreement = Agreement(link)
+        self._device = device
+
+    def send(self, microbatch: int, message: Message) -> None:
+        copies: list[Tensor | None] = [*message]
+        for place, layout in enumerate(self.agreement.check(microbatch, message)):
+            if layout is not None and (tensor := message[place]) is not None:
+                copies[place] = exact.copy_as(layout, tensor, self._device)
+        self._mail[microbatch] = copies
+
+    def drop_step(self) -> None:
+        self.agreement.drop_step()
+        self._mail.clear()
+
+
+class LocalTransport:
+    """One rank's side of a `LocalHub`. Within a process nothing is summed or sent to all."""
+
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self.rank = rank
+        self.ranks = len(hub.devices)
+        self._hub = hub
+
+    def connect(self, source_rank: int, target_rank: int) -> None:
+        """Do nothing: no rank waits."""
+
+    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
+        key = (program, link, backward)
+        if key not in self._hub.channels:
+            self._hub.channels[key] = LocalChannel(link, self._hub.devices[target_rank])
+        return self._hub.channels[key]
+
+    def release(self, program: int) -> None:
+        for key in [key for key in self._hub.channels if key[0] == program]:
+            del self._hub.channels[key]
+
+    def end_step(self) -> None:
+        for channel in self._hub.channels.values():
+            channel.agreement.end_step()
+
+    def drop_step(self) -> None:
+        for channel in self._hub.channels.values():
+            channel.drop_step()
+
+    def close(self) -> None:
+        self._hub.channels.clear()

@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock._base.process import Process
 from penstock._base.stages import Link
 from penstock.distributed.broadcasts import Broadcasts, receive_exactly
-from penstock.distributed.joining import say
+from penstock.distributed.failure import say
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement, Layouts
@@ -118,11 +118,11 @@ class Neighbors:
         return frozenset(self._connections)
 
     def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
-        """Gives a neighbor a channel's memory (a file descriptor) and socket."""
+        """Give a neighbor a channel's memory (a file descriptor) and socket."""
         socket.send_fds(self._connections[peer], [key], [memory, bell.fileno()])
 
     def take_over(self, peer: int, prefix: bytes) -> tuple[bytes, int, socket.socket]:
-        """Waits for a neighbor's hand-over under a key that begins with `prefix`."""
+        """Wait for a neighbor's hand-over under a key that begins with `prefix`."""
         while True:
             for (sender, key), (memory, bell) in list(self._arrived.items()):
                 if sender == peer and key.startswith(prefix):
@@ -134,7 +134,7 @@ class Neighbors:
             self._arrived[peer, key] = descriptors[0], socket.socket(fileno=descriptors[1])
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         for memory, bell in self._arrived.values():
             os.close(memory)
             bell.close()
@@ -143,13 +143,13 @@ class Neighbors:
 
 
 def _process_behind(connection: socket.socket) -> tuple[int, int]:
-    """The process that connected, or listens, and its user, as the kernel noted them."""
+    """Return the process that connected, or listens, and its user, as the kernel reports them."""
     pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, user
 
 
 def _hello(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
-    """The rank that has connected and the kind of its connection; None without the secret."""
+    """Return the rank that has connected and the kind of its connection; None without the secret."""
     connection.settimeout(JOIN_SECONDS)
     try:
         peer, kind, shown = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
@@ -224,7 +224,7 @@ class SharedMemoryChannel:
         self._lane.put(microbatch, message)
 
     def post(self, microbatch: int) -> None:
-        """Posts in the first step only: later messages wait in shared memory."""
+        """Post in the first step only: later messages wait in shared memory."""
         if self.agreement.learning:
             self._inner.post(microbatch)
 
@@ -238,9 +238,8 @@ class SharedMemoryChannel:
         return self._lane.take(microbatch)
 
     def _open(self) -> _Lane:
-        """Sets up shared memory, which the sender creates and hands over in the second step: a program that runs only
-        once needs none.
-        """
+        """Set up shared memory, which the sender creates and hands over in the second step: a program that runs only
+        once needs none."""
         size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
@@ -250,7 +249,7 @@ class SharedMemoryChannel:
         return _Lane(memory, mine, size, self.agreement)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         if self._lane is not None:
             self._lane.close()
             self._lane = None
@@ -293,11 +292,11 @@ class _Lane:
 
     @staticmethod
     def size_of(layouts: Layouts) -> int:
-        """The size in bytes of a slot for a message."""
+        """Return the size in bytes of a slot for a message."""
         return sum(_padded(exact.flat_bytes(layout)) for layout in layouts if layout is not None)
 
     def put(self, microbatch: int, message: Message) -> None:
-        """Copies a message into the next slot; waits for one to become free."""
+        """Copy a message into the next slot; wait for one to become free."""
         while self._full == SLOTS:
             self._full -= len(self._heard(SLOTS))
         slot = self._next_slot()
@@ -309,7 +308,7 @@ class _Lane:
         self._bell.sendall(_MESSAGE.pack(microbatch))
 
     def take(self, microbatch: int) -> list[Tensor | None]:
-        """Waits for a message and copies it out."""
+        """Wait for a message and copy it out."""
         while microbatch not in self._early:
             (arrived,) = _MESSAGE.unpack(self._heard(_MESSAGE.size))
             slot = self._next_slot()
@@ -321,7 +320,7 @@ class _Lane:
         return self._early.pop(microbatch)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self._start = None
         self._bell.close()
         self._map.close()
@@ -333,7 +332,7 @@ class _Lane:
         return data
 
     def _next_slot(self) -> int:
-        """The address of the next slot."""
+        """Return the address of the next slot."""
         turn, self._turn = self._turn, (self._turn + 1) % SLOTS
         return self._address + turn * self._size
 

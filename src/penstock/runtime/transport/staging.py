@@ -46,7 +46,7 @@ class Staging:
         self._courier.issue(partial(self._module.set_device, device))  # a thread begins on the first one
 
     def leave(self, message: Message, then: Callable[[list[Tensor | None]], object]) -> Operation:
-        """Starts to copy tensors to the host, and has `then` called with them, laid out alike, once they are there.
+        """Start to copy tensors to the host, and has `then` called with them, laid out alike, once they are there.
 
         What was to leave earlier is done with by then: everything leaves in one order. If there is no tensor, nothing
         waits for the device.
@@ -88,11 +88,11 @@ class Staging:
         return lambda tensors: _Away(self, tensors, reduce)
 
     def synchronize(self) -> None:
-        """Waits until everything has left. Raises the first error in what was called then."""
+        """Wait until everything has left. Raise the first error in what was called then."""
         self._courier.synchronize()
 
     def close(self) -> None:
-        """Ends the thread once everything has left."""
+        """End the thread once everything has left."""
         self._courier.end()
 
 
@@ -134,7 +134,7 @@ class Operation:
     error: BaseException | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits until the operation has run. Raises what it raised."""
+        """Wait until the operation has run. Raise what it raised."""
         self.ended.wait()
         if self.error is not None:
             raise self.error
@@ -158,20 +158,20 @@ class Courier:
         self._thread.start()
 
     def issue(self, run: Callable[[], object], operation: Operation | None = None) -> Operation:
-        """Queues what `operation` stands for (by default a new one)."""
+        """Queue what `operation` stands for (by default a new one)."""
         self._last = operation or Operation()
         self._queue.put((self._last, run))
         return self._last
 
     def synchronize(self) -> None:
-        """Waits for everything that was issued. Raises what the first operation that failed raised."""
+        """Wait for everything that was issued. Raise what the first operation that failed raised."""
         if self._last is not None:
             self._last.ended.wait()
         if self._error is not None:
             raise self._error
 
     def end(self) -> None:
-        """Ends the thread once everything has run."""
+        """End the thread once everything has run."""
         self._queue.put(None)
 
     def _serve(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.second_names import schedule_of_peer
+from penstock._base.second_names import also, schedule_of_peer
 from penstock._base.words import did_you_mean
 from penstock.schedule.generators.chimera import chimera
 from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
@@ -27,14 +27,13 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
 __all__ = [
-    "Generator",
-    "Numbers",
-    "Rule",
+    "Constraint",
+    "ScheduleParams",
+    "ScheduleSpec",
     "chimera",
     "dualpipe",
     "dualpipe_v",
     "generate",
-    "generators",
     "gpipe",
     "hanayo",
     "interleaved_1f1b",
@@ -43,6 +42,7 @@ __all__ = [
     "names",
     "one_f_one_b",
     "one_f_one_b_v",
+    "schedule_specs",
     "v_half",
     "v_min",
     "zb_h1",
@@ -52,16 +52,16 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ScheduleParams:
     """The numbers that a schedule is generated for."""
 
     ranks: int
     microbatches: int
-    chunks: int = 1
+    stages_per_rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Constraint:
     """A condition on the numbers that a schedule works for: the argument, and the condition in words and as a test."""
 
     argument: str
@@ -69,17 +69,19 @@ class Rule:
     holds: Callable[[int], bool]
 
 
-_ONE_CHUNK = Rule("chunks", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
-_TWO_CHUNKS = Rule("chunks", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
-_WAVES = Rule("chunks", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
-_EVEN_RANKS = Rule(
+_ONE_CHUNK = Constraint("stages_per_rank", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
+_TWO_CHUNKS = Constraint("stages_per_rank", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
+_WAVES = Constraint("stages_per_rank", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
+_EVEN_RANKS = Constraint(
     "ranks", "an even number of ranks, since its two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
 )
-_EVEN_MICROBATCHES = Rule("microbatches", "an even number of microbatches, half for each copy", lambda m: m % 2 == 0)
+_EVEN_MICROBATCHES = Constraint(
+    "microbatches", "an even number of microbatches, half for each copy", lambda m: m % 2 == 0
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Generator:
+class ScheduleSpec:
     """A named schedule, and what to expect of it.
 
     `memory` and `idle` are Python formulas in p ranks, m microbatches, v chunks, the rank r, and F, I and W,
@@ -97,76 +99,77 @@ class Generator:
         rules: which numbers it works for.
         chunks: the default that it is generated with.
         placement: where stages are: "loop", "V", "wave" or "bidirectional".
-        splits: whether backwards are split into I and W.
+        splits_backward: whether backwards are split into I and W.
         aliases: other names that `generate` takes.
     """
 
     name: str
-    make: Callable[[Numbers], Schedule]
+    make: Callable[[ScheduleParams], Schedule]
     rule: str
     memory: str | None = None
     idle: str | None = None
     bubble: str | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Constraint, ...] = ()
     chunks: int = 1
     placement: str = "loop"
-    splits: bool = False
+    splits_backward: bool = False
     aliases: tuple[str, ...] = ()
 
-    def broken(self, numbers: Numbers) -> Rule | None:
-        """The first rule that the numbers break."""
+    def violated_constraint(self, numbers: ScheduleParams) -> Constraint | None:
+        """Return the first constraint that the parameters violate."""
         return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
 
-    def refusal(self, numbers: Numbers) -> str:
-        """What it works with and the numbers do not have; empty if they are fine."""
-        rule = self.broken(numbers)
+    def refusal(self, numbers: ScheduleParams) -> str:
+        """Describe which constraint the parameters violate; empty if they satisfy all."""
+        rule = self.violated_constraint(numbers)
         return "" if rule is None else f"works with {rule.text}"
 
-    def actions(self, numbers: Numbers) -> int:
-        """The most F, B, I and W that the schedule can have: one that splits backwards may leave some whole."""
-        return (3 if self.splits else 2) * numbers.ranks * numbers.chunks * numbers.microbatches
+    def actions(self, numbers: ScheduleParams) -> int:
+        """Return the maximum number of F, B, I and W in the schedule: one that splits backwards may leave some
+        whole."""
+        return (3 if self.splits_backward else 2) * numbers.ranks * numbers.stages_per_rank * numbers.microbatches
 
-    def placed(self, numbers: Numbers) -> Placement:
-        """Where the stages of the schedule for these numbers are; it need not be made for that."""
+    def placed(self, numbers: ScheduleParams) -> Placement:
+        """Return the placement of the schedule's stages without generating the schedule."""
         return _PLACEMENTS[self.placement](numbers)
 
-    def fits(self, numbers: Numbers, placement: Placement) -> bool:
+    def fits(self, numbers: ScheduleParams, placement: Placement) -> bool:
         """Whether the schedule works for these numbers, with its stages placed so; it need not be made for that."""
-        return self.broken(numbers) is None and self.placed(numbers) == placement
+        return self.violated_constraint(numbers) is None and self.placed(numbers) == placement
 
 
-_PLACEMENTS: dict[str, Callable[[Numbers], Placement]] = {
-    "loop": lambda n: Placement.loop(n.ranks, n.chunks),
+_PLACEMENTS: dict[str, Callable[[ScheduleParams], Placement]] = {
+    "loop": lambda n: Placement.loop(n.ranks, n.stages_per_rank),
     "V": lambda n: Placement.v(n.ranks),
-    "wave": lambda n: Placement.wave(n.ranks, n.chunks // 2),
+    "wave": lambda n: Placement.wave(n.ranks, n.stages_per_rank // 2),
     "bidirectional": lambda n: Placement.bidirectional(n.ranks),
 }
 
 
-_on_a_v = partial(Generator, rules=(_TWO_CHUNKS,), chunks=2, placement="V")
-_two_copies = partial(Generator, rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES), placement="bidirectional")
+_on_a_v = partial(ScheduleSpec, rules=(_TWO_CHUNKS,), chunks=2, placement="V")
+_two_copies = partial(ScheduleSpec, rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES), placement="bidirectional")
 
 _GENERATORS = {
     generator.name: generator
     for generator in (
-        Generator(
+        ScheduleSpec(
             "naive",
-            lambda n: naive(n.ranks, n.microbatches, n.chunks),
+            lambda n: naive(n.ranks, n.microbatches, n.stages_per_rank),
             rule="a microbatch goes all the way forward and back before the next one starts",
             memory="1",
             idle="(p - 1)*m*(F + I + W)",
             bubble="(p - 1)/p",
         ),
-        Generator(
+        ScheduleSpec(
             "gpipe",
-            lambda n: gpipe(n.ranks, n.microbatches, n.chunks),
+            lambda n: gpipe(n.ranks, n.microbatches, n.stages_per_rank),
             rule="all forwards, then all backwards",
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
             bubble="(p - 1)/(v*m + p - 1)",
             aliases=("afab",),
         ),
-        Generator(
+        ScheduleSpec(
             "1f1b",
             lambda n: one_f_one_b(n.ranks, n.microbatches),
             rule="p - 1 - r forwards, then a forward and a backward in turn, then the backwards left over",
@@ -175,25 +178,25 @@ _GENERATORS = {
             bubble="(p - 1)/(m + p - 1)",
             rules=(_ONE_CHUNK,),
         ),
-        Generator(
+        ScheduleSpec(
             "interleaved-1f1b",
-            lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.chunks),
+            lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.stages_per_rank),
             rule="1F1B over several chunks a rank, in groups of p microbatches",
             memory="(v*p + p - 2*r - 1)/v",
             idle="(p - 1)*(F + I + W)/v",
             bubble="(p - 1)/(v*m + p - 1)",
             chunks=2,
         ),
-        Generator(
+        ScheduleSpec(
             "looped-bfs",
-            lambda n: looped_bfs(n.ranks, n.microbatches, n.chunks),
+            lambda n: looped_bfs(n.ranks, n.microbatches, n.stages_per_rank),
             rule="all microbatches through a chunk before the next chunk, forward and then back",
             memory="m",
             idle="(p - 1)*(F + I + W)/v",
             bubble="(p - 1)/(v*m + p - 1)",
             chunks=2,
         ),
-        Generator(
+        ScheduleSpec(
             "zb-h1",
             lambda n: zb_h1(n.ranks, n.microbatches),
             rule="1F1B with split backwards; weight gradients r microbatches late",
@@ -201,9 +204,9 @@ _GENERATORS = {
             idle="(p - 1)*max(I, F + I - W)",
             bubble="(p - 1)/(3*m + p - 1)",
             rules=(_ONE_CHUNK,),
-            splits=True,
+            splits_backward=True,
         ),
-        Generator(
+        ScheduleSpec(
             "zb-h2",
             lambda n: zb_h2(n.ranks, n.microbatches),
             rule="ZB-H1 with twice the distance between ranks; weight gradients 2r microbatches late",
@@ -211,7 +214,7 @@ _GENERATORS = {
             idle="(p - 1)*max(0, I - F, F + I - 2*W)",
             bubble="0",
             rules=(_ONE_CHUNK,),
-            splits=True,
+            splits_backward=True,
         ),
         _on_a_v(
             "zb-v",
@@ -220,30 +223,30 @@ _GENERATORS = {
             memory="min(p, m)",
             idle="0 if F == I == W else None",
             bubble="0",
-            splits=True,
+            splits_backward=True,
         ),
         _on_a_v(
             "v-half",
             lambda n: v_half(n.ranks, n.microbatches),
             rule="two chunks on a V, in a block that holds half of 1F1B's memory",
             memory="(p + 2)//2",
-            splits=True,
+            splits_backward=True,
         ),
         _on_a_v(
             "v-min",
             lambda n: v_min(n.ranks, n.microbatches),
             rule="two chunks on a V, in a block that holds a third of 1F1B's memory",
             memory="(p + 4)//3",
-            splits=True,
+            splits_backward=True,
         ),
         _on_a_v(
             "1f1b-v",
             lambda n: one_f_one_b_v(n.ranks, n.microbatches),
             rule="1F1B on a V, in a block that holds two thirds of 1F1B's memory",
         ),
-        Generator(
+        ScheduleSpec(
             "hanayo",
-            lambda n: hanayo(n.ranks, n.microbatches, n.chunks),
+            lambda n: hanayo(n.ranks, n.microbatches, n.stages_per_rank),
             rule="down the ranks and up again in waves; backwards first, then the highest forward",
             rules=(_WAVES,),
             chunks=2,
@@ -262,7 +265,7 @@ _GENERATORS = {
             memory="p + 1",
             idle="(p/2 - 1)*max(2*F, 3*F - W) if F == I else None",
             bubble="(p - 2)/(3*m + p - 2)",
-            splits=True,
+            splits_backward=True,
         ),
         _on_a_v(
             "dualpipe-v",
@@ -271,7 +274,7 @@ _GENERATORS = {
             memory="(2*p + 1)/2",
             idle="(p - 1)*max(2*F, 3*F - W)/2 if F == I else None",
             bubble="(p - 1)/(3*m + p - 1)",
-            splits=True,
+            splits_backward=True,
         ),
     )
 }
@@ -287,17 +290,17 @@ CHUNKS = "chunks are the stages that each rank owns; into how many pieces a batc
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules, each once; some also have `aliases`."""
+    """Return the names of all schedules, without duplicates; some also have `aliases`."""
     return tuple(_GENERATORS)
 
 
-def generators() -> tuple[Generator, ...]:
-    """The registry, in the order of `names`."""
+def schedule_specs() -> tuple[ScheduleSpec, ...]:
+    """Return the registry, in the order of `names`."""
     return tuple(_GENERATORS.values())
 
 
-def generator(name: str) -> Generator:
-    """The entry with that name or alias, in any case. Raises ArgumentError if there is none."""
+def schedule_spec(name: str) -> ScheduleSpec:
+    """Return the entry with this name or alias, ignoring case. Raise ArgumentError if there is none."""
     found = _BY_NAME.get(name.lower())
     if found is None:
         peers = schedule_of_peer(name)
@@ -308,8 +311,9 @@ def generator(name: str) -> Generator:
     return found
 
 
-def generate(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule with that name, without messages.
+@also(chunks="stages_per_rank")
+def generate(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """Generate the schedule with this name, without messages.
 
     >>> print(generate("zb-h1", ranks=2, microbatches=2))
     zb-h1: 2 microbatches, stages on ranks 0 1
@@ -320,17 +324,17 @@ def generate(name: str, ranks: int, microbatches: int, chunks: int | None = None
         name: one of `names()`, or an alias of one.
         ranks: how many ranks, at least 1.
         microbatches: how many microbatches, at least 1; fewer than ranks is fine.
-        chunks: how many stages of the model each rank owns, at least 1; None: the schedule's default.
+        stages_per_rank: how many stages of the model each rank owns, at least 1; None: the schedule's default.
 
     Raises:
         ArgumentError: the name is unknown, a number is less than 1, or the schedule's definition does not allow it.
     """
-    entry = generator(name)
-    numbers = Numbers(ranks, microbatches, entry.chunks if chunks is None else chunks)
-    check_counts(**{argument: getattr(numbers, argument) for argument in Numbers.__slots__})
-    if (rule := entry.broken(numbers)) is not None:
+    entry = schedule_spec(name)
+    numbers = ScheduleParams(ranks, microbatches, entry.chunks if stages_per_rank is None else stages_per_rank)
+    check_counts(**{argument: getattr(numbers, argument) for argument in ScheduleParams.__slots__})
+    if (rule := entry.violated_constraint(numbers)) is not None:
         value = getattr(numbers, rule.argument)
-        hint = f" ({CHUNKS})" if rule.argument == "chunks" else ""
+        hint = f" ({CHUNKS})" if rule.argument == "stages_per_rank" else ""
         raise ArgumentError(
             f"{rule.argument}={value}: {name} works with {rule.text}; choose another number or schedule{hint}"
         )

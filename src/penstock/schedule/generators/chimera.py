@@ -9,7 +9,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
-    """Two copies of the model, one down the ranks, one up; each takes half the microbatches.
+    """Run two copies of the model, one down the ranks and one up; each takes half the microbatches.
 
     With 4 ranks and 8 microbatches, one column per time slot (stages 4 to 7 are the second copy):
 

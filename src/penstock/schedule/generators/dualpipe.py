@@ -8,7 +8,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Two copies of the model: one goes down the ranks, the other up; each takes half the microbatches.
+    """Run two copies of the model: one goes down the ranks, the other up; each takes half the microbatches.
 
     With 4 ranks and 8 microbatches, one column per time slot (stages 4 to 7 are the second copy; the parts of an
     overlap are drawn one after the other):
@@ -65,7 +65,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _steps(out: RowWriter, near: int, far: int, h: int, ranks: int, run: int) -> None:
-    """The row of a rank that is `h` ranks from its end of the pipeline, with `ranks` from there to the middle.
+    """Write the row of a rank that is `h` ranks from its end of the pipeline, with `ranks` from there to the middle.
 
     Microbatches come first to `near`, the stage in whose stream the rank comes early, and later to `far`. `run` of them
     go through each.

@@ -9,7 +9,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Every microbatch goes forward; then every microbatch goes back, in the same ascending order.
+    """Run every microbatch forward, then every microbatch backward, in the same ascending order.
 
     With 4 ranks and 4 microbatches, one column per time slot:
 

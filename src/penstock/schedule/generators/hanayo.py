@@ -9,7 +9,8 @@ from penstock.schedule.schedule import Schedule
 
 
 def hanayo(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Two chunks per wave: a microbatch goes down all ranks and up again, chunks / 2 times, and back the same way.
+    """Place two chunks per wave: a microbatch goes down all ranks and up again, chunks / 2 times, and back the same
+    way.
 
     With 4 ranks, 4 microbatches and 2 chunks (one wave), one column per time slot:
 
@@ -42,7 +43,7 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _group(placement: Placement, microbatches: int) -> list[tuple[int, Action]]:
-    """The actions of one group with their slots, each as soon as its rank is free."""
+    """Return the actions of one group with their slots, each as soon as its rank is free."""
     stages, top = range(placement.stages), placement.stages - 1
     forwards, backwards = [0] * placement.stages, [0] * placement.stages  # how many each stage has done
     slots: list[tuple[int, Action]] = []

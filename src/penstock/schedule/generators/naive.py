@@ -11,7 +11,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """A microbatch goes all the way forward and all the way back before the next one starts.
+    """Run a microbatch all the way forward and all the way backward before the next one starts.
 
     With 3 ranks and 2 microbatches, one column per time slot:
 

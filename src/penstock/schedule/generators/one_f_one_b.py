@@ -11,7 +11,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """A few forwards to fill the pipeline, then one forward and one backward in turn, then the remaining backwards.
+    """Run a few forwards to fill the pipeline, then alternate forwards and backwards, then the remaining backwards.
 
     With 4 ranks and 6 microbatches, one column per time slot:
 

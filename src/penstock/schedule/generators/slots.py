@@ -10,7 +10,7 @@ from penstock.schedule.placement import Placement
 
 
 def rows_by_slot(placement: Placement, actions: Iterable[tuple[int, Action]]) -> list[list[Action]]:
-    """The row of each rank: its actions in the order of their slots."""
+    """Return each rank's row: its actions in the order of their slots."""
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     for _, action in sorted(actions, key=lambda pair: pair[0]):
         rows[placement.rank_of[action.stage]].append(action)
@@ -36,39 +36,39 @@ class RowWriter:
         return Action(stage, op, self._first.get(stage, 0) + self._done[place] - 1)
 
     def forwards(self, stage: int) -> int:
-        """How many forwards of a stage have been written."""
+        """Return how many forwards of a stage have been written."""
         return self._done[stage, True]
 
     def forward(self, stage: int) -> None:
         self.row.append(self._next(stage, Op.F))
 
     def backward(self, stage: int) -> None:
-        """Writes a full backward."""
+        """Write a full backward."""
         self.row.append(self._next(stage, Op.B))
 
     def input_gradient(self, stage: int) -> None:
-        """Writes the first half of a backward; its weight gradient is still due."""
+        """Write the first half of a backward; its weight gradient is still due."""
         action = self._next(stage, Op.I)
         self.row.append(action)
         self._pending.append(Action(stage, Op.W, action.microbatch))
 
     def weight_gradient(self, stage: int | None = None) -> None:
-        """Writes the oldest weight gradient that is due, of any stage or of one."""
+        """Write the oldest weight gradient that is due, of any stage or of one."""
         action = next(action for action in self._pending if stage is None or action.stage == stage)
         self._pending.remove(action)
         self.row.append(action)
 
     def weight_gradients(self, stage: int | None = None) -> None:
-        """Writes all weight gradients that are due, of any stage or of one."""
+        """Write all weight gradients that are due, of any stage or of one."""
         while any(stage is None or action.stage == stage for action in self._pending):
             self.weight_gradient(stage)
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Writes a forward of one stage at the same time as a full backward of another."""
+        """Write a forward of one stage at the same time as a full backward of another."""
         self.row.append(Overlap(self._next(forward, Op.F), self._next(backward, Op.B)))
 
     def within(self, numbers: dict[int, range]) -> list[Action | Overlap]:
-        """The row with only those microbatches, by stage; an overlap that loses one part becomes the other."""
+        """Restrict the row to these microbatches, by stage; an overlap that loses one part becomes the other."""
         kept: list[Action | Overlap] = []
         for item in self.row:
             parts = [part for part in item.parts if part.microbatch in numbers[part.stage]]

@@ -46,7 +46,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of the memory of 1F1B: every pass goes from rank to rank without waiting.
+    """Use a third of the memory of 1F1B: every pass goes from rank to rank without waiting.
 
     With 2 ranks and 4 microbatches, one column per time slot:
 
@@ -112,7 +112,7 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _tightened(block: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Action]]:
-    """The rows of a repeated block, closed up at the beginning and the end without holding more.
+    """Return the rows of a repeated block, closed up at the beginning and the end without holding more.
 
     1. Each microbatch gets the block's slots, 6 later than the one before; weight gradients fill each rank's idle
        slots.
@@ -159,7 +159,7 @@ class _Table:
         self._slot[action], taken[slot] = slot, action
 
     def add_weights(self) -> None:
-        """Puts each W into the first idle slot after its I, in the order of the Is."""
+        """Put each W into the first idle slot after its I, in the order of the Is."""
         for taken in self._taken:
             pending: list[Action] = []
             slot, end = 0, max(taken)
@@ -176,7 +176,7 @@ class _Table:
             del self._taken[self._rank_of(action)][self._slot.pop(action)]
 
     def close_gaps(self) -> None:
-        """Moves every action as early as the order on its rank and what it waits for allow."""
+        """Move every action as early as the order on its rank and what it waits for allow."""
         free = [0] * self._ranks
         for action, _ in sorted(self._slot.items(), key=lambda entry: entry[1]):
             rank = self._rank_of(action)
@@ -187,7 +187,7 @@ class _Table:
             self._taken[self._rank_of(action)][slot] = action
 
     def tighten(self, *, beginning: bool) -> None:
-        """Moves the actions at the end, and those at the beginning if wanted, to earlier slots: see `_tightened`."""
+        """Move the actions at the end, and those at the beginning if wanted, to earlier slots: see `_tightened`."""
         explicit = any(action.op is Op.W for action in self._slot)
         courses = [_Course(taken, explicit=explicit) for taken in self._taken]
         limit = max(course.peak for course in courses)
@@ -206,7 +206,8 @@ class _Table:
                     self._put(action, slot)
 
     def _ready(self, action: Action) -> int:
-        """The first slot after everything that an action waits for, and after its op of the previous microbatch."""
+        """Return the first slot after everything that an action waits for, and after its op of the previous
+        microbatch."""
         return max((self._slot[need] + 1 for need in self._needs(action)), default=0)
 
     def _needs(self, action: Action) -> Iterable[Action]:

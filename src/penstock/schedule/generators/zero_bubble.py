@@ -61,7 +61,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _split(ranks: int, microbatches: int, distance: int) -> Schedule:
-    """Each rank is `distance` microbatches ahead of the next one, and computes its weight gradients as many later."""
+    """Run each rank `distance` microbatches ahead of the next one, and compute its weight gradients as many later."""
     rows = []
     for rank in range(ranks):
         warm_up, late = distance * (ranks - 1 - rank) + 1, distance * rank

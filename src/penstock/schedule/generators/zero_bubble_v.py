@@ -8,7 +8,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """A microbatch goes down the ranks and up again; its gradient the same way. Rank r owns stages r and 2p - 1 - r.
+    """Run a microbatch down the ranks and up again, and its gradient the same way. Rank r owns stages r and 2p - 1 - r.
 
     With 2 ranks and 5 microbatches, one column per time slot:
 

@@ -9,9 +9,12 @@ In come a placement, costs and limits; out comes `Found`: a schedule, and a boun
 (13.0, 13.0)
 """
 
+from penstock._base.lazy import old_names
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.found import Found
+from penstock.simulate.search.found import SearchResult
 from penstock.simulate.search.problem import Objective, Problem, problem
 from penstock.simulate.search.search import search
 
-__all__ = ["Found", "Objective", "Problem", "lower_bound", "problem", "search"]
+__all__ = ["Objective", "Problem", "SearchResult", "lower_bound", "problem", "search"]
+
+__getattr__ = old_names(__name__)

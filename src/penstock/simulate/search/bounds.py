@@ -28,7 +28,8 @@ _BUSY = 4  # ranks that are considered as the bottleneck of another rank's span
 
 
 def lower_bound(problem: Problem) -> float:
-    """A time in seconds that no schedule can beat if its microbatches ascend and it stays within the memory limit."""
+    """Return a time in seconds that no schedule can beat if its microbatches ascend and it stays within the memory
+    limit."""
     chains = _Chains(problem)
     work = problem.work_seconds
     if problem.objective == "makespan":
@@ -67,11 +68,11 @@ class _Chains:
         self.rounds = max(problem.count) + 1 if problem.actions <= _FEW else _ROUNDS
 
     def heads(self, start: Sequence[float]) -> Heads:
-        """The earliest start of each action, where lanes start at `start` (-inf: only after others)."""
+        """Return the earliest start of each action, where lanes start at `start` (-inf: only after others)."""
         return self._longest(self.order, self.before, start)
 
     def tails(self, end: Sequence[float]) -> Heads:
-        """The least time from each action's end to the end of the lanes that have an `end` of 0."""
+        """Return the least time from each action's end to the end of the lanes that have an `end` of 0."""
         return [lane[::-1] for lane in self._longest(self.order[::-1], self.after, end)]  # the same, backwards
 
     def _longest(self, order: Sequence[int], waits: Sequence[Sequence[_Wait]], first: Sequence[float]) -> Heads:
@@ -95,13 +96,14 @@ _Wait = tuple[int, int, float]
 
 
 def _run(head: Floats, seconds: float) -> Floats:
-    """Runs a lane's actions one after another: none starts before the previous one has ended."""
+    """Run a lane's actions one after another: none starts before the previous one has ended."""
     steps = np.arange(len(head)) * seconds
     return np.asarray(np.maximum.accumulate(head - steps) + steps)
 
 
 def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
-    """For lack of memory, (lane, other, lead): the lane's microbatch lead + i waits for the other's microbatch i.
+    """Yield the waits for memory as (lane, other, lead): the lane's microbatch lead + i waits for the other's
+    microbatch i.
 
     When F of microbatch k starts on a stage, the k before it have had theirs there, and on the rank's stages below. The
     waits assume that as much as possible has been freed by then.
@@ -122,7 +124,7 @@ def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
 
 
 def _waits(problem: Problem, own: Sequence[int], place: int, limit: float) -> Iterator[tuple[int, int, int]]:
-    """The waits of one stage's F: for the I and the W of its own stage and of those below it on the rank."""
+    """Yield the waits of one stage's F: for the I and the W of its own stage and of those below it on the rank."""
     stage, held, kept = own[place], problem.held, problem.kept
     every = sum(held[s] for s in own[: place + 1])
     for i, other in enumerate(own[: place + 1]):
@@ -134,7 +136,8 @@ def _waits(problem: Problem, own: Sequence[int], place: int, limit: float) -> It
 
 
 def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> float:
-    """The length of Jackson's preemptive schedule of a rank's actions: the most urgent first, with interruptions."""
+    """Return the length of Jackson's preemptive schedule of a rank's actions: the most urgent first, with
+    interruptions."""
     jobs = [
         (head, tail, problem.seconds[3 * stage + op])
         for stage in problem.placement.by_rank[rank]
@@ -162,7 +165,7 @@ def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> flo
 
 
 def _areas(problem: Problem, chains: _Chains) -> list[float]:
-    """For each rank, the time in which its memory could hold everything that it must, for as long as it must.
+    """Return, for each rank, the time in which its memory could hold everything that it must, for as long as it must.
 
     For the makespan, plus what comes before its first F.
     """
@@ -180,7 +183,7 @@ def _areas(problem: Problem, chains: _Chains) -> list[float]:
 
 
 def _trip_seconds(problem: Problem, stage: int) -> float:
-    """The least time from the start of a microbatch's F on a stage to the end of its I there."""
+    """Return the least time from the start of a microbatch's F on a stage to the end of its I there."""
     lane, spent = 3 * stage, 0.0
     while lane % 3 == 0:
         spent += problem.seconds[lane]

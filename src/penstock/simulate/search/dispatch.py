@@ -40,7 +40,7 @@ class Admission:
         self._deeper = _deeper(problem) if problem.placement.pipelines > 1 else None
 
     def note(self, lane: int, rank: int) -> None:
-        """Records that an action has started, which as far as memory goes also means ended."""
+        """Record that an action has started, which as far as memory goes also means ended."""
         stage, op = divmod(lane, 3)
         if op == 0:
             self._memory[rank] += self._held[stage]
@@ -82,7 +82,8 @@ class Admission:
 
 
 def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float]:
-    """For each stage, what it and the lower ones on its rank may hold until their I: at least one microbatch each."""
+    """Return, for each stage, what it and the lower ones on its rank may hold until their I: at least one microbatch
+    each."""
     caps = [0.0] * problem.stages
     for rank, stages in enumerate(problem.placement.by_rank):
         place = rank / max(1, problem.ranks - 1)
@@ -95,7 +96,8 @@ def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float
 
 
 def _deeper(problem: Problem) -> list[list[tuple[list[int], float]]]:
-    """For each stage and each deeper level of its rank: the stages above that level, and the room that they share.
+    """Return, for each stage and each deeper level of its rank, the stages above that level and the room that they
+    share.
 
     With several pipelines, waiting microbatches of one are in the other's way. The deepest one in flight can continue
     if there is room for its level, and then for those below, each of which holds nothing.
@@ -137,7 +139,7 @@ class Pattern:
     caps: tuple[tuple[float, float], ...]
 
     def starts(self, problem: Problem) -> list[float]:
-        """For each lane, when its microbatch 0 starts."""
+        """Return, for each lane, when its microbatch 0 starts."""
         placement, starts, now = problem.placement, [0.0] * problem.lanes, 0.0
         for stage in range(problem.stages):
             now = self.forward[stage] + (0.0 if placement.is_first(stage) else now)
@@ -150,7 +152,7 @@ class Pattern:
 
 
 def dispatch(problem: Problem, pattern: Pattern) -> Rows | None:
-    """The rows that the pattern leads to, within the memory limit and without deadlock.
+    """Return the rows that the pattern leads to, within the memory limit and without deadlock.
 
     None if it gets stuck, which only happens with several pipelines in little memory.
     """
@@ -187,7 +189,7 @@ class _Dispatch:
             self._look(lane)
 
     def run(self) -> Rows | None:
-        """Handles events in order of time: a rank is free, or what it waits for has arrived."""
+        """Handle events in order of time: a rank is free, or what it waits for has arrived."""
         due, left = self.due, self.problem.actions
         events = [(0.0, rank) for rank in range(self.problem.ranks)]
         now = 0.0
@@ -212,7 +214,7 @@ class _Dispatch:
         return self.rows
 
     def _choose(self, rank: int, now: float) -> tuple[int, float]:
-        """The lane to start now; or -1, and when to look again."""
+        """Return the lane to start now; or -1, and when to look again."""
         arrivals, keys = self.arrival, self.key
         cutoff = self._cutoff(rank) if self.window < math.inf and not self.stalled else math.inf
         coming, coming_at, soonest, blocked = math.inf, math.inf, math.inf, math.inf
@@ -245,7 +247,7 @@ class _Dispatch:
         return -1, soonest
 
     def _cutoff(self, rank: int) -> float:
-        """How late in the pattern an F may be and still start now."""
+        """Return how late in the pattern an F may be and still start now."""
         numbers, keys, least = self.number, self.key, math.inf
         for lane, _, op in self.lanes_on[rank]:
             if op < 2 and keys[lane] < least:
@@ -280,7 +282,7 @@ class _Dispatch:
                 heapq.heappush(events, (arrival, other))
 
     def _look(self, lane: int) -> None:
-        """Notes when the lane's next microbatch can start, as far as that is known."""
+        """Note when the lane's next microbatch can start, as far as that is known."""
         problem, k = self.problem, self.number[lane]
         if k == problem.count[lane] or (lane % 3 and self.number[lane - 1] <= k):
             self.arrival[lane] = math.inf

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock.schedule import Schedule, check, generate, generators, split_backward
+from penstock._base.second_names import formerly
+from penstock.schedule import Schedule, check, generate, schedule_specs, split_backward
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import StageCost
@@ -14,8 +15,9 @@ from penstock.simulate.search.problem import Objective, Problem, Rows, lanes_of
 from penstock.simulate.search.timing import fits, time_rows
 
 
+@formerly(known="baseline", known_seconds="baseline_seconds")
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best schedule found.
 
     Attributes:
@@ -24,8 +26,8 @@ class Found:
         objective: what was minimized.
         objective_seconds: its value.
         lower_bound_seconds: no schedule can be better.
-        known: the best generator that fits, by name; None if none does.
-        known_seconds: its objective; infinite if there is none.
+        baseline: the best generator that fits, by name; None if none does.
+        baseline_seconds: its objective; infinite if there is none.
         search_seconds: how long the search took.
     """
 
@@ -34,8 +36,8 @@ class Found:
     objective: Objective
     objective_seconds: float
     lower_bound_seconds: float
-    known: str | None
-    known_seconds: float
+    baseline: str | None
+    baseline_seconds: float
     search_seconds: float
 
     @property
@@ -50,10 +52,11 @@ class Found:
         return self.gap <= 1e-6
 
 
-def judged(
+def evaluate(
     schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links, objective: Objective
 ) -> tuple[Timeline, float]:
-    """The timeline and the objective of a schedule that was found. Raises ScheduleError if it is illegal."""
+    """Evaluate a schedule that the search produced: return its timeline and objective. Raise ScheduleError if it is
+    illegal."""
     if broken := check(schedule):
         raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {broken[0]}")
     return timed(schedule, costs, links, objective)
@@ -62,7 +65,7 @@ def judged(
 def timed(
     schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links, objective: Objective
 ) -> tuple[Timeline, float]:
-    """The timeline and the objective of a schedule that is known to be legal."""
+    """Evaluate a schedule that is known to be legal: return its timeline and objective."""
     timeline = simulate(schedule, costs, links)
     return timeline, timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
 
@@ -80,10 +83,10 @@ class KnownSchedule:
 
 
 def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[KnownSchedule]:
-    """The schedules of all generators that have the problem's placement and fit in its memory: as they are, and with
-    their backwards split, which is never worse except for overlaps."""
+    """Return the schedules of all generators that have the problem's placement and fit in its memory: as they are, and
+    with their backwards split, which is never worse except for overlaps."""
     found: list[KnownSchedule] = []
-    for generator in generators():
+    for generator in schedule_specs():
         chunks = problem.placement.depth // problem.ranks or 1
         try:
             schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks)
@@ -106,7 +109,7 @@ def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], li
 
 
 def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
-    """One microbatch at a time, there and back: fits in memory if anything does.
+    """Return rows that run one microbatch at a time, there and back: they fit in memory if anything does.
 
     Args:
         problem: the question.

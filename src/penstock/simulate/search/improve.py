@@ -29,7 +29,7 @@ def improve(
     heat: float,
     reach: float,
 ) -> tuple[float, Rows]:
-    """The best objective found, and its rows.
+    """Improve rows by moves; return the best objective, and its rows.
 
     Args:
         problem: the question.
@@ -71,7 +71,8 @@ def improve(
 def _move(
     problem: Problem, rows: Rows, timing: Timing, path: list[tuple[int, int]], reach: float, random: Random
 ) -> tuple[int, list[int], float] | None:
-    """One row with an action moved, its rank, and when it started to differ; None if no move fits in memory."""
+    """Move an action of one row; return the row, its rank, and when it started to differ. None if no move fits in
+    memory."""
     for _ in range(_TRIES):
         if random.random() < _CRITICAL:
             rank, i = random.choice(path)
@@ -99,8 +100,9 @@ def _move(
 _CUTS = 12  # moments to try
 
 
-def stretch(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | None:
-    """The best objective and the rows for `many`, whose middle repeats that of `rows`; None if no such rows can run.
+def extrapolate(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | None:
+    """Extend `rows` to `many` by repeating their middle; return the best objective and the rows, or None if no such
+    rows can run.
 
     Args:
         few: the question that `rows` answer.
@@ -124,7 +126,7 @@ def stretch(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | Non
 
 
 def _repeated(problem: Problem, row: list[int], timing: Timing, moment: float, more: list[int]) -> list[int]:
-    """The row with more of each of its lanes, in the order in which they come next at a moment."""
+    """Repeat each of the row's lanes as often as `more` says, in the order in which they come next at a moment."""
     taken = [0] * problem.lanes
     at = len(row)
     for i, lane in enumerate(row):

@@ -22,7 +22,7 @@ for the memory of ZB-2p, two for that of ZB-1p. They are tried whatever time the
 
 
 def period_seconds(problem: Problem) -> float:
-    """The shortest period that any pattern can have: the work of one microbatch on the busiest rank."""
+    """Return the shortest period that any pattern can have: the work of one microbatch on the busiest rank."""
     return max(problem.work_seconds) / max(problem.count)
 
 
@@ -46,7 +46,7 @@ def regular(problem: Problem) -> Iterator[Pattern]:
 
 
 def sample(problem: Problem, random: Random) -> Pattern:
-    """A random pattern: each chunk's forwards and backwards travel at their own speed."""
+    """Draw a random pattern: each chunk's forwards and backwards travel at their own speed."""
     chunks, period = problem.chunks, period_seconds(problem)
     forward = [2 ** random.uniform(-0.3, 2.0) for _ in range(chunks)]
     backward = [2 ** random.uniform(-0.5, 2.5) for _ in range(chunks)]
@@ -68,7 +68,7 @@ def sample(problem: Problem, random: Random) -> Pattern:
 
 
 def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
-    """The pattern with one or a few small changes."""
+    """Return the pattern with one or a few small changes."""
     period = period_seconds(problem)
     kind = random.random()
     if kind < 0.15:
@@ -103,7 +103,7 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
 
 
 def pattern_of(problem: Problem, timing: Timing) -> Pattern:
-    """The pattern that rows repeat: when each lane starts on average, one period a microbatch."""
+    """Return the pattern that rows repeat: when each lane starts on average, one period per microbatch."""
     period = period_seconds(problem)
     starts = []
     for lane, ends in enumerate(timing.ends):
@@ -123,7 +123,7 @@ def pattern_of(problem: Problem, timing: Timing) -> Pattern:
 def _travel(
     problem: Problem, forward: list[float], backward: list[float], turn: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Increments from stage to stage: each stage's time, stretched by its chunk's factor, plus the message's."""
+    """Increment from stage to stage: each stage's time, stretched by its chunk's factor, plus the message's."""
     down, up = [], []
     for stage in range(problem.stages):
         lane, chunk = 3 * stage, _chunk(problem, stage)
@@ -161,7 +161,7 @@ def _scaled(values: tuple[float, ...], where: range, factor: float) -> tuple[flo
 
 
 def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) -> Pattern:
-    """Moves one stage's F or I earlier or later; the next stage makes up for it."""
+    """Move one stage's F or I earlier or later; the next stage makes up for it."""
     by = random.gauss(0, period * random.choice((0.03, 0.1, 0.3)))
     stage = random.randrange(problem.stages)
     if random.random() < 0.5:
@@ -177,13 +177,13 @@ def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) ->
 
 
 def _late(problem: Problem, random: Random) -> float:
-    """How long a W may wait after its I: not at all, until a gap, or some periods."""
+    """Draw how long a W may wait after its I: not at all, until a gap, or some periods."""
     some = period_seconds(problem) * (2 ** random.uniform(-1.0, math.log2(2 * problem.ranks * problem.chunks)))
     return random.choice((0.0, math.inf, some, some))
 
 
 def _weights(problem: Problem, late: float) -> tuple[float, ...]:
-    """For each stage, from I's start to W's."""
+    """Return the time from I's start to W's, for each stage."""
     late = min(late, horizon_seconds(problem))
     return tuple(problem.seconds[3 * stage + 1] + late for stage in range(problem.stages))
 
@@ -201,7 +201,7 @@ class Candidate:
     pattern: Pattern
 
 
-def climb(
+def hill_climb(
     problem: Problem,
     patterns: Iterable[Pattern],
     samples: int,
@@ -209,7 +209,8 @@ def climb(
     random: Random,
     enough: float,
 ) -> list[Candidate]:
-    """The best candidates, best first, from the given patterns, `samples` random ones, and changes to the best.
+    """Search around these patterns, `samples` random ones, and changes to the best; return the best candidates, best
+    first.
 
     Args:
         problem: the question.
@@ -241,7 +242,7 @@ def _candidate(problem: Problem, pattern: Pattern) -> Candidate | None:
 
 
 def _offer(population: list[Candidate], new: Candidate | None) -> None:
-    """Adds a candidate to the population if it beats one there and equals none: equals are taken to be the same."""
+    """Add a candidate to the population if it beats one there and equals none: equals are taken to be the same."""
     if new is None or any(abs(new.score - other.score) <= 1e-9 * other.score for other in population):
         return
     population.append(new)

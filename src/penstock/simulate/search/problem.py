@@ -88,11 +88,11 @@ class Problem:
         return self.placement.rank_of[lane // 3]
 
     def with_microbatches(self, microbatches: int) -> Problem:
-        """The same question for another number of microbatches."""
+        """Return the same problem for another number of microbatches."""
         return replace(self, microbatches=microbatches, count=_counts(self.placement, microbatches))
 
     def schedule(self, name: str, rows: Rows) -> Schedule:
-        """The schedule that runs these rows."""
+        """Return the schedule that runs these rows."""
         made = []
         first = [self.placement.microbatches_of(stage, self.microbatches).start for stage in range(self.stages)]
         for row in rows:
@@ -108,7 +108,8 @@ class Problem:
         return Schedule(name, self.placement, self.microbatches, made)
 
     def rows(self, schedule: Schedule) -> Rows | None:
-        """The rows of a schedule of F, I and W; None if it has other actions, or microbatches that do not ascend."""
+        """Return the rows of a schedule of F, I and W; None if it has other actions, or microbatches that do not
+        ascend."""
         if not all(set(row.op) <= _PLACE_OF_CODE.keys() for row in schedule.rows):
             return None
         rows = [lanes_of(row) for row in schedule.rows]
@@ -122,7 +123,7 @@ class Problem:
 
 
 def lanes_of(row: Row) -> list[int]:
-    """The lane of each action of a row of F, I and W."""
+    """Return the lane of each action of a row of F, I and W."""
     return [3 * stage + _PLACE_OF_CODE[op] for stage, op in zip(row.stage, row.op, strict=True)]
 
 
@@ -135,7 +136,7 @@ def problem(
     memory_limit: float | Sequence[float] | None = None,
     objective: Objective = "makespan",
 ) -> Problem:
-    """The question, from the arguments of `search`. Raises ArgumentError like it."""
+    """Build the problem from the arguments of `search`. Raise the same ArgumentError."""
     check_counts(microbatches=microbatches)
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")

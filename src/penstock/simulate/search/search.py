@@ -23,14 +23,14 @@ from operator import attrgetter, itemgetter
 from random import Random
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import Placement, generators
+from penstock.schedule import Placement, schedule_specs
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import units_of_memory, with_activations
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.found import Found, KnownSchedule, judged, known_schedules, one_by_one
-from penstock.simulate.search.improve import improve, stretch
-from penstock.simulate.search.pattern import HEURISTIC, climb, pattern_of, regular
+from penstock.simulate.search.found import KnownSchedule, SearchResult, evaluate, known_schedules, one_by_one
+from penstock.simulate.search.improve import extrapolate, improve
+from penstock.simulate.search.pattern import HEURISTIC, hill_climb, pattern_of, regular
 from penstock.simulate.search.problem import Objective, Problem, Rows, problem
 from penstock.simulate.search.timing import time_rows
 
@@ -64,8 +64,8 @@ def search(
     objective: Objective = "makespan",
     seconds: float = 5.0,
     seed: int = 0,
-) -> Found:
-    """The best schedule that can be found within a memory limit and an amount of work.
+) -> SearchResult:
+    """Search for the best schedule within a memory limit and an amount of work.
 
     Backwards are split into I and W, and microbatches ascend on every pass of every stage. The same arguments give the
     same answer: `seconds` is turned into a number of steps that take about that long on a usual machine, and other work
@@ -96,7 +96,7 @@ def search(
     asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
     known = known_schedules(asked, costs, links)
     best = min(known, key=_seconds, default=None)
-    names = {generator.name for generator in generators()}
+    names = {generator.name for generator in schedule_specs()}
     named = min((entry for entry in known if entry.schedule.name in names), key=_seconds, default=None)
     question = _Question(asked, lower_bound(asked), _Budget(seconds, seed))
     cost, rows = question.best(known, costs, links)
@@ -104,15 +104,15 @@ def search(
     schedule = asked.schedule("search", rows)
     if best is not None and best.seconds <= cost:
         schedule = best.schedule
-    timeline, objective_seconds = judged(schedule, costs, links, objective)
-    return Found(
+    timeline, objective_seconds = evaluate(schedule, costs, links, objective)
+    return SearchResult(
         schedule=schedule,
         timeline=timeline,
         objective=objective,
         objective_seconds=objective_seconds,
         lower_bound_seconds=question.bound if overlapped == asked else lower_bound(overlapped),
-        known=named.schedule.name if named else None,
-        known_seconds=named.seconds if named else math.inf,
+        baseline=named.schedule.name if named else None,
+        baseline_seconds=named.seconds if named else math.inf,
         search_seconds=time.monotonic() - began,
     )
 
@@ -127,7 +127,7 @@ def search_within(
     objective: Objective,
     seconds: float,
     seed: int = 0,
-) -> Found:
+) -> SearchResult:
     """`search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
     stages = [cost for cost in with_activations(placement, costs) if isinstance(cost, StageCost)]
     limit = None if activations is None else [activations * unit for unit in units_of_memory(placement, stages)]
@@ -144,7 +144,8 @@ def search_within(
 
 
 def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Problem:
-    """The question with all actions as short as the shortest overlap could make them, which the bound allows for."""
+    """Return the problem with all actions as short as the shortest overlap could make them, which the bound allows
+    for."""
     given = [costs] if isinstance(costs, StageCost) else costs
     both = [cost.overlapped_seconds for cost in given if cost.overlapped_seconds is not None]
     apart = max(cost.forward_seconds for cost in given) + max(cost.backward_seconds for cost in given)
@@ -165,7 +166,7 @@ class _Budget:
         return self._left <= 0
 
     def rounds(self, problem: Problem, share: float) -> Iterator[None]:
-        """Begins one round after another until time is up; `share` of each is for the problem."""
+        """Begin one round after another until time is up; `share` of each is for the problem."""
         longest = _PATTERNS * _pattern_seconds(problem) / (_PATTERN_SHARE * share)
         for number in count():
             if self.is_over:
@@ -175,21 +176,21 @@ class _Budget:
             yield
 
     def patterns(self, problem: Problem, share: float) -> int:
-        """How many patterns a share of the round is worth; 0 if the remaining time is not enough for them."""
+        """Return how many patterns a share of the round is worth; 0 if the remaining time is not enough for them."""
         one = _pattern_seconds(problem)
         patterns = max(1, int(self._round * share / one))
         self._left -= patterns * one
         return patterns if self._left > 0 else 0
 
     def regular(self, problem: Problem) -> int:
-        """How many regular patterns a share of all the time is worth."""
+        """Return how many regular patterns a share of all the time is worth."""
         one = _pattern_seconds(problem)
         patterns = max(len(HEURISTIC), int(self._left * _REGULAR_SHARE / one))
         self._left -= min(patterns, _REGULAR) * one
         return patterns
 
     def actions(self, share: float) -> tuple[float, float]:
-        """How many actions can be timed in a share of the round, and in the total time left."""
+        """Return how many actions can be timed in a share of the round, and in the total time left."""
         planned, most = self._round * share / _TIMED_SECONDS, max(0.0, self._left) / _TIMED_SECONDS
         self._left -= self._round * share
         return planned, most
@@ -209,12 +210,12 @@ class _Question:
     budget: _Budget
 
     def best(self, known: list[KnownSchedule], costs: StageCost | Sequence[StageCost], links: Links) -> _Answer:
-        """The best objective, and its rows."""
+        """Return the best objective, and its rows."""
         asked, budget = self.problem, self.budget
         first = self.timed(known)
         answers = first[:]
         if not self.is_met(first):
-            found = climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, 0.0)
+            found = hill_climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, 0.0)
             answers += [(candidate.cost, candidate.rows) for candidate in found]
         few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
         fewer = _Question(few, lower_bound(few), budget)
@@ -229,7 +230,7 @@ class _Question:
         return min(answers, key=_objective)[0] <= self.bound * _MET
 
     def timed(self, known: list[KnownSchedule]) -> list[_Answer]:
-        """The objectives of the known schedules that have rows, and of running one microbatch after another."""
+        """Return the objectives of the known schedules that have rows, and of running one microbatch after another."""
         rows = [entry.rows for entry in known if entry.rows is not None]
         rows += [one_by_one(self.problem, last_first=last_first) for last_first in (False, True)]
         return [(timing.cost, one) for one in rows if (timing := time_rows(self.problem, one)) is not None]
@@ -241,13 +242,14 @@ class _Question:
         if self.budget.is_over:  # what was cut short is not what more time would have stretched
             return []
         best = (rows for _, rows in sorted(found, key=_objective)[:_STRETCHED])
-        made = [one for rows in best if (one := stretch(fewer.problem, rows, self.problem)) is not None]
+        made = [one for rows in best if (one := extrapolate(fewer.problem, rows, self.problem)) is not None]
         if met:
             return made + self.found(answers + made, 1.0)
         return [*made, self.improved(answers + made, 1.0 - _FEW_SHARE)]
 
     def found(self, known: list[_Answer], share: float) -> list[_Answer]:
-        """Other answers, in a share of a round; none if the remaining time is not enough for its patterns."""
+        """Search for other answers in a share of a round; return none if the remaining time is not enough for its
+        patterns."""
         asked, patterns = self.problem, []
         if self.is_met(known) or not (steps := self.budget.patterns(asked, share * _PATTERN_SHARE)):
             return []
@@ -256,12 +258,12 @@ class _Question:
             assert timing is not None
             patterns.append(pattern_of(asked, timing))
         samples = math.ceil(steps * _SAMPLES)
-        climbed = climb(asked, patterns, samples, steps - samples, self.budget.random, self.bound * _MET)
+        climbed = hill_climb(asked, patterns, samples, steps - samples, self.budget.random, self.bound * _MET)
         found = [(candidate.cost, candidate.rows) for candidate in climbed]
         return [*found, self.improved(known + found, share * (1 - _PATTERN_SHARE))]
 
     def improved(self, answers: list[_Answer], share: float) -> _Answer:
-        """The best that moves lead to: from different answers first, then from the best of what these became."""
+        """Return the best that moves lead to: from different answers first, then from the best of what these became."""
         asked, budget = self.problem, self.budget
         best = min(answers, key=_objective)
         starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]

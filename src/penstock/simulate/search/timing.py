@@ -47,7 +47,7 @@ def time_rows(
     since: float = 0.0,
     effort: Effort | None = None,
 ) -> Timing | None:
-    """When each action runs if it starts as soon as it can.
+    """Time each action as if it started as soon as it can.
 
     None if ranks wait for each other in a circle, or an action waits for a later one of its own rank, or the objective
     exceeds `most`.
@@ -111,7 +111,8 @@ def time_rows(
 def _resumed(
     problem: Problem, before: Timing | None, since: float
 ) -> tuple[list[list[float]], list[list[float]], list[int], list[float], list[float]]:
-    """What had started before a moment: starts and ends by lane; by rank, how many, the last end, and the waits."""
+    """Return what had started before a moment: starts and ends by lane; by rank, how many, the last end, and the
+    waits."""
     ranks = range(problem.ranks)
     if before is None:
         empty: list[list[float]] = [[] for _ in problem.seconds]
@@ -155,7 +156,7 @@ def fits(problem: Problem, rank: int, row: list[int]) -> bool:
 
 
 def critical_path(problem: Problem, rows: Rows, timing: Timing) -> list[tuple[int, int]]:
-    """The actions, as (rank, index in its row), that the objective's last end waited for, last first."""
+    """Return the actions, as (rank, index in its row), that the objective's last end waited for, last first."""
     starts, ends, rank = timing.starts, timing.ends, timing.worst
     at, left = [len(row) for row in rows], [*problem.count]  # where each rank's walk back is, and what is before it
     path: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
 """The folder that a training run leaves: what it is, each step, timelines, memory, and the current state of each rank.
 
-`penstock.pipeline(..., run="runs/gpt")` writes one; whoever looks at it reads it through this package:
+`penstock.pipeline(..., run_dir="runs/gpt")` writes one; whoever looks at it reads it through this package:
 
     from penstock.trace.runs import is_run, read_run
 
@@ -40,21 +40,21 @@ from typing import TYPE_CHECKING
 from penstock._base.lazy import face
 
 if TYPE_CHECKING:
-    from penstock.trace.runs.about import About as About
-    from penstock.trace.runs.option import RunFolder as RunFolder
-    from penstock.trace.runs.reader import Memory as Memory
-    from penstock.trace.runs.reader import Predicted as Predicted
-    from penstock.trace.runs.reader import RunRead as RunRead
+    from penstock.trace.runs.about import RunInfo as RunInfo
+    from penstock.trace.runs.option import RunConfig as RunConfig
+    from penstock.trace.runs.reader import MemoryTrace as MemoryTrace
+    from penstock.trace.runs.reader import RecordedPrediction as RecordedPrediction
+    from penstock.trace.runs.reader import RecordedRun as RecordedRun
     from penstock.trace.runs.reader import is_run as is_run
     from penstock.trace.runs.reader import read_run as read_run
     from penstock.trace.runs.records import RankState as RankState
     from penstock.trace.runs.records import StepRecord as StepRecord
 
 _HOMES = {
-    "about": "About",
-    "reader": "Memory Predicted RunRead is_run read_run",
+    "about": "RunInfo",
+    "reader": "MemoryTrace RecordedPrediction RecordedRun is_run read_run",
     "records": "RankState StepRecord",
-    "option": "RunFolder",
+    "option": "RunConfig",
 }
 
 __all__, __getattr__, __dir__ = face(__name__, _HOMES)

@@ -17,7 +17,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class RunInfo:
     """What a run is.
 
     Attributes:
@@ -87,11 +87,11 @@ class About:
         """The rows of the largest microbatch."""
         return -(-self.rows // (self.replicas * self.microbatches))
 
-    def seconds_since(self, other: About) -> float:
-        """From the start of another run to the start of this one."""
+    def seconds_since(self, other: RunInfo) -> float:
+        """Return the seconds from the start of another run to the start of this one."""
         return (moment(self.started) - moment(other.started)).total_seconds()
 
-    def same_layout(self, other: About) -> bool:
+    def same_layout(self, other: RunInfo) -> bool:
         """Whether stages, ranks and schedule are those of another run, so that timelines of both can be compared."""
         names = ("ranks", "replicas", "chunks", "schedule", "microbatches", "placement", "cuts")
         return all(getattr(self, name) == getattr(other, name) for name in names)
@@ -101,15 +101,15 @@ class About:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, given: Any, what: str) -> About:
-        """What `to_dict` wrote. Raises ArgumentError if it is something else, or of another version.
+    def from_dict(cls, given: Any, what: str) -> RunInfo:
+        """Read what `to_dict` wrote. Raise ArgumentError if it is something else, or of another version.
 
         Args:
             what: names the file in messages.
         """
         if not isinstance(given, Mapping) or given.get("format") != FORMAT:
             raise ArgumentError(
-                f"{what} is not of a run of penstock; one is recorded by penstock.pipeline(..., run='runs/NAME')"
+                f"{what} is not of a run of penstock; one is recorded by penstock.pipeline(..., run_dir='runs/NAME')"
             )
         if given.get("version") != VERSION:
             raise ArgumentError(
@@ -137,7 +137,7 @@ class About:
 
 
 def moment(iso: str) -> datetime:
-    """A time in ISO 8601, in UTC. Raises ValueError or OverflowError if it is none."""
+    """Parse a time in ISO 8601, in UTC. Raise ValueError or OverflowError if it is none."""
     at = datetime.fromisoformat(iso).astimezone(UTC)
     if not 1970 <= at.year < 9999:  # so that any time zone has a name for it
         raise ValueError(f"year {at.year}")

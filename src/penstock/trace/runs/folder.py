@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"(\d+)\.json")
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Adds lines to a file. Raises OSError; then the file is as it was before."""
+    """Add lines to a file. Raise OSError; then the file is as it was before."""
     left = "".join(lines).encode()
     with path.open("ab", buffering=0) as file:  # what a buffer kept would be written when it closes, after the cut
         size = file.seek(0, os.SEEK_END)
@@ -37,14 +37,14 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def end_last_line(path: Path) -> None:
-    """Ends the line in which a crash left a file, so that the next begins on its own. Raises OSError."""
+    """End the line in which a crash left a file, so that the next begins on its own. Raise OSError."""
     with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             file.write(b"\n")
 
 
 def numbered(folder: Path) -> list[int]:
-    """The numbers of the files N.json in a folder, ascending."""
+    """Return the numbers of the files N.json in a folder, ascending."""
     try:
         found = [_NUMBERED.fullmatch(name) for name in os.listdir(folder)]
     except OSError:
@@ -53,7 +53,7 @@ def numbered(folder: Path) -> list[int]:
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> None:
-    """Moves files and folders of an earlier run to earlier/N. Raises OSError."""
+    """Move files and folders of an earlier run to earlier/N. Raise OSError."""
     there = [name for name in names if (folder / name).exists()]
     if not there:
         return
@@ -66,7 +66,7 @@ def set_aside(folder: Path, names: Iterable[str]) -> None:
 
 
 def clear(folder: Path, numbers_from: int = 0) -> None:
-    """Removes the files N.json of a folder from a number on, and what a crash left half written. Raises OSError."""
+    """Remove the files N.json of a folder from a number on, and what a crash left half written. Raise OSError."""
     for number in numbered(folder):
         if number >= numbers_from:
             (folder / f"{number}.json").unlink(missing_ok=True)

@@ -38,7 +38,7 @@ class Progress:
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord], total_steps: int | None = None) -> Progress | None:
-        """Of the steps so far, by number; None if there are none."""
+        """Compute the progress from the steps so far; None if there are none."""
         if not steps:
             return None
         last = steps[-1]
@@ -66,7 +66,7 @@ class Progress:
         return self.said()
 
     def said(self, *, over: bool = False) -> str:
-        """The same in words; of a run that is over, without the time that is left."""
+        """Format the progress; of a run that is over, without the remaining time."""
         of = "" if self.total_steps is None else f" of {self.total_steps:,}"
         parts = [f"step {self.step:,}{of}"]
         if self.loss is not None:
@@ -82,7 +82,7 @@ class Progress:
 
 
 def seconds_between(steps: Sequence[StepRecord]) -> list[float]:
-    """From the end of each step to that of the next: with the optimizer and all else in the loop."""
+    """Return the seconds from the end of each step to that of the next: with the optimizer and all else in the loop."""
     return [after.at_seconds - before.at_seconds for before, after in pairwise(steps)]
 
 

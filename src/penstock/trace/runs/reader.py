@@ -13,13 +13,13 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.trace.runs.about import FORMAT, About
+from penstock.trace.runs.about import FORMAT, RunInfo
 from penstock.trace.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.trace.runs.records import RankState, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class RecordedPrediction:
     """What a plan or a profile said before the run.
 
     Attributes:
@@ -36,7 +36,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryTrace:
     """What a rank holds in a step.
 
     Attributes:
@@ -51,7 +51,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRead:
+class RecordedRun:
     """A run, as its folder shows it at each call.
 
     Attributes:
@@ -59,18 +59,18 @@ class RunRead:
     """
 
     path: Path
-    about: About
+    about: RunInfo
 
     def steps(self, most_bytes: int | None = None) -> list[StepRecord]:
-        """All steps so far, by number, or those at the end of the file that so many bytes hold. Of one that ran twice,
-        after a resumption, the last counts."""
+        """Return all steps so far, by number, or those in the last `most_bytes` of the file. If a step ran twice, after
+        a resumption, the later record wins."""
         file = self.path / STEPS
         start = max(0, file.stat().st_size - most_bytes) if most_bytes is not None and file.exists() else 0
         return joined([], self.steps_after(start)[0])
 
     def steps_after(self, place: int) -> tuple[list[StepRecord], int]:
-        """The steps that were added after a place in the file (0: all), in order of writing, and the place after them:
-        of more than `MAX_BYTES`, the last.
+        """Return the steps that were added after an offset in the file (0: all), in order of writing, and the offset
+        after them: of more than `MAX_BYTES`, the last.
 
         `joined` makes one list of what several calls give. A place beyond the end, as after another run began in the
         folder, is an empty answer with place 0.
@@ -85,24 +85,24 @@ class RunRead:
         found = map(StepRecord.from_line, io.BytesIO(whole))
         return [one for one in found if one is not None], place + len(whole)
 
-    def timeline_steps(self) -> list[int]:
-        """The steps whose timelines are there, ascending."""
+    def traced_steps(self) -> list[int]:
+        """Return the steps that have timelines, ascending."""
         return numbered(self.path / TIMELINES)
 
     def timeline(self, step: int) -> Timeline:
-        """When each rank's actions ran in a step. Raises ArgumentError if that was not recorded."""
+        """Return when each rank's actions ran in a step. Raise ArgumentError if that was not recorded."""
         file = self.path / TIMELINES / f"{step}.json"
         if not file.exists():
-            there = ", ".join(map(str, self.timeline_steps()[-8:])) or "none yet"
+            there = ", ".join(map(str, self.traced_steps()[-8:])) or "none yet"
             raise ArgumentError(f"run {str(self.path)!r} has no timeline of step {step}; there are: {there}")
         what = f"timeline {str(file)!r}"
         return Timeline.from_dict(read_json(file, what), what)
 
     def timelines(self) -> tuple[dict[int, Timeline], list[str]]:
-        """All timelines that are there, by step, and a sentence for each that is damaged, as by a copy cut short."""
+        """Return all timelines, by step, and a sentence for each that is damaged, as by a copy cut short."""
         found: dict[int, Timeline] = {}
         damaged = []
-        for step in self.timeline_steps():
+        for step in self.traced_steps():
             try:
                 found[step] = self.timeline(step)
             except ArgumentError as error:
@@ -110,46 +110,47 @@ class RunRead:
         return found, damaged
 
     def schedule(self, step: int) -> Schedule:
-        """What the ranks ran in a step whose timeline is there, communication included."""
+        """Return the schedule of a step that has a timeline, communication included."""
         rows = [track.actions for track in self.timeline(step).tracks]
         numbers = [action.microbatch for row in rows for action in row if action.op.is_compute]
         microbatches = 1 + max((number for number in numbers if number is not None), default=0)
         return Schedule(self.about.schedule, self.about.stages, microbatches, rows)
 
-    def predicted(self) -> Predicted | None:
-        """What a plan or a profile said before the run; None if there was none."""
+    def predicted(self) -> RecordedPrediction | None:
+        """Return what a plan or a profile predicted before the run; None if there was none."""
         file = self.path / PREDICTED
         if not file.exists():
             return None
         what = f"prediction {str(file)!r}"
         given = validate(dict[str, Any], read_json(file, what), what)
-        return Predicted(
+        return RecordedPrediction(
             validate(str, given.get("source"), f"{what}: source"),
             validate(float, given.get("step_seconds"), f"{what}: step_seconds"),
             validate(tuple[float, ...], given.get("stage_seconds"), f"{what}: stage_seconds"),
             Timeline.from_dict(given.get("timeline"), what),
         )
 
-    def memory(self, step: int) -> tuple[Memory, ...]:
-        """What ranks held in a step whose timeline is there, of those ranks of which it is known: as measured, or else
-        as predicted."""
+    def memory(self, step: int) -> tuple[MemoryTrace, ...]:
+        """Return the memory of ranks in a step that has a timeline, of those for which it is known: as measured, or
+        else as predicted."""
         lengths = [len(track) for track in self.timeline(step).tracks]
         predicted = json_or_none(self.path / PREDICTED_MEMORY)
         found = []
         for rank, length in enumerate(lengths):
             measured = json_or_none(self.path / MEMORY / f"{step}.{rank}.json")
             if _fits(measured, length):
-                found.append(Memory(rank, tuple(measured), True))
+                found.append(MemoryTrace(rank, tuple(measured), True))
             elif isinstance(predicted, list) and len(predicted) == len(lengths) and _fits(predicted[rank], length):
-                found.append(Memory(rank, tuple(predicted[rank]), False))
+                found.append(MemoryTrace(rank, tuple(predicted[rank]), False))
         return tuple(found)
 
     def ranks(self) -> list[RankState]:
-        """What every process does, by number: as it says itself, or as process 0 has heard if it writes elsewhere."""
+        """Return what every process does, by number: as it reports itself, or as relayed by process 0 if it writes
+        elsewhere."""
         return self.ranks_and_damage()[0]
 
     def ranks_and_damage(self) -> tuple[list[RankState], list[str]]:
-        """The states of `ranks`, and a sentence for each file of a state that is damaged."""
+        """Return the states of `ranks`, and a sentence for each damaged file."""
         states: dict[int, RankState] = {}
         damaged = []
         for number in numbered(self.path / RANKS):
@@ -175,18 +176,19 @@ def is_run(path: str | os.PathLike[str]) -> bool:
     return isinstance(given, dict) and given.get("format") == FORMAT
 
 
-def read_run(path: str | os.PathLike[str]) -> RunRead:
-    """The run in a folder. Raises ArgumentError if there is none, or if another version or another tool wrote it."""
+def read_run(path: str | os.PathLike[str]) -> RecordedRun:
+    """Read the run in a folder. Raise ArgumentError if there is none, or if another version or another tool wrote
+    it."""
     folder = Path(path)
     what = f"run {os.fspath(path)!r}"
-    how = "a training script records one with penstock.pipeline(..., run='runs/NAME')"
+    how = "a training script records one with penstock.pipeline(..., run_dir='runs/NAME')"
     if not folder.is_dir():
         raise ArgumentError(f"{what}: {'this is a file, not a folder' if folder.exists() else 'no such folder'}; {how}")
     if not (folder / ABOUT).exists():
         inside = sorted(one.parent.name for one in folder.glob(f"*/{ABOUT}"))[:4]
         hint = f"it has runs in it: {', '.join(inside)}" if inside else how
         raise ArgumentError(f"{what}: there is no {ABOUT} in this folder; {hint}")
-    return RunRead(folder, About.from_dict(read_json(folder / ABOUT, what), what))
+    return RecordedRun(folder, RunInfo.from_dict(read_json(folder / ABOUT, what), what))
 
 
 def joined(steps: list[StepRecord], added: Sequence[StepRecord]) -> list[StepRecord]:

@@ -15,7 +15,7 @@ _MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
 
 
 def with_text_loss(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with a loss that is no number as text: JSON has none."""
+    """Return the values with a non-finite loss as text: JSON has no such numbers."""
     loss = values["loss"]
     return values if loss is None or math.isfinite(loss) else values | {"loss": str(loss)}
 
@@ -26,7 +26,7 @@ class StepRecord:
 
     Attributes:
         step: its number, counted from 1, as `Pipeline.step_count` after it.
-        loss: None where no loss reaches the process that writes (`share_loss=False`), or if it was not read.
+        loss: None where no loss reaches the process that writes (`broadcast_loss=False`), or if it was not read.
         seconds: from the call of `Pipeline.step` to its return; on a device, which follows later, between two returns.
         rows: of the batch, over all replicas.
         at_seconds: when it ended, since the run started.
@@ -41,13 +41,13 @@ class StepRecord:
     bubble: float | None = None
 
     def to_line(self) -> str:
-        """A line of steps.jsonl. A loss that is no number is written as text ("nan"): JSON has none."""
+        """Return a line of steps.jsonl. A non-finite loss is written as text ("nan"): JSON has no such numbers."""
         values = {name: getattr(self, name) for name in self.__slots__}  # `asdict` takes ten times as long
         return json.dumps(with_text_loss(values)) + "\n"
 
     @classmethod
     def from_line(cls, line: str | bytes) -> StepRecord | None:
-        """What `to_line` wrote; None for anything else, such as half a line after a crash."""
+        """Parse what `to_line` wrote; None for anything else, such as half a line after a crash."""
         if len(line) > _MAX_LINE:
             return None
         try:
@@ -108,7 +108,7 @@ class RankState:
 
     @classmethod
     def from_dict(cls, given: Any, written: Any, what: str) -> RankState:
-        """What `to_dict` wrote. Raises ArgumentError if it is something else."""
+        """Read what `to_dict` wrote. Raise ArgumentError if it is something else."""
         values = {**given, "written": written} if isinstance(given, dict) else given
         found = validate(cls, values, what)
         if not 0 <= found.pid < 1 << 31:

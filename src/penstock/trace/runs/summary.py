@@ -15,9 +15,9 @@ from penstock._base.files import MAX_QUOTED
 from penstock._base.process import lives
 from penstock._base.words import in_a_line, line_of
 from penstock.distributed.launch.endings import stopped_by, was_interrupted
-from penstock.trace.runs.about import About
+from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.progress import Progress
-from penstock.trace.runs.reader import RunRead, read_run
+from penstock.trace.runs.reader import RecordedRun, read_run
 from penstock.trace.runs.records import RankState, StepRecord
 
 Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]
@@ -29,7 +29,7 @@ SILENT_SECONDS = 5.0
 def health(
     state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = lives
 ) -> Health:
-    """How a rank is.
+    """Return the health of a rank.
 
     `interrupted`: Ctrl-C ended it, or a signal to the launcher.
     `gone`: its process is not there any more, without having closed the pipeline; known of this host's processes only.
@@ -59,8 +59,8 @@ _MAX_TOLD = 4
 """Ranks that are told one by one."""
 
 
-def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
-    """What ended a run, or seems to have, a sentence each: failures, then ranks that are gone or silent."""
+def failure_messages(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
+    """Return one message per failed, dead or unresponsive rank, failures first."""
     found = []
     for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
         is_key = was_interrupted(failure) and "KeyboardInterrupt" in failure
@@ -77,7 +77,7 @@ def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
 
 
 def _at(states: Sequence[RankState], *, within: bool = False) -> str:
-    """The step that they had come to, if they have said; and if asked, the first one's action."""
+    """Describe the step that they had reached, if known; and if asked, the first one's action."""
     steps = [state.step for state in states if state.step is not None]
     action = f", in {states[0].action}" if within and states[0].action else ""
     return f" at step {max(steps):,}{action}" if steps else ""
@@ -107,16 +107,16 @@ class Summary:
     """
 
     path: Path
-    about: About
+    about: RunInfo
     state: State
     progress: Progress | None
     steps: tuple[StepRecord, ...]
     peak_bytes: int | None
 
     @classmethod
-    def of(cls, run: RunRead, most_bytes: int | None = None) -> Summary:
-        """Reads it. `most_bytes`: of its steps' file, read the end only, and so the last steps. Raises ArgumentError if
-        a file is damaged in a way that leaves no answer."""
+    def of(cls, run: RecordedRun, most_bytes: int | None = None) -> Summary:
+        """Read it. `most_bytes`: of its steps' file, read the end only, and so the last steps. Raise ArgumentError if a
+        file is damaged in a way that leaves no answer."""
         steps, ranks = run.steps(most_bytes), run.ranks()
         held = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
         progress = Progress.of(steps, run.about.total_steps)
@@ -124,8 +124,8 @@ class Summary:
 
     @classmethod
     def of_one(cls, folder: Path) -> Summary | str:
-        """The run in a folder, by its last steps, for a list of runs; or why it cannot be read, in a line: whatever is
-        wrong with one run, the others are listed."""
+        """Summarize the run in a folder by its last steps, for a list of runs; or say in a line why it cannot be read:
+        one damaged run does not hide the others."""
         try:
             return cls.of(read_run(folder), LAST_STEPS_BYTES)
         except PenstockError as error:
@@ -148,7 +148,7 @@ LAST_STEPS_BYTES = 64 << 10
 
 
 def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, each with every run's."""
+    """Return the settings in which runs differ, each with every run's value."""
     found = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 

@@ -17,7 +17,7 @@ from typing import Any
 from penstock._base.errors import ArgumentError
 from penstock._base.files import read_json, read_text, remove_leftovers, write_whole
 from penstock._base.words import in_a_line
-from penstock.trace.runs.about import About
+from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import (
     ABOUT,
     MEMORY,
@@ -81,13 +81,13 @@ class Writer:
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
-        """Adds a line to steps.jsonl, soon."""
+        """Add a line to steps.jsonl, soon."""
         with self._lock:
             self._steps.append(record)
             del self._steps[:-_MAX_STEPS]
 
     def file(self, name: str, make: Callable[[], Any]) -> None:
-        """Writes a file, soon. `make` gives its value, on the thread."""
+        """Write a file, soon. `make` gives its value, on the thread."""
         with self._lock:
             self._files.append((self.path / name, make))
             del self._files[:-_MAX_FILES]
@@ -97,7 +97,7 @@ class Writer:
         self._woken.set()
 
     def end(self, seconds: float | None = None) -> None:
-        """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says.
+        """Write what is left and end the thread. Its last word in ranks/ is what `state` then says.
 
         Args:
             seconds: to wait for that at most.
@@ -150,7 +150,7 @@ class Writer:
             write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
 
     def _is_mine(self) -> bool:
-        """Whether process 0 has made the folder, as seen here. Raises OSError if another run has begun there."""
+        """Whether process 0 has made the folder, as seen here. Raise OSError if another run has begun there."""
         about = self.path / ABOUT
         try:
             found = about.stat()
@@ -166,8 +166,8 @@ class Writer:
         return self._there
 
 
-def begin(path: Path, about: About, first_step: int, earlier: About | None) -> None:
-    """Makes the folder of a run, or continues the one that is there.
+def begin(path: Path, about: RunInfo, first_step: int, earlier: RunInfo | None) -> None:
+    """Make the folder of a run, or continues the one that is there.
 
     Args:
         first_step: the number of its first step. If that is 1, whatever was there is set aside.
@@ -193,12 +193,12 @@ def begin(path: Path, about: About, first_step: int, earlier: About | None) -> N
     write_whole(path / ABOUT, about.to_dict())
 
 
-def earlier_run(path: Path) -> About | None:
-    """The run that is in a folder, to be continued or set aside; None if there is none. Raises ArgumentError: the
-    folder has a run of another version or tool, or part of one."""
-    what = f"run={str(path)!r}"
+def earlier_run(path: Path) -> RunInfo | None:
+    """Return the run that is in a folder, to be continued or set aside; None if there is none. Raise ArgumentError if
+    the folder has a run of another version or tool, or part of one."""
+    what = f"run_dir={str(path)!r}"
     if os.path.exists(path / ABOUT):  # which is False, too, where nobody may look: then nothing is recorded
-        return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
+        return RunInfo.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
     if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if os.path.exists(path / name)]:
         raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; pass another folder, or an empty one")
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor
 from penstock._base.trees import leaf_tensors
 from penstock._base.words import counted, shortened
 from penstock.distributed.launch.target import Target
-from penstock.verification.blame.data import batch_of
+from penstock.verification.blame.data import Data, batch_of
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Noted, Part
-from penstock.verification.blame.replay import SCALE, Data, Replay, Replayed, scale_of
-from penstock.verification.blame.watch import SENT
+from penstock.verification.blame.replay import SCALE, Replay, Replayed, scale_of
+from penstock.verification.blame.watch import SENT, Step
 from penstock.verification.comparison import Comparison
 from penstock.verification.first_difference import (
+    NONE,
+    Named,
     confusable_values,
     describe_difference,
     first_value,
@@ -28,7 +30,6 @@ from penstock.verification.first_difference import (
 from penstock.verification.trail import BACKWARD, FORWARD, Place, Trail
 
 NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
-STALE = "the receive buffer is stale"
 MOST_ROWS = 64
 """Of a batch, whose labels are tried for a microbatch."""
 
@@ -55,16 +56,26 @@ class Causes:
     def first(
         self, wrong: Sequence[Comparison], misfed: Finding | None, differ: Finding | None, update: Finding | None
     ) -> Finding | None:
-        """The first."""
+        """Return the first finding."""
+        gradients, buffers = ([row for row in wrong if row.kind == kind] for kind in ("gradient", "buffer"))
         causes: tuple[Callable[[], Finding | None], ...] = (
             *(self._structure, lambda: misfed, self._counts, self._value, self._weights, lambda: differ),
-            *(lambda: self._sums([row for row in wrong if row.kind == "gradient"]), lambda: update),
-            lambda: self._buffer([row for row in wrong if row.kind == "buffer"]),
+            *(lambda: self._sums(gradients), lambda: update, lambda: self._buffer(buffers)),
         )
         return next(filter(None, (cause() for cause in causes)), None)
 
+    def _own(self, part: Part) -> Step:
+        return part.steps[self.step]
+
+    def _like(self, value: Tensor | None, expected: Tensor, others: Named = NONE, terms: Named = NONE) -> str:
+        first = self.noted.parts[0]
+        counts = first.each(self.step), 1 + len(first.replicas), self.at.count
+        return describe_difference(value, expected, usual_factors(*counts, self.at.target), others, terms)
+
+    # -- what stages hold, and how often they run ---------------------------------------------------------------------
+
     def _structure(self) -> Finding | None:
-        """A layer that no stage has, or several have."""
+        """Find a layer that no stage has, or several have."""
         names, tensors = [name for name, _ in self.replay.model.named_parameters()], self.replay.tensors
         held = [(id(tensors[n]), part.stage) for part in self.noted.parts for n in {*part.tensors.values()}]
         holders = {name: [stage for key, stage in held if key == id(tensors[name])] for name in names}
@@ -78,63 +89,60 @@ class Causes:
         return None
 
     def _counts(self) -> Finding | None:
-        """A stage that runs another number of forwards than the first."""
-        first, *others = self.noted.parts
-        number = first.steps[self.step]["count"]
-        for part in others:
-            if (count := part.steps[self.step]["count"]) != number:
+        """Find a stage that runs another number of forwards than the first."""
+        number = self._own(self.noted.parts[0]).count
+        for part in self.noted.parts:
+            if (count := self._own(part).count) != number:
                 text = f"stage {part.stage} runs {counted(count, 'forward')} of {counted(number, 'microbatch')}"
-                return Finding("extra forward" if count > number else "data", text, f"{part.stage}F", **part.where())
+                return part.found("extra forward" if count > number else "data", text, f"{part.stage}F")
         return None
 
+    # -- the first value that differs ---------------------------------------------------------------------------------
+
     def _value(self) -> Finding | None:
-        """The first value on the way that differs."""
+        """Find the first value on the way that differs."""
         self.mine.order = self.right.trail.order
-        found = first_value(self.mine, self.right.trail, exact=False)
-        if found is None:
+        if (first := first_value(self.mine, self.right.trail, exact=False)) is None:
             return None
-        place, row = found
-        part, k, value = self.noted.parts[self.mine.stages[place]], place.microbatch, self.mine.values[place]
-        stage, expected = part.stage, self.right.trail.values[in_reference(place)]
-        shape = describe_difference(
-            value, expected, self._factors(), confusable_values(place, self.mine, self.right.trail)
-        )
+        place, row = first
+        part, k, module = self.noted.parts[self.mine.stages[place]], place.microbatch, place.module
+        value, expected = self.mine.values[place], self.right.trail.values[in_reference(place)]
+        shape = self._like(value, expected, confusable_values(place, self.mine, self.right.trail))
         if place.what == FORWARD[0] and not shape and (moved := self._moved(k)) is not None:
             return moved
         what = f"tensor {place.leaf + 1} of {place.text}" if place.leaf else place.text
-        action, kind, text = f"{stage}F{k}", "forward", f"{what} differs{shape and '; '}{shape}"
-        where = part.where(row, microbatch=k, module=place.module)
+        action, kind, text = f"{part.stage}F{k}", "forward", f"{what} differs{shape and '; '}{shape}"
+        if place.what in (BACKWARD, FORWARD[2]):
+            action = f"{part.stage}B{k}"
         if place.what == FORWARD[2]:
-            action, kind = f"{stage}B{k}", "recomputation"
-            text = f"when {place.module!r} is recomputed it leaves another value, as with another dropout mask"
+            kind = "recomputation"
+            text = f"when {module!r} is recomputed it leaves another value, as with another dropout mask"
         elif place.what == BACKWARD:
-            action, kind = f"{stage}B{k}", "backward"
-            if self.right.last is not None and place.module == self.right.last.module:
+            kind, is_edge, later = "backward", self._is_edge(place, part, -1), self._beside(part, back=True)
+            if self.right.last is not None and module == self.right.last.module:
                 kind, text = self._loss(value, place)
-            elif message := self._message(part, k, back=True) if self._is_edge(place, part, -1) else "":
-                action, kind, text = f"{stage}RECV_B{k}", "message", message
-            elif self._is_edge(place, part, -1) and (later := self._beside(part, back=True)) is not part:
-                return self._sent_back(later, k, expected, where)
+            elif is_edge and (message := self._message(part, k, back=True)):
+                action, kind, text = f"{part.stage}RECV_B{k}", "message", message
+            elif is_edge and later is not part:
+                return self._sent_back(later, k, expected, row)
             elif self._redrawn(part, place):
                 kind = "recomputation"
-                text = f"the gradient that reaches {place.module!r} differs: it is recomputed with another dropout mask"
-        elif mode := self._mode(part, place.module):
+                text = f"the gradient that reaches {module!r} differs: it is recomputed with another dropout mask"
+        elif mode := self._mode(part, module):
             kind, text = "evaluation mode", mode
         elif place.what == FORWARD[0] and self._is_edge(place, part, 0) and (got := self._message(part, k, back=False)):
-            action, kind, text = f"{stage}RECV_F{k}", "message", got
-        return Finding(kind, text, action, **where)
+            action, kind, text = f"{part.stage}RECV_F{k}", "message", got
+        return part.found(kind, text, action, row, microbatch=k, module=module)
 
     def _moved(self, k: int) -> Finding | None:
-        """A module that takes what another one should."""
+        """Find a module that takes what another one should."""
         entered = {p: v for p, v in self.right.trail.values.items() if p[0] == FORWARD[0] and p[2:] == (0, 0, k)}
         for place in filter(entered.__contains__, self.mine.values):
             value, part = self.mine.values[place], self.noted.parts[self.mine.stages[place]]
             for other, right in entered.items():
                 if torch.equal(value, right) and not torch.equal(value, entered[place]) and right.is_floating_point():
                     text = f"{place.module!r} takes what {other.module!r} should take: layers run in another order"
-                    return Finding(
-                        "forward", text, f"{part.stage}F{k}", **part.where(microbatch=k, module=place.module)
-                    )
+                    return part.found("forward", text, f"{part.stage}F{k}", microbatch=k, module=place.module)
         return None
 
     def _is_edge(self, place: Place, part: Part, which: int) -> bool:
@@ -145,66 +153,68 @@ class Causes:
 
     def _redrawn(self, part: Part, place: Place) -> bool:
         """Whether what draws right after a module was recomputed. A checkpoint ends before it leaves a value again."""
-        order, draws = self.right.trail.order, {part.modules.get(name) for name, *_ in part.steps[self.step]["random"]}
-        after = {*order[order.index(place.module) + 1 :][:1]}
-        return bool(after & draws) and any(p.what == FORWARD[2] for p in part.values(self.step))
+        own, order = self._own(part), self.right.trail.order
+        draws, after = {part.modules.get(name) for name, *_ in own.random}, order[order.index(place.module) + 1 :][:1]
+        return not draws.isdisjoint(after) and any(p.what == FORWARD[2] for p in own.values)
 
     def _mode(self, part: Part, module: str) -> str:
         """Whether a module, or one in it, trains in one of the two and evaluates in the other."""
-        for own, is_on in part.steps[self.step]["training"].items():
+        for own, is_on in self._own(part).training.items():
             name = part.modules.get(own, own)
             is_inside = own in part.modules and f"{name}.".startswith(f"{module}.")
             if is_inside and self.replay.model.get_submodule(name).training != is_on:
                 return f"{name!r} is in {'training' if is_on else 'evaluation'} mode"
         return ""
 
-    def _message(self, part: Part, k: int, *, back: bool) -> str:
-        """What a stage received, or got back, if it is not what the one beside it computed; empty if it is."""
-        sender = self._beside(part, back=back)
-        took, gave = (BACKWARD, SENT) if back else FORWARD[:2]
-        came, sent = part.outside(self.step, took), sender.outside(self.step, gave)
-        before = sender.outside(self.step - 1, gave) if self.step else {}
-        for (j, leaf), value in came.items():
-            own = sent.get((j, leaf))
-            if sender is part or j != k or own is None or torch.equal(own, value) or not value.is_floating_point():
-                continue
-            others = {
-                f"it is the value of microbatch {i} of the step before; {STALE}": v for (i, _), v in before.items()
-            }
-            for (i, other), v in sent.items():
-                if i != k and other == leaf:
-                    is_swap = torch.equal(came.get((i, leaf), value), own)
-                    why = "the buffer was overwritten before it was sent" if i > k else STALE
-                    swap = f"microbatches {min(i, k)} and {max(i, k)} are swapped"
-                    others[swap if is_swap else f"it is the value of microbatch {i}; {why}"] = v
-            shape = describe_difference(value, own, self._factors(), others)
-            what = "the gradient that" if back else "what"
-            return (
-                f"{what} stage {part.stage} received is not what stage {sender.stage} computed{shape and ': '}{shape}"
-            )
-        return ""
+    # -- between stages -----------------------------------------------------------------------------------------------
 
     def _beside(self, part: Part, *, back: bool) -> Part:
-        """What sends to a part; itself, if nothing does."""
+        """Return what sends to a part; itself, if nothing does."""
         near = part.place + (1 if back else -1)
         sender = self.noted.parts[near] if 0 <= near < len(self.noted.parts) else part
         return part if sender.stage == part.stage else sender
 
-    def _sent_back(self, part: Part, k: int, expected: Tensor, where: dict[str, Any]) -> Finding:
+    def _message(self, part: Part, k: int, *, back: bool) -> str:
+        """Describe what a stage received, or got back, if it is not what the one beside it computed; empty if it is."""
+        sender = self._beside(part, back=back)
+        took, gave = (BACKWARD, SENT) if back else FORWARD[:2]
+        came, sent, before = part.outside(self.step, took), *(sender.outside(self.step - i, gave) for i in (0, 1))
+        for (j, leaf), value in came.items():
+            own = sent.get((j, leaf))
+            if sender is part or j != k or own is None or torch.equal(own, value) or not value.is_floating_point():
+                continue
+            late = "of the step before; the receive buffer is stale"
+            others = {f"it is the value of microbatch {i} {late}": v for (i, _), v in before.items()}
+            for (i, other), v in sent.items():
+                if i != k and other == leaf:
+                    why = "the buffer was overwritten before it was sent" if i > k else "the receive buffer is stale"
+                    is_swap = torch.equal(came.get((i, leaf), value), own)
+                    swap = f"microbatches {min(i, k)} and {max(i, k)} are swapped"
+                    others[swap if is_swap else f"it is the value of microbatch {i}; {why}"] = v
+            shape, what = self._like(value, own, others), "the gradient that" if back else "what"
+            text = f"{what} stage {part.stage} received is not what stage {sender.stage} computed"
+            return f"{text}{shape and ': '}{shape}"
+        return ""
+
+    def _sent_back(self, part: Part, k: int, expected: Tensor, row: Comparison) -> Finding:
         """Why a stage computes another gradient of what it received, though all in it are right."""
-        if k in part.steps[self.step]["overwritten"]:
-            return _overwritten(part, k, where)
-        others = {
-            f"the gradient of microbatch {j}{when} is still in it, as its receive buffer's is not set to zero": sent
-            for back, when in ((0, ""), (1, " of the step before"))
-            for (j, leaf), sent in (part.outside(self.step - back, SENT) if self.step >= back else {}).items()
-            if leaf == 0 and sent.shape == expected.shape and (back or j != k)
-        }
-        every, sums = part.outside(self.step, SENT), {t: expected.double() + v for t, v in others.items()}
-        own, shape = every.get((k, 0)), "" if every else "none was seen: is what it received detached?"
-        shape = shape if own is None else describe_difference(own, expected, {}, sums)
+        if k in self._own(part).overwritten:
+            return _overwritten(part, k, row)
+        every = part.outside(self.step, SENT)
+        shape = "" if every else "none was seen: is what it received detached?"
+        if (k, 0) in every:
+            late = "is still in it, as its receive buffer's is not set to zero"
+            sums = {
+                f"the gradient of microbatch {j}{when} {late}": expected.double() + sent
+                for back, when in ((0, ""), (1, " of the step before"))
+                for (j, leaf), sent in part.outside(self.step - back, SENT).items()
+                if leaf == 0 and sent.shape == expected.shape and (back or j != k)
+            }
+            shape = describe_difference(every[k, 0], expected, {}, sums)
         text = f"the gradient that stage {part.stage} sends back for microbatch {k} differs{shape and ': '}{shape}"
-        return Finding("backward", text, f"{part.stage}B{k}", **where | part.where(module=""))
+        return part.found("backward", text, f"{part.stage}B{k}", row, microbatch=k)
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
 
     def _loss(self, value: Tensor, place: Place) -> tuple[str, str]:
         """Why the gradient of the loss is another one, and not only scaled."""
@@ -216,7 +226,7 @@ class Causes:
         return "loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor"
 
     def _labels(self, value: Tensor, k: int) -> str:
-        """Which other labels give a microbatch's loss this gradient; empty if none do."""
+        """Describe which other labels give a microbatch's loss this gradient; empty if none do."""
         at, own = self.at, self.at.rows[k].tolist()
         for other, batch in ((0, ""), (-1, " of the batch before"), (1, " of the batch after")):
             if self.step + other < 0 or (batch and "batches" not in self.given.training):
@@ -224,10 +234,9 @@ class Causes:
             target = batch_of(self.given, self.step + other)[2]
 
             def gradient(rows: Sequence[int], target: Any = target) -> Tensor | None:
+                labels = at.cut(target, torch.tensor(rows))
                 try:
-                    return self.replay.right_gradients([self.right.outputs[k]], at.cut(target, torch.tensor(rows)))[0][
-                        0
-                    ]
+                    return self.replay.right_gradients([self.right.outputs[k]], labels)[0][0]
                 except Exception:  # from the user's code, for one of another shape
                     return None
 
@@ -261,44 +270,49 @@ class Causes:
                 text = f"all microbatches weigh the same, but have {', '.join(map(str, counts))} {why}"
         return Finding("loss weight", text, "loss", microbatch=k)
 
+    # -- what accumulates ---------------------------------------------------------------------------------------------
+
     def _sums(self, rows: Sequence[Comparison]) -> Finding | None:
         """Gradients that are not the sum of the right terms."""
         of = [self.noted.parts[row.stages[0]] for row in rows]
         for part in of:
-            if early := part.steps[self.step]["overwritten"]:
-                return _overwritten(part, min(early), {})
+            if early := self._own(part).overwritten:
+                return _overwritten(part, min(early))
         if not rows:
             return None
-        parts = {id(part): part for part in of}.values()
-        if lost := [part.tensors.get(name, name) for part in parts for name in part.steps[self.step]["lost"]]:
+        first, parts = of[0], {id(part): part for part in of}.values()
+        if lost := [part.tensors.get(name, name) for part in parts for name in self._own(part).lost]:
             text = f"gradients of {shortened(lost)} are set to zero before the optimizer takes them"
-            return Finding("gradient", text, "gradients", **of[0].where())
+            return first.found("gradient", text, "gradients")
         named = [self._shape(row) for row in rows]
         kind, shape = named[0]
-        stages = [part.stage for part, (_, text) in zip(of, named, strict=True) if text == shape]
-        tail, where = f": {shape}", of[0].where(rows[0], module=rows[0].name.rpartition(".")[0])
-        if shape and len(stages) == sum(len(grads) for grads in self.grads):
+        alike = [(row.name, part) for row, part, (_, text) in zip(rows, of, named, strict=True) if text == shape]
+        names, is_several = [name for name, _ in alike], len(alike) > 1 and len({part.stage for _, part in alike}) == 1
+        if shape and len(alike) == sum(map(len, self.grads)):
+            text = f"all gradients: {shape}"
             if shape.startswith("it is 0.") and "clip_grad_norm" not in self.given.training:
-                tail += "; if the script clips gradients, let TARGET return clip_grad_norm"
-            return Finding(
-                kind, f"all gradients{tail}", "gradients", **where | {"stage": None, "rank": None, "module": ""}
-            )
-        names = [row.name for row, part, (_, text) in zip(rows, of, named, strict=True) if text == shape]
+                text += "; if the script clips gradients, let TARGET return clip_grad_norm"
+            return replace(first.found(kind, text, "gradients", rows[0]), stage=None, rank=None)
         own = {part.tensors.get(name) for part in parts for name in part.parameters}
-        is_several = len(stages) > 1 and len({*stages}) == 1
-        what = f"gradients of stage {stages[0]}" if own <= {*names} else f"gradients of {shortened(names)}"
+        what = f"gradients of stage {first.stage}" if own <= {*names} else f"gradients of {shortened(names)}"
         what = what if is_several else f"the gradient of {rows[0].name!r}"
-        tail = tail if shape else " are not the sums of their terms" if is_several else " is not the sum of its terms"
-        return Finding(kind, what + tail, "gradients", **where)
+        why = (
+            f": {shape}"
+            if shape
+            else " are not the sums of their terms"
+            if is_several
+            else " is not the sum of its terms"
+        )
+        return first.found(kind, what + why, "gradients", rows[0], module=rows[0].name.rpartition(".")[0])
 
     def _shape(self, row: Comparison) -> tuple[str, str]:
-        """A kind and words for a wrong gradient."""
+        """Return a kind and words for a wrong gradient."""
         part, aliases = self.noted.parts[row.stages[0]], self.replay.aliases(row.name)
         local = next(name for name, other in part.tensors.items() if other == row.name)
         value, expected = self.grads[part.place].get(local), self.right.expected.get(row.name)
         if value is None or expected is None or row.max_difference == float("inf"):
             return "gradient missing", "missing" if value is None else "not finite, or not to be there"
-        before = part.steps[self.step - 1]["grads"].get(local) if self.step else None
+        before = part.steps[self.step - 1].grads.get(local) if self.step else None
         others = {} if before is None else {NOT_ZEROED: expected + before}
         if before is not None:  # a schedule divides what is there, too
             others[f"{NOT_ZEROED}, divided by the number of microbatches"] = expected + before / len(self.at.rows)
@@ -308,28 +322,19 @@ class Causes:
         named = holders if len(holders) == len(uses) else range(len(uses))
         tie = f"of the tie {' = '.join(aliases)}"
         terms = {f"the term of stage {s} {tie}": use / mean for s, use in zip(named, uses.values(), strict=True)}
-        shape = describe_difference(value, expected, self._factors(), others, terms)
-        shape = shape or _weighed(value, self.right.scaled(aliases[0]))
+        shape = self._like(value, expected, others, terms) or _weighed(value, self.right.scaled(aliases[0]))
         kind = "gradients not zeroed" if shape in others else "tie" if len(aliases) > 1 else "gradient"
         return (kind if "times" not in shape or kind == "tie" else "gradient scale"), shape
 
     def _buffer(self, rows: Sequence[Comparison]) -> Finding | None:
-        for row in rows:
-            part = self.noted.parts[row.stages[0]]
-            extra = part.steps[self.step]["extra"]
-            more = (
-                f": its stage ran {counted(extra, 'time')} besides its microbatches, to find out shapes"
-                if extra
-                else ""
-            )
-            text = f"buffer {row.name!r} is not what the unsplit model leaves{more}"
-            where = part.where(row, module=row.name.rpartition(".")[0])
-            return Finding("extra forward" if extra else "buffer", text, f"{part.stage}F", **where)
-        return None
-
-    def _factors(self) -> dict[float, str]:
-        first = self.noted.parts[0]
-        return usual_factors(first.each(self.step), 1 + len(first.replicas), self.at.count, self.at.target)
+        if not rows:
+            return None
+        part, name = self.noted.parts[rows[0].stages[0]], rows[0].name
+        text = f"buffer {name!r} is not what the unsplit model leaves"
+        if extra := self._own(part).extra:
+            text += f": its stage ran {counted(extra, 'time')} besides its microbatches, to find out shapes"
+        kind = "extra forward" if extra else "buffer"
+        return part.found(kind, text, f"{part.stage}F", rows[0], module=name.rpartition(".")[0])
 
 
 def is_scaled(value: Tensor, right: Tensor) -> bool:
@@ -338,7 +343,7 @@ def is_scaled(value: Tensor, right: Tensor) -> bool:
 
 
 def _outermost(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The largest modules all of whose parameters are among these."""
+    """Return the largest modules all of whose parameters are among these."""
     found = dict[str, None]()
     for name in names:
         above = name.rpartition(".")[0]
@@ -348,15 +353,15 @@ def _outermost(names: Sequence[str], every: Sequence[str]) -> list[str]:
     return [*found]
 
 
-def _overwritten(part: Part, k: int, where: dict[str, Any]) -> Finding:
+def _overwritten(part: Part, k: int, row: Comparison | None = None) -> Finding:
     text = (
         f"the input of microbatch {k} was overwritten before its backward: its receive buffer was used again too early"
     )
-    return Finding("message", text, f"{part.stage}B{k}", **where | part.where(microbatch=k))
+    return part.found("message", text, f"{part.stage}B{k}", row, microbatch=k)
 
 
 def _weighed(value: Tensor, terms: Mapping[int, Tensor]) -> str:
-    """Which microbatches' terms do not count once in a gradient, if that explains it."""
+    """Describe which microbatches' terms do not count once in a gradient, if that explains it."""
     columns, wide = torch.stack([term.flatten() for term in terms.values()], 1), value.double().flatten()[:, None]
     weights = torch.linalg.lstsq(columns, wide).solution
     if len(columns) < 2 * len(terms) or (columns @ weights - wide).abs().max() > SCALE * wide.abs().max():
@@ -364,18 +369,13 @@ def _weighed(value: Tensor, terms: Mapping[int, Tensor]) -> str:
     counts, said = {k: round(float(weight), 2) for k, weight in zip(terms, weights, strict=True)}, []
     for count in sorted({*counts.values()} - {1.0}):
         those = [str(k) for k in counts if counts[k] == count]
-        who = (
-            f"the term of microbatch {those[0]} is"
-            if len(those) == 1
-            else f"the terms of microbatches {', '.join(those)} are"
-        )
-        said.append(
-            f"{who} {'missing' if not count else 'there twice' if count == 2 else f'{count:g} times what is right'}"
-        )
+        who = f"microbatches {', '.join(those)} are" if len(those) > 1 else f"microbatch {those[0]} is"
+        how = "missing" if not count else "there twice" if count == 2 else f"{count:g} times what is right"
+        said.append(f"the term{'s' * (len(those) > 1)} of {who} {how}")
     return " and ".join(said)
 
 
 def _counted(target: Any) -> int:
-    """How many labels count for `torch.nn.functional.cross_entropy`."""
+    """Return how many labels count for `torch.nn.functional.cross_entropy`."""
     labels = [t for t in leaf_tensors(target) if not t.is_floating_point()]
     return int((labels[0] != -100).sum()) if labels else 0

@@ -37,7 +37,9 @@ if users is not None and users.loader is not None:
     sys.modules["sitecustomize"] = module_from_spec(users)
     users.loader.exec_module(sys.modules["sitecustomize"])
 if sys.argv[:1] != ["-c"] or "--multiprocessing-fork" in sys.argv:  # no helper of multiprocessing, but a rank
-    import penstock.verification.blame.rank
+    from penstock.verification.blame.pipelining import begin
+
+    begin()
 """
 
 
@@ -46,7 +48,7 @@ class _EndError(Exception):
 
 
 def blame(command: Sequence[str], given: Target, steps: int, timeout: float = TIMEOUT_SECONDS) -> Blame:
-    """Runs a job and compares its steps with the unsplit model.
+    """Run a job and compare its steps with the unsplit model.
 
     Raises:
         ArgumentError: the job failed, and the steps before that are right; or what `run`, `read` and `judge` raise.
@@ -64,7 +66,7 @@ def blame(command: Sequence[str], given: Target, steps: int, timeout: float = TI
 
 
 def run(command: Sequence[str], folder: Path, steps: int, timeout: float) -> str:
-    """Runs it until all ranks have taken so many steps. Returns what is wrong with the job itself, if anything.
+    """Run it until all ranks have taken so many steps. Return what is wrong with the job itself, if anything.
 
     Args:
         timeout: the seconds that a step may take, and what comes before the first.
@@ -104,7 +106,7 @@ def run(command: Sequence[str], folder: Path, steps: int, timeout: float) -> str
 
 
 def checked(command: Sequence[str]) -> list[str]:
-    """The same command, with this Python's torchrun. Raises ArgumentError: it cannot be started."""
+    """Return the same command, with this Python's torchrun. Raise ArgumentError if it cannot be started."""
     name = command[0] if command else ""
     module = _MODULES.get(Path(name).name)
     if module is None and shutil.which(name) is None:

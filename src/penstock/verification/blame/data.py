@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock._base.trees import leaf_tensors
+from penstock._base.trees import leaf_tensors, map_tensors
 from penstock.distributed.launch.target import Target
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Part, digest
-from penstock.verification.blame.replay import Data
 from penstock.verification.trail import FORWARD
 
 
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a step trains on, cut into microbatches; `target` is None if unknown."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    rows: Sequence[Tensor]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.rows))
+
+    def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs of one microbatch."""
+        args, kwargs = self.cut((self.args, dict(self.kwargs)), self.rows[microbatch])
+        return args, kwargs
+
+    def cut(self, tree: Any, rows: Tensor) -> Any:
+        """Return the same with some rows of each tensor that has all."""
+        return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
+
+
 def batch_of(given: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
-    """Args, kwargs and target of a step. Raises ArgumentError: it is something else."""
+    """Args, kwargs and target of a step. Raise ArgumentError: it is something else."""
     batches = given.training.get("batches")
     if batches is None:
         return given.args, given.kwargs, given.target
@@ -32,11 +55,11 @@ def batch_of(given: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, An
     return (args if isinstance(args, tuple) else (args,)), kwargs, target
 
 
-def data_of(given: Target, parts: Sequence[Part], step: int) -> tuple[Data, Finding | None]:
-    """A step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
+def data_of(given: Target, first: Part, step: int) -> tuple[Data, Finding | None]:
+    """Return a step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
     args, kwargs, target = batch_of(given, step)
     taken: dict[int, list[Tensor]] = {}
-    for (k, _), value in parts[0].outside(step, FORWARD[0]).items():
+    for (k, _), value in first.outside(step, FORWARD[0]).items():
         taken.setdefault(k, []).append(value)
     whole = [t for t in leaf_tensors((args, dict(kwargs))) if t.dim()]
     if not taken or not whole:
@@ -51,7 +74,7 @@ def data_of(given: Target, parts: Sequence[Part], step: int) -> tuple[Data, Find
     sizes = [0 if t is None else len(t) for t in mine]
     every = torch.arange(len(batch))
     cut = every.split(sizes) if sum(sizes) == len(batch) else every.tensor_split(len(mine))  # type: ignore[no-untyped-call]
-    return Data(args, kwargs, target, [*cut]), _misfed(given, parts[0], step, mine, rows, len(batch))
+    return Data(args, kwargs, target, [*cut]), _misfed(given, first, step, mine, rows, len(batch))
 
 
 def _misfed(
@@ -67,7 +90,7 @@ def _misfed(
             for who, which in said.items()
             if which
         ]
-        return Finding("data", " and ".join(texts), "0F", **first.where())
+        return first.found("data", " and ".join(texts), "0F")
     if "batches" not in given.training:
         raise ArgumentError(
             f"in step {step + 1} the pipeline trains on other inputs than TARGET returns; return the batches, too: "
@@ -78,11 +101,12 @@ def _misfed(
         whole = [t for t in leaf_tensors(batch_of(given, other)[:2]) if t.dim()] if other >= 0 else []
         if whole and -1 not in (_rows([mine[k]], whole[0])[0] or [-1]):
             text = f"microbatch {k} has inputs of the batch {which}"
-    return Finding("data", text, f"0F{k}", **first.where(microbatch=k))
+    return first.found("data", text, f"0F{k}", microbatch=k)
 
 
 def _rows(parts: Sequence[Tensor | None], whole: Tensor) -> list[list[int]]:
-    """Which rows of a batch each microbatch has: -1 for one that is not there. Of rows that are alike, each once."""
+    """Return which rows of a batch each microbatch has: -1 for one that is not there. Of rows that are alike, each
+    once."""
     known, used = dict[str, list[int]](), set[int]()
     for number, row in enumerate(whole):
         known.setdefault(digest(row), []).append(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from penstock.verification.trail import Trail
 
 
 def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
-    """Raises ArgumentError: there is nothing to compare."""
+    """Raise ArgumentError: there is nothing to compare."""
     torch.set_num_threads(int(noted.files[min(noted.files)][0]["threads"]))
     ranks = len(noted.files)
     noted, unlike = merged(noted, model)
@@ -46,12 +47,13 @@ def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
             "pipelines whose replicas hold the same stages with the same weights"
         )
     replay = Replay(model, given.loss)
-    begun = {part.tensors[n]: v for part in noted.parts for n, v in part.parameters.items() if n in part.tensors}
+    begun = {name: value for part in noted.parts for name, value in part.renamed(part.parameters).items()}
     others = [name for name, value in begun.items() if not same_bits(value, replay.tensors[name].to(value.device))]
+    _order_parts(noted.parts, replay, batch_of(given, 0))
     found = _Judge(noted, replay, given, Updates(noted, given, replay))
     finding = next(filter(None, map(found.step, range(noted.steps))), None)
     stages = len({part.stage for part in noted.parts})
-    sizes = noted.steps, ranks, stages, max(part.steps[0]["count"] for part in noted.parts)
+    sizes = noted.steps, ranks, stages, max(part.steps[0].count for part in noted.parts)
     compared, notes = found.compared + found.updates.compared, [*dict.fromkeys(found.updates.notes)]
     if others:
         who = f"{shortened(others)}: the pipeline begins with other values than the unsplit model's"
@@ -59,17 +61,28 @@ def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
     return Blame(finding, *sizes, compared, tuple(notes), _timeline(noted, 0 if finding is None else finding.step - 1))
 
 
+def _order_parts(parts: list[Part], replay: Replay, batch: tuple[Any, ...]) -> None:
+    """Sort and numbers parts by the order of dataflow."""
+    order = [*dict.fromkeys(place.module for place in replay.left(*batch[:2]))]
+    first = {name: number for number, name in enumerate(order)}
+    parts.sort(key=lambda p: (min([first[m] for m in p.modules.values() if m in first] or [len(order)]), p.rank))
+    for place, part in enumerate(parts):
+        last, told = parts[place - 1], part.steps[0].stage
+        part.place = place
+        part.stage = told if told is not None else last.stage + (last.rank != part.rank) if place else 0
+
+
 def _timeline(noted: Noted, step: int) -> Timeline:
-    """What ranks did in a step, on the clock of their hosts."""
+    """Build the timeline of what ranks did in a step, on the clock of their hosts."""
     last = max(one.rank for part in noted.parts for one in (part, *part.replicas))
     rows: list[list[tuple[Action, Times]]] = [[] for _ in range(1 + last)]
     for part in noted.parts:
         for number, one in enumerate((part, *part.replicas)):
-            for op, microbatch, start, end in one.steps[step]["ran"]:
+            for op, microbatch, start, end in one.steps[step].ran:
                 action = Action(part.stage, Op(op), microbatch + number * part.each(step))
                 rows[one.rank].append((action, (start, start, end)))
     ordered = [sorted(row, key=lambda each: each[1][0]) for row in rows]
-    return Timeline.of_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
+    return Timeline.from_rows([Row([a for a, _ in row]) for row in ordered], [[t for _, t in row] for row in ordered])
 
 
 @dataclass(slots=True)
@@ -81,26 +94,25 @@ class _Judge:
     compared: int = 0
 
     def step(self, step: int) -> Finding | None:
-        """The first wrong action of a step."""
-        if step == 0:
-            self._order_parts()
+        """Return the first wrong action of a step."""
         parts = self.noted.parts
         steps = [part.steps[step] for part in parts]
-        at, misfed = data_of(self.given, parts, step)
-        trained = [name for name in steps[0]["trained"] if name in steps[0]["after"]]
-        if misfed and trained and all(same_bits(steps[0]["before"][n], steps[0]["after"][n]) for n in trained):
-            text = f"gradients are set to zero after microbatch {len(at.rows) - 1}, before the optimizer takes them"
+        data, misfed = data_of(self.given, parts[0], step)
+        trained = [name for name in steps[0].trained if name in steps[0].after]
+        if misfed and trained and all(same_bits(steps[0].before[n], steps[0].after[n]) for n in trained):
+            text = f"gradients are set to zero after microbatch {len(data.rows) - 1}, before the optimizer takes them"
             misfed = Finding("gradient", text, "gradients")
-        mine = self._mine(step)
-        state = {name: value for part in parts for name, value in part.of(step, "before").items()}
-        random = {
-            (part.modules[name], call, k): states
-            for part, own in zip(parts, steps, strict=True)
-            for (name, call, k), states in own["random"].items()
-            if name in part.modules
-        }
-        cast = max(own["autocast"] for own in steps)
-        right = self.replay.step(at, state, mine.values, random, cast)
+        mine, state, random = Trail(step + 1), dict[str, Tensor](), dict[tuple[str, int, int], Tensor]()
+        for part, own in zip(parts, steps, strict=True):
+            names = part.modules
+            state |= part.renamed(own.before)
+            random |= {(names[name], call, k): at for (name, call, k), at in own.random.items() if name in names}
+            for place, value in own.values.items():
+                if place.module in names:
+                    known = place._replace(module=names[place.module])
+                    mine.values[known], mine.stages[known] = value, part.place
+        cast = max(own.autocast for own in steps)
+        right = self.replay.step(data, state, mine.values, random, cast)
         epsilon = torch.finfo(getattr(torch, cast.rpartition(".")[2])).eps if cast else 0.0
         grads = [self._gradients(part, step, right) for part in parts]
         rows = [row for part in parts for row in self._results(part, step, grads[part.place], right, epsilon)]
@@ -114,44 +126,20 @@ class _Judge:
             other = right.trail.values.get(in_reference(place))
             if other is None or other.dim() > mine.values[place].dim() == 0:
                 del mine.values[place]
-        causes = Causes(self.noted, self.replay, self.given, step, at, mine, right, grads)
+        causes = Causes(self.noted, self.replay, self.given, step, data, mine, right, grads)
         found = causes.first(wrong, misfed, differ, update)
         if found is None:
             return None
-        part = next((one for one in parts if one.rank == found.rank and one.replicas), None)
-        if part is not None and found.microbatch is not None:  # of one replica
-            found = replace(found, rank=(part, *part.replicas)[found.microbatch // part.each(step)].rank)
+        whose = next((part for part in parts if part.rank == found.rank and part.replicas), None)
+        if whose is not None and found.microbatch is not None:  # of one replica
+            found = replace(found, rank=(whose, *whose.replicas)[found.microbatch // whose.each(step)].rank)
         return replace(found, step=step + 1)
-
-    def _order_parts(self) -> None:
-        """Numbers parts by the order of dataflow."""
-        order = [*dict.fromkeys(place.module for place in self.replay.left(*batch_of(self.given, 0)[:2]))]
-        first = {name: number for number, name in enumerate(order)}
-        parts = sorted(
-            self.noted.parts,
-            key=lambda p: (min([first[m] for m in p.modules.values() if m in first] or [len(order)]), p.rank),
-        )
-        for place, part in enumerate(parts):
-            last, told = parts[place - 1], part.steps[0]["stage"]
-            part.place = place
-            part.stage = told if told is not None else last.stage + (last.rank != part.rank) if place else 0
-        self.noted.parts[:] = parts
-
-    def _mine(self, step: int) -> Trail:
-        """The pipeline's values, by the unsplit model's names."""
-        trail = Trail(step + 1)
-        for part in self.noted.parts:
-            for place, value in part.values(step).items():
-                if place.module in part.modules:
-                    known = place._replace(module=part.modules[place.module])
-                    trail.values[known], trail.stages[known] = value, part.place
-        return trail
 
     def _results(
         self, part: Part, step: int, grads: Mapping[str, Tensor], right: Replayed, epsilon: float
     ) -> Iterator[Comparison]:
         """Gradients before clipping, and buffers."""
-        for name, buffer in part.of(step, "after").items():
+        for name, buffer in part.renamed(part.steps[step].after).items():
             if name in right.buffers:
                 yield compare("buffer", name, (part.place,), buffer, right.buffers[name], exact=False)
         for name, other in part.tensors.items():
@@ -164,12 +152,12 @@ class _Judge:
                 yield compare("gradient", other, (part.place,), value, expected, False, "rounding", sizes, noise=noise)
 
     def _gradients(self, part: Part, step: int, right: Replayed) -> Mapping[str, Tensor]:
-        """By the part's own names, before they are clipped. Where clipping was not noted, as it is the script's own
-        code, its factor is taken from most of them."""
-        noted, grads = self.noted.files[part.rank][step], dict(part.steps[step]["grads"])
-        unclipped = {name: grad for (i, name), grad in noted["unclipped"].items() if i == part.index}
-        if unclipped or "clip_grad_norm" not in self.given.training or noted["clips"]:
-            return unclipped or grads
-        pairs = [(grad, right.expected.get(part.tensors.get(name, ""))) for name, grad in grads.items()]
+        """Return the gradients by the part's own names, before they are clipped. Where clipping was not noted, as it is
+        the script's own code, its factor is taken from most of them."""
+        own, clips = part.steps[step], self.noted.files[part.rank][step]["clips"]
+        if own.unclipped or "clip_grad_norm" not in self.given.training or clips:
+            return own.unclipped or own.grads
+        pairs = [(grad, right.expected.get(part.tensors.get(name, ""))) for name, grad in own.grads.items()]
         factors = sorted(s for grad, e in pairs if e is not None and e.any() and (s := scale_of(grad, e)))
-        return {name: grad / factors[len(factors) // 2] for name, grad in grads.items()} if factors else grads
+        by = factors[len(factors) // 2] if factors else 1.0
+        return {name: grad / by for name, grad in own.grads.items()}

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._base.errors import ArgumentError, PipelineFailure
+from penstock._base.errors import ArgumentError, RankFailedError
+from penstock.verification.blame.finding import Finding
+from penstock.verification.blame.watch import Step
 from penstock.verification.comparison import Comparison
-from penstock.verification.trail import Place
 
 _TRACED = ("InterpreterModule", "GraphModule")
 """Classes of modules that `torch.export` makes."""
@@ -42,7 +43,7 @@ class Part:
 
     rank: int
     index: int
-    steps: list[dict[str, Any]]
+    steps: list[Step]
     tensors: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     place: int = 0
@@ -50,31 +51,27 @@ class Part:
     replicas: Sequence[Part] = ()
 
     def each(self, step: int) -> int:
-        """The microbatches of one replica in a step."""
-        return int(self.steps[step]["count"]) // (1 + len(self.replicas))
+        """Return the number of microbatches of one replica in a step."""
+        return self.steps[step].count // (1 + len(self.replicas))
 
-    def where(self, row: Comparison | None = None, **more: Any) -> dict[str, Any]:
-        """What a finding says of it, and of a difference in it."""
+    def found(self, kind: str, text: str, action: str, row: Comparison | None = None, **more: Any) -> Finding:
+        """A finding in it, because of a difference in it."""
+        found = Finding(kind, text, action, stage=self.stage, rank=self.rank, **more)
         is_off = row is not None and 0 < row.max_difference < math.inf
-        size = {"difference": row.max_difference, "largest": row.max_reference} if row is not None and is_off else {}
-        return {"stage": self.stage, "rank": self.rank, **size, **more}
+        return replace(found, difference=row.max_difference, largest=row.max_reference) if row and is_off else found
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Those that are trained, as they are before the first step, by its own names."""
-        return {name: self.steps[0]["before"][name] for name in self.steps[0]["trained"]}
-
-    def values(self, step: int) -> dict[Place, Tensor]:
-        """What its modules took and left, and the gradients that reached them."""
-        return {Place(*place): value for place, value in self.steps[step]["values"]}
+        return {name: self.steps[0].before[name] for name in self.steps[0].trained}
 
     def outside(self, step: int, what: str) -> dict[tuple[int, int], Tensor]:
-        """What it takes or leaves as a whole, by microbatch and leaf."""
-        return {(p.microbatch, p.leaf): v for p, v in self.values(step).items() if p[:3] == (what, "", 0)}
+        """What it takes or leaves as a whole, by microbatch and leaf; nothing before the first step."""
+        values = self.steps[step].values if step >= 0 else {}
+        return {(p.microbatch, p.leaf): value for p, value in values.items() if p[:3] == (what, "", 0)}
 
-    def of(self, step: int, what: str) -> dict[str, Tensor]:
-        """Its tensors `before` or `after` a step, or `grads`, by the unsplit model's names."""
-        found: Mapping[str, Tensor] = self.steps[step][what]
+    def renamed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a step, by the unsplit model's names."""
         return {self.tensors[name]: value for name, value in found.items() if name in self.tensors}
 
 
@@ -93,11 +90,11 @@ class Noted:
 
 
 def read(folder: Path, failure: str = "") -> Noted:
-    """What ranks left. Of a job with a `failure`, only steps that all of them took.
+    """Read what ranks left. Of a job with a `failure`, only steps that all of them took.
 
     Raises:
         ArgumentError: no rank left anything.
-        PipelineFailure: the job failed in its first step.
+        RankFailedError: the job failed in its first step.
     """
     processes: dict[tuple[int, str], list[Any]] = defaultdict(list)
     for file in sorted(folder.glob("step-*.pt"), key=lambda file: int(file.stem.split("-")[1])):
@@ -107,7 +104,7 @@ def read(folder: Path, failure: str = "") -> Noted:
     files = {rank: found for (rank, _), found in processes.items() if found[0]["world"] == world}
     steps = min((sum(_is_whole(step, failure) for step in found) for found in files.values()), default=0)
     if failure and (not steps or len(files) < world):
-        raise PipelineFailure(
+        raise RankFailedError(
             f"the job {failure} before all ranks had taken a step: see what it printed, and run it without penstock "
             "blame first"
         )
@@ -116,16 +113,18 @@ def read(folder: Path, failure: str = "") -> Noted:
             "no rank computed a module with gradients before the job ended; check that the command trains, and wrap "
             "its loop in penstock.verification.blame.capture(stage_module) if stages are not called as modules"
         )
-    roots = [root for found in files.values() for root in found[0]["roots"]]
-    count = min((root["count"] for root in roots if root["grads"]), default=0)
-    for root in roots:
-        if not root["grads"] and count:  # where nothing is trained, no update tells that a step has ended
-            root |= {"count": count, "values": [(place, value) for place, value in root["values"] if place[4] < count]}
+    roots = {rank: [[*map(Step.of_file, step["roots"])] for step in found[:steps]] for rank, found in files.items()}
+    firsts = [root for found in roots.values() for root in found[0]]
+    count = min((root.count for root in firsts if root.grads), default=0)
+    for root in firsts:
+        if not root.grads and count:  # where nothing is trained, no update tells that a step has ended
+            root.count = count
+            root.values = {place: value for place, value in root.values.items() if place.microbatch < count}
     parts = [
-        Part(rank, index, [step["roots"][index] for step in found[:steps]])
-        for rank, found in sorted(files.items())
-        for index in range(len(found[0]["roots"]))
-        if found[0]["roots"][index]["count"] and all(index < len(step["roots"]) for step in found[:steps])
+        Part(rank, index, [step[index] for step in found])
+        for rank, found in sorted(roots.items())
+        for index, root in enumerate(found[0])
+        if root.count and all(index < len(step) for step in found)
     ]
     return Noted(parts, steps, files)
 
@@ -136,11 +135,11 @@ def _is_whole(step: Mapping[str, Any], failure: str) -> bool:
 
 
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
-    """Finds the unsplit model's names. Raises ArgumentError: it has no such weights, or in another dtype."""
+    """Find the unsplit model's names. Raise ArgumentError: it has no such weights, or in another dtype."""
     reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
-    held = [(part, name, value) for part in parts for name, value in part.steps[0]["before"].items()]
+    held = [(part, name, value) for part in parts for name, value in part.steps[0].before.items()]
     named = _by_name(held, reference)
     there = {id(reference[name]) for part in parts for name in part.tensors} if named else set()
     is_whole = {id(parameter) for parameter in model.parameters()} <= there  # without a layer those behind it move up
@@ -157,8 +156,8 @@ def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
             raise ArgumentError(f"{both}; let TARGET return model.to({value.dtype}), as the script trains it")
     for part in parts:
         pairs, owners = _prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
-        for name, kind in part.steps[0]["modules"].items():
-            given = _given(part.steps[0]["names"], name)
+        for name, kind in part.steps[0].modules.items():
+            given = _given(part.steps[0].names, name)
             found = _through(pairs, name) if given is None else given
             if found is None or found not in classes:
                 continue
@@ -179,7 +178,7 @@ def _by_name(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, T
     """Whether names are the unsplit model's own, and each is held once."""
     seen: dict[int, tuple[Part, str]] = {}
     for part, name, value in held:
-        name = _given(part.steps[0]["names"], name) or name
+        name = _given(part.steps[0].names, name) or name
         other = reference.get(name)
         if other is None or other.shape != value.shape:
             return False
@@ -200,7 +199,7 @@ def _by_value(
     options, used = list[tuple[bool, Part, str, list[str]]](), set[str]()
     for part, name, value in held:
         part.tensors.pop(name, None)
-        names, kind = known.get(digest(value), []), part.steps[0]["modules"][name.rpartition(".")[0]]
+        names, kind = known.get(digest(value), []), part.steps[0].modules[name.rpartition(".")[0]]
         names = [n for n in names if classes[n.rpartition(".")[0]] == kind] or names
         options.append((len({id(reference[n]) for n in names}) != 1, part, name, names))
     for is_open, part, name, names in sorted(options, key=lambda one: one[0]):
@@ -218,7 +217,7 @@ def _by_value(
 
 def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
     """Whether the order of shapes and last names tells most, as where layers are called one by one, and drawn anew."""
-    mine = sorted(held, key=lambda one: (one[0].steps[0]["stage"] or 0, one[0].rank, one[0].index))
+    mine = sorted(held, key=lambda one: (one[0].steps[0].stage or 0, one[0].rank, one[0].index))
     keys = [(name.rpartition(".")[2], value.shape) for _, name, value in mine]
     others, names = [(name.rpartition(".")[2], tensor.shape) for name, tensor in reference.items()], [*reference]
     blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
@@ -241,7 +240,7 @@ def _prefixes(part: Part) -> dict[str, str]:
 
 
 def _through(pairs: Mapping[str, str], name: str) -> str | None:
-    """A name below the longest module that is known."""
+    """Return a name below the longest module that is known."""
     if name in pairs:
         return pairs[name]
     above, _, last = name.rpartition(".")

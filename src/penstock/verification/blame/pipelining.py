@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from penstock.verification.blame.watch import Watch
+from penstock.verification.blame.watch import Watch, watching
 
 _STAGES = "_penstock_stages"
 """An attribute of a schedule that trains."""
@@ -50,10 +50,10 @@ class Schedules:
             for stage in stages:  # what they run before they are given a microbatch is to find out shapes
                 watch.root(stage.submod, stage.stage_index)
             watch.enter_step()
-            self._offset = max((root.count for root in watch.roots.values()), default=0)
+            self._offset = max((root.now.count for root in watch.roots.values()), default=0)
             found = step(schedule, *args, **kwargs)
             for root in watch.roots.values():
-                root.keep_gradients()
+                root.now.grads |= root.gradients()
             return found
 
         kind.__init__, kind.step = made, stepped
@@ -77,3 +77,9 @@ class Schedules:
                     self._microbatch = None
 
             setattr(stage, name, numbered)
+
+
+def begin() -> None:
+    """What each Python process of a job calls first that `penstock blame` starts."""
+    if (watch := watching()) is not None:
+        Schedules(watch)

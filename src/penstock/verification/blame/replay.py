@@ -7,45 +7,23 @@ that follows is compared to the bit, and rounding of the loss does not count.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
+from penstock._base.trees import flatten, leaf_tensors, unflatten
+from penstock.verification.blame.data import Data
 from penstock.verification.comparison import compare
 from penstock.verification.term_sizes import TermSizes
 from penstock.verification.trail import BACKWARD, FORWARD, Place, Trail
 
 SCALE = 1e-3
 """How far the scales of two microbatches' losses may be apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """What a step trains on, cut into microbatches; `target` is None if unknown."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any
-    rows: Sequence[Tensor]
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.rows))
-
-    def inputs(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of one microbatch."""
-        args, kwargs = self.cut((self.args, dict(self.kwargs)), self.rows[microbatch])
-        return args, kwargs
-
-    def cut(self, tree: Any, rows: Tensor) -> Any:
-        """The same with some rows of each tensor that has all."""
-        return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
 
 
 @dataclass(slots=True)
@@ -111,20 +89,19 @@ class Replay:
         sizes = TermSizes({name: parameters[name] for name in tied}, tied)
         device = next(iter(parameters.values())).device.type
         cast = torch.autocast(device, getattr(torch, autocast.rpartition(".")[2])) if autocast else nullcontext()
-        found = Replayed(Trail(0, order), last, {}, [])
-        trail, kept = found.trail, dict[int, dict[int, Tensor]]()
+        found = Replayed(Trail(0, order, random=dict(random)), last, {}, [])
+        trail, kept = found.trail, defaultdict[int, list[Any]](list)
         with ExitStack() as stack:
             stack.enter_context(trail.following(self.model, parameters))
             stack.enter_context(sizes.measuring())
-            now = stack.enter_context(_drawing(self.model, random))
             if last is not None:
                 module = self.model.get_submodule(last.module)
-                hook = lambda _, __, out: kept.setdefault(now[0], {}).update({len(kept.get(now[0], {})): out})  # noqa: E731
-                stack.callback(module.register_forward_hook(hook).remove)
+                keep = lambda *given: kept[trail.microbatch].append(given[2])  # noqa: E731
+                stack.callback(module.register_forward_hook(keep).remove)
             with cast:
-                for now[0] in range(len(data.rows)):
-                    trail.begin(now[0])
-                    args, kwargs = data.inputs(now[0])
+                for k in range(len(data.rows)):
+                    trail.begin(k)
+                    args, kwargs = data.inputs(k)
                     found.outputs.append(self.model(*args, **kwargs))
                 roots = [_trained(output) for output in found.outputs]
                 grads = [[torch.ones_like(tensor) for tensor in root] for root in roots]
@@ -153,14 +130,14 @@ class Replay:
         return found
 
     def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
-        """What modules leave, in the order in which they end."""
+        """Return what modules leave, in the order in which they end."""
         trail = Trail(0, [name for name, _ in self.model.named_modules()])
         with torch.no_grad(), trail.following(self.model, {}):
             self.model(*args, **kwargs)
         return {place: value for place, value in trail.values.items() if place.what == FORWARD[1]}
 
     def aliases(self, name: str) -> list[str]:
-        """All names of a tensor."""
+        """Return all names of a tensor."""
         tensors = self.tensors
         return [other for other, tensor in tensors.items() if tensor is tensors[name]]
 
@@ -179,7 +156,7 @@ class Replay:
 
 
 def scale_of(given: Tensor, right: Tensor) -> float | None:
-    """By what one is the other's multiple, but for rounding; None if it is not."""
+    """Return the factor by which one is the other's multiple, but for rounding; None if it is not."""
     given, right = given.detach().cpu(), right.detach().cpu()
     if given.shape != right.shape or not right.any():
         return 1.0 if given.shape == right.shape and not given.any() else None
@@ -192,22 +169,3 @@ def scale_of(given: Tensor, right: Tensor) -> float | None:
 
 def _trained(output: Any) -> list[Tensor]:
     return [tensor for tensor in leaf_tensors(output) if tensor.requires_grad]
-
-
-@contextmanager
-def _drawing(model: nn.Module, states: Mapping[tuple[str, int, int], Tensor]) -> Iterator[list[int]]:
-    """Begins calls of modules with the generator's state that they had in the pipeline, so that dropout is the same.
-    Yields where to put the number of the microbatch that runs."""
-    calls, now = Counter[tuple[str, int]](), [0]
-
-    def begin(name: str) -> None:
-        key = name, calls[name, now[0]], now[0]
-        calls[name, now[0]] += 1
-        if key in states:
-            torch.set_rng_state(states[key])
-
-    with ExitStack() as hooks:
-        for name in {name for name, *_ in states}:
-            handle = model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: begin(name))
-            hooks.callback(handle.remove)
-        yield now

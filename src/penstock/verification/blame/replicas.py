@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Noted, Part, digest
+from penstock.verification.blame.watch import Step
 from penstock.verification.comparison import compare
+
+_AFTER = "weights after the step differ, as if their optimizers had other options or states"
 
 
 def merged(noted: Noted, model: nn.Module) -> tuple[Noted, Finding | None]:
-    """The same with one part for all replicas of it, if there are any; and whether they begin with other weights.
+    """Merge all replicas of each part into one, if there are any; also return whether they begin with other weights.
 
     Stages that were all drawn from one seed look like replicas, but their parameters are not too many for one model.
     """
@@ -29,7 +33,7 @@ def merged(noted: Noted, model: nn.Module) -> tuple[Noted, Finding | None]:
     ranks = {rank: [part for part in noted.parts if part.rank == rank] for rank in sorted(noted.files)}
     alike: dict[Any, list[list[Part]]] = defaultdict(list)
     for own in ranks.values():
-        alike[tuple((p.steps[0]["stage"], *map(digest, p.parameters.values())) for p in own)].append(own)
+        alike[tuple((p.steps[0].stage, *map(digest, p.parameters.values())) for p in own)].append(own)
     if {*map(len, alike.values())} == {replicas}:
         parts = [_joined(same) for groups in alike.values() for same in zip(*groups, strict=True)]
         return Noted(parts, noted.steps, {part.rank: noted.files[part.rank] for part in parts}), None
@@ -43,19 +47,18 @@ def merged(noted: Noted, model: nn.Module) -> tuple[Noted, Finding | None]:
 
 
 def apart(part: Part, step: int) -> Finding | None:
-    """What ranks of several replicas should have in common, and have not."""
+    """Find what ranks of several replicas should have in common, and have not."""
     first = part.steps[step]
-    for other in part.replicas:
-        for what, text, action in (
-            ("grads", "gradients differ, as if they were not averaged over replicas", "gradients"),
-            ("after", "weights after the step differ, as if their optimizers had other options or states", "update"),
+    for other, own in ((other, other.steps[step]) for other in part.replicas):
+        for mine, theirs, text, action in (
+            (first.grads, own.grads, "gradients differ, as if they were not averaged over replicas", "gradients"),
+            (first.after, own.after, _AFTER, "update"),
         ):
-            mine, own = first[what], other.steps[step][what]
-            for name in (name for name in part.parameters if name in mine and name in own):
-                row = compare("gradient", name, (), own[name], mine[name], exact=False)
+            for name in (name for name in part.parameters if name in mine and name in theirs):
+                row = compare("gradient", name, (), theirs[name], mine[name], exact=False)
                 if not row.ok:
                     who = f"ranks {part.rank} and {other.rank} hold replicas of {part.tensors.get(name, name)!r}"
-                    return Finding("replicas", f"{who}, but their {text}", action, **part.where(row))
+                    return part.found("replicas", f"{who}, but their {text}", action, row)
     return None
 
 
@@ -65,15 +68,15 @@ def _joined(parts: Sequence[Part]) -> Part:
     return Part(first.rank, first.index, steps, replicas=others)
 
 
-def _step(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One step of all. Batch norm's statistics are each replica's own, so are left out."""
-    found = {**steps[0], "values": [], "random": {}, "overwritten": []}
-    for number, own in enumerate(steps):
-        shift = sum(one["count"] for one in steps[:number])
-        found["values"] += [((*place[:4], place[4] + shift), value) for place, value in own["values"]]
-        found["random"] |= {(name, call, k + shift): state for (name, call, k), state in own["random"].items()}
-        found["overwritten"] += [k + shift for k in own["overwritten"]]
-    found["count"] = sum(one["count"] for one in steps)
-    fixed = {name for name, value in found["before"].items() if value.equal(found["after"][name])}
-    found["after"] = {n: v for n, v in found["after"].items() if n in found["trained"] or n in fixed}
-    return found
+def _step(steps: Sequence[Step]) -> Step:
+    """Merge one step of all replicas. Batch norm's statistics are each replica's own, so are left out."""
+    first, count = steps[0], 0
+    found = replace(first, values={}, random={}, overwritten=[])
+    for own in steps:
+        found.values |= {p._replace(microbatch=p.microbatch + count): value for p, value in own.values.items()}
+        found.random |= {(name, call, k + count): state for (name, call, k), state in own.random.items()}
+        found.overwritten += [k + count for k in own.overwritten]
+        count += own.count
+    fixed = {name for name, value in first.before.items() if value.equal(first.after[name])}
+    after = {name: value for name, value in first.after.items() if name in first.trained or name in fixed}
+    return replace(found, count=count, after=after)

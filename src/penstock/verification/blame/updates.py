@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock._base.words import shortened
 from penstock.distributed.launch.target import Target
@@ -24,6 +24,9 @@ from penstock.verification.blame.replay import Replay, scale_of
 from penstock.verification.comparison import compare
 
 _ALIKE = 1e-4
+
+Taken = tuple[Part, str, Mapping[str, Any]]
+"""A parameter that an optimizer takes, by its part and its own name there, and the options of its group."""
 
 
 @dataclass(slots=True)
@@ -35,11 +38,29 @@ class Updates:
     replay: Replay
     compared: int = 0
     notes: list[str] = field(default_factory=list)
-    _made: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _made: dict[tuple[int, int], tuple[Any, list[tuple[Part, str, Tensor]]]] = field(default_factory=dict)
 
     def step(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
-        """The first that is wrong."""
-        return self._clipping(step, expected) or self._missed(step) or self._rates(step) or self._updates(step)
+        """Return the first wrong update."""
+        taken: list[Taken] = [
+            (part, name, group["options"])
+            for rank, files in self.noted.files.items()
+            for update in files[step]["updates"]
+            for group in update["groups"]
+            for part, name in self._held(rank, group)
+        ]
+        taken.sort(key=lambda one: one[0].place)
+        return (
+            self._clipping(step, expected)
+            or self._missed(step, taken)
+            or self._rates(taken)
+            or self._updates(step, taken)
+        )
+
+    def _held(self, rank: int, group: Mapping[str, Any]) -> list[tuple[Part, str]]:
+        """The parameters of an optimizer's group."""
+        parts = {part.index: part for part in self.noted.parts if part.rank == rank}
+        return [(parts[index], name) for index, name in group["params"] if index in parts]
 
     def _clipping(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
         """Gradients after clipping, against those clipped by the norm of all, in which a tie counts once."""
@@ -50,7 +71,7 @@ class Updates:
         norm = _norm(expected[name] for name, _ in self.replay.model.named_parameters() if name in expected)
         scale = min(1.0, limit / (norm + 1e-6))
         for part in self.noted.parts:
-            for name, value in part.of(step, "grads").items():
+            for name, value in part.renamed(part.steps[step].grads).items():
                 if name not in expected or not expected[name].any():
                     continue
                 self.compared += 1
@@ -66,35 +87,26 @@ class Updates:
                 fits = [t for t, of in norms.items() if abs(mine - of) <= _ALIKE * of or (said and of <= mine)]
                 text = f"gradients are clipped by the norm {said}{mine:.6g}; that of all gradients is {norm:.6g}"
                 text += fits[0] if fits else ""
-                return Finding("clipping", text, "clipping", **part.where())
+                return part.found("clipping", text, "clipping")
         return None
 
-    def _missed(self, step: int) -> Finding | None:
+    def _missed(self, step: int, taken: Sequence[Taken]) -> Finding | None:
         """Parameters with a gradient that no optimizer has, and that stay as they were."""
-        if not any(files[step]["updates"] for files in self.noted.files.values()):
-            return None
-        for part in self.noted.parts:
-            updates, own = self.noted.files[part.rank][step]["updates"], part.steps[step]
-            has = {tuple(key) for update in updates for group in update["groups"] for key in group["params"]}
-            left = [n for n, grad in own["grads"].items() if grad.any() and (part.index, n) not in has]
-            left = [n for n in left if n in part.tensors and torch.equal(own["before"][n], own["after"][n])]
-            missed = [part.tensors[n] for n in left]
-            if missed:
-                who = "the optimizer lacks" if updates else f"rank {part.rank} takes no optimizer step for"
+        ranks = {rank for rank, files in self.noted.files.items() if files[step]["updates"]}
+        has = {(part.place, name) for part, name, _ in taken}
+        for part in self.noted.parts if ranks else ():
+            own = part.steps[step]
+            left = [n for n, grad in own.grads.items() if grad.any() and (part.place, n) not in has]
+            left = [n for n in left if n in part.tensors and torch.equal(own.before[n], own.after[n])]
+            if missed := [part.tensors[n] for n in left]:
+                who = "the optimizer lacks" if part.rank in ranks else f"rank {part.rank} takes no optimizer step for"
                 text = f"{who} {shortened(missed)}: there is a gradient, but no update"
-                return Finding("optimizer", text, "update", **part.where(module=missed[0]))
+                return part.found("optimizer", text, "update", module=missed[0])
         return None
 
-    def _rates(self, step: int) -> Finding | None:
-        """Options of optimizers that differ from the unsplit model's; or, if these are unknown, by rank."""
-        mine = {
-            part.tensors[name]: (group["options"], part)
-            for part in self.noted.parts
-            for update in self.noted.files[part.rank][step]["updates"]
-            for group in update["groups"]
-            for index, name in group["params"]
-            if index == part.index and name in part.tensors
-        }
+    def _rates(self, taken: Sequence[Taken]) -> Finding | None:
+        """Find options of optimizers that differ from the unsplit model's; or, if these are unknown, by rank."""
+        mine = {part.tensors[name]: (options, part) for part, name, options in taken if name in part.tensors}
         if "optimizer" in self.given.training:
             of = {id(tensor): name for name, tensor in self.replay.tensors.items()}
             groups: list[dict[str, Any]] = self.given.training["optimizer"](self.replay.model).param_groups
@@ -116,54 +128,50 @@ class Updates:
                     kind = "learning rate" if key == "lr" else "optimizer"
                     text = f"{key.replace('lr', 'the learning rate')} of {name!r} is {value}; expected {expected}"
                     text += "" if "optimizer" in self.given.training else ", as on the first rank"
-                    return Finding(kind, text, "update", **part.where(module=name))
+                    return part.found(kind, text, "update", module=name)
         return None
 
-    def _updates(self, step: int) -> Finding | None:
-        """Weights after the step, against the same optimizer's from the same gradients."""
+    def _updates(self, step: int, taken: Sequence[Taken]) -> Finding | None:
+        """Compare weights after the step with the same optimizer's from the same gradients."""
+        counts = Counter((part.place, name) for part, name, _ in taken)
+        for part, name, _ in taken:
+            if counts[part.place, name] > 1:
+                return part.found("update", "the optimizer takes two steps in one", "update")
         for rank, files in self.noted.files.items():
-            parts = {part.index: part for part in self.noted.parts if part.rank == rank}
-            updates = files[step]["updates"]
-            taken = [tuple(key) for update in updates for group in update["groups"] for key in group["params"]]
-            if twice := [key for key, count in Counter(taken).items() if count > 1]:
-                where = parts[twice[0][0]].where()
-                return Finding("update", "the optimizer takes two steps in one", "update", **where)
-            for number, update in enumerate(updates):
-                keys = [[tuple(key) for key in group["params"]] for group in update["groups"]]
-                made = self._follow((rank, number), update, keys, parts, step)
-                for (index, name), parameter in made.items():
-                    part, own = parts[index], parts[index].steps[step]
+            for number, update in enumerate(files[step]["updates"]):
+                for part, name, value in self._follow(rank, number, update, step):
                     self.compared += 1
-                    row = compare("update", name, (), own["after"][name], parameter.detach(), exact=False)
+                    row = compare("update", name, (), part.steps[step].after[name], value, exact=False)
                     if row.verdict == "different":
                         text = f"the update of {part.tensors.get(name, name)!r} is not what its optimizer does"
-                        return Finding("update", text, "update", **part.where(row))
+                        return part.found("update", text, "update", row)
         return None
 
-    def _follow(
-        self, key: tuple[int, int], update: Mapping[str, Any], keys: Sequence[Any], parts: Mapping[int, Part], step: int
-    ) -> Mapping[tuple[int, str], Tensor]:
-        """The weights after the step of a like optimizer."""
+    def _follow(self, rank: int, number: int, update: Mapping[str, Any], step: int) -> list[tuple[Part, str, Tensor]]:
+        """Return the weights after the step of a like optimizer."""
         module, name = update["kind"]
-        if not module.startswith("torch.optim.") or not any(keys):
-            self.notes += [] if module.startswith("torch.optim.") else [f"updates of {module}.{name} were not compared"]
-            return {}
-        steps = {index: part.steps[step] for index, part in parts.items()}
-        groups = [(g["options"], own) for g, own in zip(update["groups"], keys, strict=True) if own]
-        if key not in self._made:
-            made = {k: torch.nn.Parameter(steps[k[0]]["before"][k[1]].clone()) for _, own in groups for k in own}
+        if not module.startswith("torch.optim."):
+            self.notes.append(f"updates of {module}.{name} were not compared")
+            return []
+        groups = [(group["options"], held) for group in update["groups"] if (held := self._held(rank, group))]
+        if not groups:
+            return []
+        if (rank, number) not in self._made:
+            made = [
+                [(part, n, nn.Parameter(part.steps[step].before[n].clone())) for part, n in own] for _, own in groups
+            ]
             kind = getattr(importlib.import_module(module), name)
-            self._made[key] = kind([{"params": [made[k] for k in own], "lr": 0.0} for _, own in groups]), made
-        optimizer: torch.optim.Optimizer = self._made[key][0]
-        followers: dict[tuple[int, str], Tensor] = self._made[key][1]
-        for group, (now, _) in zip(optimizer.param_groups, groups, strict=True):
-            group.update({option: value for option, value in now.items() if value is not None})
-        for (index, local), parameter in followers.items():
-            parameter.data.copy_(steps[index]["before"][local])
-            grad = steps[index]["grads"].get(local)
+            optimizer = kind([{"params": [parameter for *_, parameter in own], "lr": 0.0} for own in made])
+            self._made[rank, number] = optimizer, [one for own in made for one in own]
+        optimizer, followers = self._made[rank, number]
+        for group, (options, _) in zip(optimizer.param_groups, groups, strict=True):
+            group.update({option: value for option, value in options.items() if value is not None})
+        for part, own, parameter in followers:
+            grad = part.steps[step].grads.get(own)
+            parameter.data.copy_(part.steps[step].before[own])
             parameter.grad = None if grad is None else grad.clone()
         optimizer.step()
-        return followers
+        return [(part, own, parameter.detach()) for part, own, parameter in followers]
 
 
 def _norm(gradients: Iterable[Tensor]) -> float:

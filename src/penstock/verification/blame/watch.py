@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,25 +30,54 @@ from penstock.verification.trail import FORWARD, Place, Trail
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Of the environment: where ranks leave what they saw, and of how many steps."""
 SENT = "the gradient that {} sends back"
-_NOTED = (
-    *("stage", "names", "before", "grads", "random", "training", "extra", "count"),
-    *("autocast", "overwritten", "ran", "lost"),
-)
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
-class Root:
-    """A module that is called from outside of any other.
+@dataclass
+class Step:
+    """What a root did in one step.
 
     Attributes:
-        stage: its number, if known.
-        count: its forwards in this step.
-        extra: its forwards besides those of microbatches.
-        grads: what each parameter has accumulated.
+        stage, names: its number, and the unsplit model's names of its modules, as far as they are known.
+        before, after: its parameters and buffers.
+        modules: the class of each of its modules.
+        trained: the parameters that take a gradient.
+        values: what modules took and left, and the gradients that reached them; in a file, as pairs.
+        count: its forwards; `extra`: those besides microbatches.
+        grads: what each parameter has accumulated; `unclipped`: before it was clipped, if torch did that.
         overwritten: the microbatches whose inputs were others when their backward began.
         lost: the parameters whose gradient is gone when an optimizer steps.
-        ran: what it did, as ("F" or "B", microbatch, start, end) in nanoseconds of this host's clock.
+        random: the generator's state with which a call of a module began that drew, by module, call and microbatch.
+        training: the mode of each module.
+        autocast: its dtype, if it is on.
+        ran: what it did, as ("F" or "B", microbatch, start, end) in nanoseconds of its host's clock.
     """
+
+    stage: int | None
+    names: dict[str, str]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
+    values: dict[Place, Tensor] = field(default_factory=dict)
+    count: int = 0
+    extra: int = 0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    unclipped: dict[str, Tensor] = field(default_factory=dict)
+    overwritten: list[int] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    random: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    training: dict[str, bool] = field(default_factory=dict)
+    autocast: str = ""
+    ran: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of_file(cls, noted: Mapping[str, Any]) -> Step:
+        return cls(**{**noted, "values": {Place(*place): value for place, value in noted["values"]}})
+
+
+class Root:
+    """A module that is called from outside of any other. `now`: its step."""
 
     def __init__(self, module: nn.Module, stage: int | None, names: Mapping[str, str], hooks: ExitStack) -> None:
         self.module, self.stage, self.names = module, stage, dict(names)
@@ -55,12 +85,8 @@ class Root:
         self.tensors |= dict(module.named_buffers(remove_duplicate=False))
         self.parts = dict(module.named_modules(remove_duplicate=False))
         self.ids = {id(part) for part in self.parts.values()}
-        self.trail = Trail(0, [*self.parts])
-        self._states: list[Tensor] = []
-        hooks.enter_context(self.trail.following(module, dict(module.named_parameters())))
-        for name, part in self.parts.items():
-            hooks.callback(part.register_forward_pre_hook(lambda *_: self._states.append(torch.get_rng_state())).remove)
-            hooks.callback(part.register_forward_hook(lambda *_, name=name: self._drawn(name)).remove)
+        self.trail = Trail(0, [*self.parts], notes_random=True)
+        hooks.enter_context(self.trail.following(module, {}))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 keep = partial(self._accumulated, name)
@@ -68,34 +94,32 @@ class Root:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.trail.forget()
-        self.count = self.extra = self.microbatch = 0
-        self.autocast, self.overwritten, self.lost = "", list[int](), list[str]()
-        self.ran: list[tuple[str, int, int, int]] = []
-        self.random: dict[tuple[str, int, int], Tensor] = {}
-        self.grads: dict[str, Tensor] = {}
-        self.training: dict[str, bool] = {}
-        self.before = self.now()
+        self.now = Step(self.stage, self.names, self._values())
 
-    def now(self) -> dict[str, Tensor]:
-        """Copies of what parameters and buffers are now."""
+    def _values(self) -> dict[str, Tensor]:
         return {name: _copy(tensor) for name, tensor in self.tensors.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What has accumulated, as it is now."""
+        return {name: _copy(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
     def has_ended(self) -> bool:
         """Whether weights have changed since the step began, or gradients that were there are gone."""
         trained = [(name, tensor) for name, tensor in self.tensors.items() if tensor.requires_grad]
-        if any(not same_bits(tensor, self.before[name].to(tensor.device)) for name, tensor in trained):
+        if any(not same_bits(tensor, self.now.before[name].to(tensor.device)) for name, tensor in trained):
             return True
-        return not any(tensor.grad is not None and tensor.grad.any() for name, tensor in trained if name in self.grads)
+        return not any(t.grad is not None and t.grad.any() for name, t in trained if name in self.now.grads)
 
     def call(self, microbatch: int, run: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
-        """Notes a forward."""
+        """Note a forward."""
+        now = self.now
         self.trail.begin(microbatch, self.stage or 0)
-        self.microbatch, self.count = microbatch, self.count + 1
-        self.training = {name: part.training for name, part in self.parts.items()}
+        now.count += 1
+        now.training = {name: part.training for name, part in self.parts.items()}
         device = next(iter(self.tensors.values())).device.type
-        self.autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        now.autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         for leaf, tensor in enumerate(inputs):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._sent, leaf))  # type: ignore[no-untyped-call]
@@ -107,7 +131,7 @@ class Root:
             self._runs("B", microbatch)
             for leaf, tensor in enumerate(inputs):
                 taken = self.trail.values.get(Place(FORWARD[0], "", 0, leaf, microbatch), tensor)
-                self.overwritten += [] if same_bits(tensor, taken) else [microbatch]
+                self.now.overwritten += [] if same_bits(tensor, taken) else [microbatch]
 
         self._runs("F", microbatch)
         found = run()
@@ -118,38 +142,28 @@ class Root:
         return found
 
     def _runs(self, op: str, microbatch: int) -> None:
-        """Notes that it does so now: from when it first did, without another in between, until now."""
-        now = time.time_ns()
-        last = self.ran.pop() if self.ran and self.ran[-1][:2] == (op, microbatch) else (op, microbatch, now, now)
-        self.ran.append((*last[:3], now))
+        """Note that it does so now: from when it first did, without another in between, until now."""
+        ran, now = self.now.ran, time.time_ns()
+        last = ran.pop() if ran and ran[-1][:2] == (op, microbatch) else (op, microbatch, now, now)
+        ran.append((*last[:3], now))
 
     def _sent(self, leaf: int, gradient: Tensor) -> None:
         if self.trail.active:
             self._runs("B", self.trail.microbatch)
             self.trail.values[Place(SENT, "", 0, leaf, self.trail.microbatch)] = gradient.detach().clone()
 
-    def _drawn(self, name: str) -> None:
-        state = self._states.pop()
-        if self.trail.active and not in_backward() and not torch.equal(state, torch.get_rng_state()):
-            calls = self.random.keys()
-            self.random[name, sum(k[0] == name and k[2] == self.microbatch for k in calls), self.microbatch] = state
-
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         if self.trail.active and parameter.grad is not None:
             self._runs("B", self.trail.microbatch)
-            self.grads[name] = _copy(parameter.grad)
-
-    def keep_gradients(self) -> None:
-        """Notes what has accumulated, as it is now."""
-        self.grads |= {name: _copy(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
+            self.now.grads[name] = _copy(parameter.grad)
 
     def noted(self) -> dict[str, Any]:
-        """A step, for a file."""
+        """Its step, for a file."""
         modules = {name: type(part).__name__ for name, part in self.parts.items()}
-        values = [(tuple(place), value.cpu()) for place, value in self.trail.values.items()]
-        noted = {name: getattr(self, name) for name in _NOTED}
         trained = [name for name, tensor in self.tensors.items() if tensor.requires_grad]
-        return {**noted, "modules": modules, "trained": trained, "values": values, "after": self.now()}
+        values = [(tuple(place), value.cpu()) for place, value in self.trail.values.items()]
+        more = {"modules": modules, "trained": trained, "values": values, "after": self._values()}
+        return {**vars(self.now), **more, "random": self.trail.random}
 
 
 class Watch:
@@ -176,10 +190,10 @@ class Watch:
         atexit.register(self.flush)
 
     def root(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
-        """The root that a module is; None if it is a part of one, or has no parameters."""
+        """Return the root that a module is; None if it is a part of one, or has no parameters."""
         own = [part for part in module.modules() if [*part.parameters(recurse=False)]]
         around = next((r for r in self.roots.values() if own and all(id(part) in r.ids for part in own)), None)
-        if around is not None and around.module is not module and (stage is not None or not around.grads):
+        if around is not None and around.module is not module and (stage is not None or not around.now.grads):
             around.trail.active = False  # a run of the whole model that trained nothing, to see shapes, say
             del self.roots[id(around.module)]
             around = None
@@ -188,7 +202,7 @@ class Watch:
         return self.roots.get(id(module))
 
     def enter_step(self) -> None:
-        """Forwards begin: if the weights have changed since the last ones, so does a step."""
+        """Note that forwards begin: if the weights have changed since the last ones, so does a step."""
         if self._has_ended():
             self.flush()
             self.step += 1
@@ -200,10 +214,10 @@ class Watch:
                 self._hooks.close()
 
     def _has_ended(self) -> bool:
-        return self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
+        return self._updated or any(root.now.grads and root.has_ended() for root in self.roots.values())
 
     def aside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls something that trains nothing."""
+        """Call something that trains nothing."""
         before, self.paused = self.paused, True
         try:
             return call(*args, **kwargs)
@@ -211,15 +225,14 @@ class Watch:
             self.paused = before
 
     def flush(self) -> None:
-        """Leaves the present step in a file."""
+        """Leave the present step in a file."""
         if distributed.is_initialized():  # torch.multiprocessing sets no environment
             self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-        if any(root.count for root in self.roots.values()) and self.step < self.steps:
-            names = "rank", "world", "step", "clips", "updates", "unclipped"
+        if any(root.now.count for root in self.roots.values()) and self.step < self.steps:
             own = f"{self.step}-{self.rank}-{os.getpid()}"  # one that starts ranks may train before
-            noted = {name: getattr(self, name) for name in names}
-            noted |= {"roots": [root.noted() for root in self.roots.values()], "threads": torch.get_num_threads()}
-            noted["is_complete"] = self._has_ended()
+            noted = {name: getattr(self, name) for name in ("rank", "world", "step", "clips", "updates")}
+            noted |= {"threads": torch.get_num_threads(), "is_complete": self._has_ended()}
+            noted["roots"] = [root.noted() for root in self.roots.values()]
             file = self.folder / f"step-{own}.pt"
             torch.save(noted, file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
@@ -228,7 +241,6 @@ class Watch:
         self._updated = False
         self.clips: list[float] = []
         self.updates: list[dict[str, Any]] = []
-        self.unclipped: dict[tuple[int, str], Tensor] = {}
 
     def _called(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside or in_backward() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
@@ -237,12 +249,12 @@ class Watch:
         if is_noted and not self.is_scheduled:
             self.enter_step()
         root = self.roots.get(id(module)) or (self.root(module) if is_noted and self.finds_roots else None)
-        number = None if root is None else root.count if self.microbatch is None else self.microbatch()
+        number = None if root is None else root.now.count if self.microbatch is None else self.microbatch()
         is_noted = is_noted and number is not None and self.step < self.steps
         if root is None:
             return call(module, *args, **kwargs)
         self._inside, root.trail.active = True, is_noted
-        root.extra += not is_noted and torch.is_grad_enabled()
+        root.now.extra += not is_noted and torch.is_grad_enabled()
         try:
             run = partial(call, module, *args, **kwargs)
             return root.call(number or 0, run, leaf_tensors((args, kwargs))) if is_noted else run()
@@ -250,25 +262,19 @@ class Watch:
             self._inside, root.trail.active = False, True
 
     def _clip(self, clip: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        self.unclipped = self._gradients()
+        for root in self.roots.values():
+            root.now.unclipped = root.gradients()
         self.clips.append(float(max_norm))
         return clip(parameters, max_norm, *args, **kwargs)
 
-    def _gradients(self) -> dict[tuple[int, str], Tensor]:
-        tensors = [(i, n, t) for i, root in enumerate(self.roots.values()) for n, t in root.tensors.items()]
-        return {(i, name): _copy(tensor.grad) for i, name, tensor in tensors if tensor.grad is not None}
-
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Notes the gradients that an optimizer takes, and how it updates which parameters."""
+        """Note the gradients that an optimizer takes, and how it updates which parameters."""
         roots = [*self.roots.values()]
         holders = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
-        grads = self._gradients()
-        for i, root in enumerate([] if self._updated else roots):
-            now = {name: grad for (j, name), grad in grads.items() if j == i}
-            root.lost = [
-                name for name, grad in root.grads.items() if grad.any() and (name not in now or not now[name].any())
-            ]
-            root.grads = now
+        for root in [] if self._updated else roots:
+            grads, before = root.gradients(), root.now.grads
+            root.now.lost = [n for n, grad in before.items() if grad.any() and (n not in grads or not grads[n].any())]
+            root.now.grads = grads
         kind, groups = type(optimizer), list[dict[str, Any]]()
         for group in optimizer.param_groups:
             plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -285,7 +291,7 @@ WATCH: list[Watch] = []
 
 
 def watching() -> Watch | None:
-    """Notes what this process computes from now on, if the environment says where; None if it does not."""
+    """Note what this process computes from now on, if the environment says where; None if it does not."""
     if not WATCH and (folder := os.environ.get(FOLDER)):
         WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))))
     return WATCH[0] if WATCH else None
@@ -299,7 +305,7 @@ def capture(
     names: Mapping[str, str] | None = None,
     microbatch: Callable[[], int | None] | None = None,
 ) -> Iterator[None]:
-    """Wraps the training loop of a stage, for `penstock blame`; without that, does nothing. Only needed where calls of
+    """Wrap the training loop of a stage, for `penstock blame`; without that, does nothing. Only needed where calls of
     the stage's module alone do not tell what it is.
 
     Args:

@@ -125,7 +125,7 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_accumulate():
     small.append(nn.Linear(4, 4, dtype=torch.float64))
     small.forward = lambda x: small[2](small[1](small[0](x)).double())
     given = {"args": (torch.randn(2, 4).bfloat16(),), "hosts": 2}
-    asked = from_model(small, **given, gradient_dtype=torch.float32)
+    asked = from_model(small, **given, grad_dtype=torch.float32)
     assert [t.bytes for t in asked.transfers] == [8 * 20, 4 * 20, 4 * 20]
     assert asked.element_bytes == 4
     small[1].weight.grad_dtype = torch.float64  # by hand
@@ -364,7 +364,7 @@ def test_measured_layers_take_their_own_time():
         ({"hosts": 2, "compute": -1.0}, "compute=-1.0"),
         ({"hosts": 2, "schedule": "1f2b"}, "1f2b"),
         ({"hosts": 2, "schedule": generate("1f1b", 2, 4)}, "is for 2 ranks"),
-        ({"hosts": 2, "gradient_dtype": torch.float16}, r"gradient_dtype=torch.float16: expected torch\.float32"),
+        ({"hosts": 2, "gradient_dtype": torch.float16}, r"grad_dtype=torch.float16: expected torch\.float32"),
         ({"hosts": 2, "gradient_dtype": torch.float64, "sharded": True}, "sums the gradient of '0.weight' itself"),
         ({"hosts": 2, "gradient_dtype": torch.float32, "traffic": "tensor"}, "sends no gradients of parameters"),
     ],

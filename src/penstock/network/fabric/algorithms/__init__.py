@@ -1,4 +1,10 @@
-"""Collective algorithms as functions of the number of ranks: one family per file, and the registry of their names.
+"""Collective algorithms as functions of the number of ranks: the registry of their names, and their costs.
+
+Costs are closed forms, for any number of ranks: the rounds, and the part of the size that crosses a port. The latter is
+the sum over all rounds of the largest message that any rank sends or receives. Sizes are nccl-tests': the size of a
+rank's largest buffer. n is the number of ranks; p is the largest power of two that is at most n. The formulas follow
+Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005, unless another
+source is named.
 
 The table in tests/network/fabric/step_proof.py defines what each collective starts from and ends with.
 """
@@ -7,72 +13,158 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
+
+import numpy as np
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import did_you_mean
-from penstock.network.fabric.algorithms import bruck, direct, forms, halving, ring, rooted, tree
-from penstock.network.fabric.steps import IN_PARTS, Collective, StepList, Terms
+from penstock.network.fabric.algorithms import generators as make
+from penstock.network.fabric.steps import IN_PARTS, PIECES, Collective, StepList, Terms
 
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""
 
-Algorithm = tuple[Callable[..., StepList], Callable[[int], Terms]]
-"""What makes the steps, and the cost, for a number of ranks."""
+Cost = Callable[[int], Terms]
+"""The cost of an algorithm for a number of ranks."""
 
-_ALGORITHMS: dict[Collective, dict[str, Algorithm]] = {
+
+def _fold(n: int) -> tuple[int, int]:
+    """Return p, and the number of ranks beyond it."""
+    p = 1 << (n.bit_length() - 1)
+    return p, n - p
+
+
+def _log(n: int) -> int:
+    """Return log2 n, rounded up."""
+    return (n - 1).bit_length()
+
+
+def _around(n: int) -> Terms:
+    """Return the terms of rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
+    return Terms(n - 1, (n - 1) / n)
+
+
+def _twice_around(n: int) -> Terms:
+    return Terms(2 * (n - 1), 2 * (n - 1) / n)
+
+
+def _at_once(n: int) -> Terms:
+    return Terms(1, (n - 1) / n)
+
+
+def _log_rounds(n: int) -> Terms:
+    """Bruck's all-gather and binomial gather: the number of parts doubles each round."""
+    return Terms(_log(n), (n - 1) / n)
+
+
+def _halving_doubling(n: int) -> Terms:
+    """Rabenseifner's algorithm; if n is not a power of two, folding sends the whole size in, and out again."""
+    p, extra = _fold(n)
+    fold = 2 if extra else 0
+    return Terms(2 * _log(p) + fold, 2 * (p - 1) / p + fold)
+
+
+def _doubling(n: int) -> Terms:
+    p, extra = _fold(n)
+    rounds = _log(p) + (2 if extra else 0)
+    return Terms(rounds, rounds)
+
+
+def _halving(n: int) -> Terms:
+    """Reduce-scatter by halving, or all-gather by doubling.
+
+    After folding, the first members of the core have two parts each; the busiest block of d members has d + min(extra,
+    d).
+    """
+    p, extra = _fold(n)
+    parts = sum((1 << k) + min(extra, 1 << k) for k in range(_log(p)))
+    return Terms(_log(p) + 2, (parts + n + 1) / n) if extra else Terms(_log(p), parts / n)
+
+
+def _tree(n: int) -> Terms:
+    """Return the terms of the double binary tree (Sanders, Speck and Träff, 2009), with k pieces per half: 2h + k - 1
+    rounds.
+
+    h is floor(log2 n), the height. With four or more ranks and enough pieces, a port carries four of the 2k pieces in
+    most rounds, but fewer in the first and last ones, so the busiest port of each round is counted. On an edge at depth
+    d, sums go up from round h - d on, and results come down from round h + d - 1 on.
+    """
+    height, k = n.bit_length() - 1, PIECES
+    changes = np.zeros((2, 2 * height + k, n), int)  # in what each port sends and receives, by round
+    for tree in make.double_tree(n):
+        below, parent, depth = np.array([*make.edges(tree)]).T
+        for first, source, target in ((height - depth, below, parent), (height + depth - 1, parent, below)):
+            for side, port in enumerate((source, target)):
+                np.add.at(changes[side], (first, port), 1)
+                np.add.at(changes[side], (first + k, port), -1)
+    slots = changes.cumsum(1).max((0, 2)).sum()
+    return Terms(2 * height + k - 1, int(slots) / (2 * k))
+
+
+def _all_to_all_bruck(n: int) -> Terms:
+    """Round k sends the parts whose distance has bit k set (Bruck and others, 1997)."""
+    return Terms(_log(n), sum(map(int.bit_count, range(n))) / n)
+
+
+def _binomial(n: int) -> Terms:
+    return Terms(_log(n), _log(n))
+
+
+def _scatter_allgather(n: int) -> Terms:
+    """Van de Geijn's algorithm (Barnett and others, 1994): a binomial scatter, then a ring."""
+    return Terms(_log(n) + n - 1, 2 * (n - 1) / n)
+
+
+def _chain(n: int) -> Terms:
+    return Terms(n - 2 + PIECES, (n - 2 + PIECES) / PIECES)
+
+
+def _send(_: int) -> Terms:
+    return Terms(1, 1.0)
+
+
+_ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]] = {
     "all_reduce": {
-        "ring": (ring.all_reduce, forms.twice_around),
-        "ring2": (partial(ring.all_reduce, ways=2), forms.twice_around),
-        "halving-doubling": (halving.all_reduce, forms.halving_doubling),
-        "recursive-doubling": (halving.all_reduce_whole, forms.recursive_doubling),
-        "tree": (tree.all_reduce, tree.all_reduce_terms),
+        "ring": (make.all_reduce_ring, _twice_around),
+        "ring2": (partial(make.all_reduce_ring, ways=2), _twice_around),
+        "halving-doubling": (make.all_reduce_halving_doubling, _halving_doubling),
+        "recursive-doubling": (make.all_reduce_doubling, _doubling),
+        "tree": (make.all_reduce_tree, _tree),
     },
     "all_gather": {
-        "ring": (ring.all_gather, forms.around),
-        "ring2": (partial(ring.all_gather, ways=2), forms.around),
-        "recursive-doubling": (halving.all_gather, forms.halving),
-        "bruck": (bruck.all_gather, forms.log_rounds),
+        "ring": (make.all_gather_ring, _around),
+        "ring2": (partial(make.all_gather_ring, ways=2), _around),
+        "recursive-doubling": (make.all_gather_doubling, _halving),
+        "bruck": (make.all_gather_bruck, _log_rounds),
     },
     "reduce_scatter": {
-        "ring": (ring.reduce_scatter, forms.around),
-        "ring2": (partial(ring.reduce_scatter, ways=2), forms.around),
-        "halving": (halving.reduce_scatter, forms.halving),
-        "pairwise": (direct.reduce_scatter_pairwise, forms.around),
+        "ring": (make.reduce_scatter_ring, _around),
+        "ring2": (partial(make.reduce_scatter_ring, ways=2), _around),
+        "halving": (make.reduce_scatter_halving, _halving),
+        "pairwise": (make.reduce_scatter_pairwise, _around),
     },
     "all_to_all": {
-        "pairwise": (direct.all_to_all_pairwise, forms.around),
-        "direct": (direct.all_to_all, forms.at_once),
-        "bruck": (bruck.all_to_all, forms.all_to_all_bruck),
+        "pairwise": (make.all_to_all_pairwise, _around),
+        "direct": (make.all_to_all_direct, _at_once),
+        "bruck": (make.all_to_all_bruck, _all_to_all_bruck),
     },
     "broadcast": {
-        "binomial": (rooted.broadcast_binomial, forms.binomial),
-        "scatter-allgather": (rooted.broadcast_scattered, forms.scatter_allgather),
-        "chain": (rooted.broadcast_chain, forms.chain),
+        "binomial": (make.broadcast_binomial, _binomial),
+        "scatter-allgather": (make.broadcast_scattered, _scatter_allgather),
+        "chain": (make.broadcast_chain, _chain),
     },
-    "reduce": {
-        "binomial": (rooted.reduce_binomial, forms.binomial),
-        "chain": (rooted.reduce_chain, forms.chain),
-    },
-    "gather": {
-        "direct": (direct.gather, forms.at_once),
-        "binomial": (rooted.gather_binomial, forms.log_rounds),
-    },
-    "scatter": {
-        "direct": (direct.scatter, forms.at_once),
-        "binomial": (rooted.scatter_binomial, forms.log_rounds),
-    },
-    "sendrecv": {
-        "direct": (direct.sendrecv, forms.send),
-    },
-    "send": {
-        "direct": (direct.send, forms.send),
-    },
+    "reduce": {"binomial": (make.reduce_binomial, _binomial), "chain": (make.reduce_chain, _chain)},
+    "gather": {"direct": (make.gather_direct, _at_once), "binomial": (make.gather_binomial, _log_rounds)},
+    "scatter": {"direct": (make.scatter_direct, _at_once), "binomial": (make.scatter_binomial, _log_rounds)},
+    "sendrecv": {"direct": (make.sendrecv, _send)},
+    "send": {"direct": (make.send, _send)},
 }
+"""What makes the steps of each algorithm, and its cost; a collective's default comes first."""
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
-    """Returns the names of the algorithms for a collective, the default first. Raises ArgumentError: the collective is
+    """Return the names of the algorithms for a collective, the default first. Raise ArgumentError: the collective is
     unknown."""
     if collective not in _ALGORITHMS:
         known = get_args(Collective)
@@ -81,24 +173,25 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def or_default(collective: str, algorithm: str) -> str:
-    """Returns an algorithm, or a collective's default if it does not have this one."""
+    """Return an algorithm, or a collective's default if it does not have this one."""
     known = algorithms(collective)
     return algorithm if algorithm in known else known[0]
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generates the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
+    """Generate the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
     Raises ArgumentError: there is no such algorithm, or there are fewer than 2 ranks."""
-    return _found(collective, algorithm, ranks)[0](ranks, **options)
+    made = _found(collective, algorithm, ranks)[0](ranks, **options)
+    return StepList(cast("Collective", collective), algorithm, ranks, *made._replace(slots=made.slots or made.chunks))
 
 
 @lru_cache(maxsize=4096)
 def closed_form(collective: str, algorithm: str, ranks: int) -> Terms:
-    """Returns the cost of an algorithm among two or more ranks. Raises ArgumentError as `generate` does."""
+    """Return the cost of an algorithm among two or more ranks. Raise ArgumentError as `generate` does."""
     return _found(collective, algorithm, ranks)[1](ranks)
 
 
-def _found(collective: str, algorithm: str, ranks: int) -> Algorithm:
+def _found(collective: str, algorithm: str, ranks: int) -> tuple[Callable[..., make.Steps], Cost]:
     known = algorithms(collective)
     if algorithm not in known:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
@@ -112,7 +205,7 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
-    """Returns the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
+    """Return the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
 
     For an uneven all_to_all (see `Transfer`) it is the busiest port's factor, just as for an even one.
     """

@@ -29,7 +29,7 @@ class Offset:
 
 
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
-    """Estimates this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
+    """Estimate this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
     rank, clocks, found = dist.get_rank(), _clocks(group), Offset(0, 0)
     stamp = torch.zeros(1, dtype=torch.int64)
     for other in range(1, len(clocks)):

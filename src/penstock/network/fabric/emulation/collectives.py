@@ -35,12 +35,12 @@ class Wire:
         self._early: dict[int, list[dist.Work | None]] = {}
 
     def expect(self, receives: Sequence[Message]) -> None:
-        """Posts the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
+        """Post the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
         if not _on_cuda(receives):  # NCCL's receives are posted together with their sends
             self._early[id(receives)] = [dist.irecv(m.tensor, m.peer) for m in receives]
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives messages; returns when all sends have left and all receives have arrived."""
+        """Send and receive messages; return when all sends have left and all receives have arrived."""
         if _on_cuda((*sends, *receives)):
             operations = [dist.P2POp(dist.irecv, m.tensor, m.peer) for m in receives]
             operations += [dist.P2POp(dist.isend, m.tensor, m.peer) for m in sends]
@@ -100,7 +100,7 @@ class Stepwise:
         self._stamps: list[Stamp] = []
 
     def _round(self, one: RankRound, busy: Set[int]) -> _Round:
-        """Returns the messages of a round, one per peer, and the copies to make before sending and after receiving.
+        """Return the messages of a round, one per peer, and the copies to make before sending and after receiving.
 
         Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
@@ -125,7 +125,7 @@ class Stepwise:
         return self._memory[first * self._slot : (first + count) * self._slot]
 
     def _packed(self, moves: Sequence[Move]) -> tuple[Tensor, Iterator[tuple[Move, Tensor]]]:
-        """Returns a buffer for all moves, and each one's piece of it."""
+        """Return a buffer for all moves, and each one's piece of it."""
         sizes = [move.count * self._slot for move in moves]
         packed = self._memory.new_empty(sum(sizes))
         return packed, zip(moves, torch.split(packed, sizes), strict=True)
@@ -255,7 +255,7 @@ Part = Stepwise | Engine
 
 
 def wrong(part: Part) -> str | None:
-    """Runs a transfer once and describes what is wrong with its result; None if it is right."""
+    """Run a transfer once and describes what is wrong with its result; None if it is right."""
     place = part.place
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
@@ -276,7 +276,7 @@ def wrong(part: Part) -> str | None:
 
 
 def check_backend(backend: str) -> None:
-    """Raises ArgumentError if torch does not have this backend here."""
+    """Raise ArgumentError if torch does not have this backend here."""
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
     if not have.get(backend, False):
         there = ", ".join(name for name, available in have.items() if available)

@@ -20,8 +20,7 @@ from penstock._base.files import read_bytes, read_json, write_json
 from penstock._base.words import counted
 from penstock.distributed.launch.processes import Patience, memory
 from penstock.network import nodes
-from penstock.network.fabric.emulation.signals import BOARD
-from penstock.network.fabric.emulation.spec import Spec, Watch
+from penstock.network.fabric.emulation.spec import BOARD, Spec, Watch
 from penstock.network.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event
@@ -44,7 +43,7 @@ def emulate(
     watch: Watch | None = None,
     events: Sequence[Event] = (),
 ) -> None:
-    """Runs a spec on hosts started here, and waits for it to end.
+    """Run a spec on hosts started here, and wait for it to end.
 
     Args:
         folder: the run's folder; anything left there by an earlier run is replaced.
@@ -96,7 +95,7 @@ def emulate(
 
 
 def _add(folder: Path, missing: str = "", **found: Any) -> None:
-    """Adds to run.json what host 0 could not write, or does not know."""
+    """Add to run.json what host 0 could not write, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = read_json(path)
@@ -107,7 +106,7 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
 
 
 def _saved(folder: Path) -> str:
-    """Says how many trials are in the file, the end of which may be long from its beginning."""
+    """Say how many trials are in the file, the end of which may be long from its beginning."""
     path = folder / SAMPLES
     with contextlib.suppress(OSError, IndexError, ArgumentError):
         end = read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))

@@ -29,14 +29,14 @@ from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
+from penstock.network.fabric.statistics import WarmUp
 from penstock.network.fabric.steps import REDUCES
-from penstock.network.fabric.warmup import WarmUp
 from penstock.network.fabric.workload import Op
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
-    """Runs this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder. Raises
-    ArgumentError: the environment or the backend does not fit the spec. Raises FabricError: a host did not join, was
+    """Run this host's part. Collective: every host calls it with the same spec; host 0 writes into the folder. Raise
+    ArgumentError: the environment or the backend does not fit the spec. Raise FabricError: a host did not join, was
     lost, or got a wrong result. The samples up to then are in the folder."""
     check_backend(spec.backend)
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
-    """Builds this host's part in each transfer; None where it takes no part."""
+    """Build this host's part in each transfer; None where it takes no part."""
     device = torch.device("cpu")
     if spec.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -97,7 +97,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
 
 
 def _check(spec: Spec, parts: list[Part | None], members: Members) -> None:
-    """Runs the first warm-up trials, in which every host checks the result of every transfer."""
+    """Run the first warm-up trials, in which every host checks the result of every transfer."""
     for _ in range(spec.checked):
         faults = [fault for part in parts if part is not None and (fault := wrong(part))]
         found = [fault for one in gathered(faults, members) for fault in one]
@@ -106,7 +106,7 @@ def _check(spec: Spec, parts: list[Part | None], members: Members) -> None:
 
 
 def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
-    """On host 0, runs unmeasured trials until times seem to have settled; returns entries for the record."""
+    """Run unmeasured trials on host 0 until times seem to have settled; return entries for the record."""
     warm = WarmUp(spec.trials)
     while not warm.is_over:
         warm.add(trials.one(counts=False).longest_ns())
@@ -114,7 +114,7 @@ def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
 
 
 def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
-    """On other hosts, runs all trials, warm-up included; returns the processor usage at the end of the warm-up."""
+    """Run all trials, warm-up included, on the other hosts; return the processor usage at the end of the warm-up."""
     began, count = cpu_usage(), 0
     while count < spec.trials:
         if trials.one().counts:

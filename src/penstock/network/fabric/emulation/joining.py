@@ -13,11 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock._base.errors import ArgumentError, FabricError, PipelineFailure
+from penstock._base.errors import ArgumentError, FabricError, RankFailedError
 from penstock._base.files import write_json
 from penstock.distributed.failure import name_ranks
 from penstock.distributed.failure_detector import Patience
-from penstock.distributed.rendezvous import number_of, start
+from penstock.distributed.joining import number_of, start
 from penstock.network.conditions import environment
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.spec import Spec
@@ -31,7 +31,7 @@ _START = "start every host with torchrun, or pass --hosts to make them here"
 
 
 def started() -> tuple[int, int]:
-    """This host's rank, and the number of hosts, as torchrun has set them. Raises ArgumentError if it has not."""
+    """Return this host's rank, and the number of hosts, as torchrun has set them. Raise ArgumentError if it has not."""
     size = number_of("WORLD_SIZE", 1, remedy=_START)
     rank = number_of("RANK", 0, size - 1, _START)
     if not os.environ.get("MASTER_ADDR"):
@@ -56,14 +56,14 @@ class Members:
     control: dist.ProcessGroup | None
 
     def first_error(self, said: str) -> str:
-        """Returns what the first host that met an error said. Called by every host that met one."""
+        """Return what the first host that met an error said. Called by every host that met one."""
         try:
             return bytes(self.store.compare_set("error", "", said)).decode()
         except (RuntimeError, OSError):  # the store was on a host that is lost
             return said
 
     def who_is_lost(self) -> tuple[int, ...]:
-        """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
+        """Return the hosts that do not answer within a few seconds. Called by every host that met an error."""
         deadline, left = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
         try:
             self.store.set(f"still/{self.rank}", "here")
@@ -78,8 +78,8 @@ class Members:
 
 @contextmanager
 def joined(spec: Spec) -> Iterator[Members]:
-    """Joins the other hosts, as torchrun's environment says, and leaves them at the end. Raises ArgumentError: the
-    environment is not torchrun's, or the wrong number of hosts was started. Raises FabricError: a host does not join in
+    """Join the other hosts, as torchrun's environment says, and leave them at the end. Raise ArgumentError: the
+    environment is not torchrun's, or the wrong number of hosts was started. Raise FabricError: a host does not join in
     time."""
     rank, size = started()
     if size != spec.hosts:
@@ -90,7 +90,7 @@ def joined(spec: Spec) -> Iterator[Members]:
         patience = Patience(join_seconds=spec.join_seconds)
         store = start(spec.backend, patience, "penstock fabric", spec.stall_seconds)
         control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
-    except PipelineFailure as error:
+    except RankFailedError as error:
         raise FabricError(str(error)) from None
     except (RuntimeError, OSError) as error:
         raise FabricError(
@@ -104,16 +104,15 @@ def joined(spec: Spec) -> Iterator[Members]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's first line, without the source location and the advice that gloo adds."""
+    """Return an error's first line, without the source location and the advice that gloo adds."""
     said = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]
 
 
 @contextmanager
 def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
-    """Joins the other hosts, yields the members and the record, and records how the run ended. Raises ArgumentError:
-    the environment is not torchrun's. Raises FabricError: a host did not join or was lost, or the block raised an
-    error."""
+    """Join the other hosts, yield the members and the record, and record how the run ended. Raise ArgumentError: the
+    environment is not torchrun's. Raise FabricError: a host did not join or was lost, or the block raised an error."""
     with joined(spec) as members:
         record: Record | None = None
         try:
@@ -128,7 +127,7 @@ def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
 
 
 def cause(members: Members, said: str) -> str:
-    """Explains why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
+    """Explain why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
 
     Later errors are often just lost connections to the host that failed first.
     """
@@ -163,14 +162,14 @@ class Record:
         self.add()
 
     def add(self, **found: Any) -> None:
-        """Adds entries to the record."""
+        """Add entries to the record."""
         self._found.update(found)
         if self._path is not None:
             write_json(self._path, self._found)
 
 
 def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Renames hosts that share their machine's name to their numbers, and keeps the name as `machine`."""
+    """Rename hosts that share their machine's name to their numbers, and keep the name as `machine`."""
     names = [host["host"] for host in hosts]
     return [
         {**host, "host": name if names.count(name) == 1 else f"host {rank}", "machine": name}
@@ -179,14 +178,14 @@ def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gathered(mine: Any, members: Members) -> list[Any]:
-    """Gathers a value from every host, on all hosts."""
+    """Gather a value from every host, on all hosts."""
     values: list[Any] = [None] * members.size
     dist.all_gather_object(values, mine, group=members.control)
     return values
 
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
-    """Waits for messages that are under way."""
+    """Wait for messages that are under way."""
     for work in works:
         if work is not None:
             work.wait()

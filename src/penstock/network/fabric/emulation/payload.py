@@ -21,7 +21,7 @@ _EXACT_TO = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float
 
 
 def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum") -> Tensor:
-    """Returns what a rank contributes: pseudorandom integers that differ by rank and position, as exactness permits.
+    """Return what a rank contributes: pseudorandom integers that differ by rank and position, as exactness permits.
 
     For a sum, no rank contributes 0 if the type has room. For the other ops, one rank decides each position; ranks take
     turns in a varying order. For a product or an average, only that rank contributes more than 1 or 0, so the result is
@@ -45,7 +45,7 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """Hashes each number to an unrelated 31-bit number, with products that fit into 64 bits."""
+    """Hash each number to an unrelated 31-bit number, with products that fit into 64 bits."""
     number = number & 0x7FFFFFFF
     for _ in range(2):
         number = ((number >> 16) ^ number) * 0x45D9F3B & 0x7FFFFFFF
@@ -85,18 +85,18 @@ class Participant:
         return self.rank == last
 
     def part(self, elements: int) -> slice:
-        """Returns the position of this rank's part in a buffer that is divided among the ranks."""
+        """Return the position of this rank's part in a buffer that is divided among the ranks."""
         shares = self.transfer.shares or (1,) * self.ranks
         unit = elements // sum(shares)
         return slice(sum(shares[: self.rank]) * unit, sum(shares[: self.rank + 1]) * unit)
 
     def padded(self, elements: int) -> int:
-        """Rounds `elements` up to a multiple of the ranks if the collective divides them among the ranks."""
+        """Round `elements` up to a multiple of the ranks if the collective divides them among the ranks."""
         return -(-elements // self.ranks) * self.ranks if self.collective in IN_PARTS else elements
 
     def given(self, elements: int) -> Tensor:
-        """Returns this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple
-        of the ranks if it is divided among them."""
+        """Return this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple of
+        the ranks if it is divided among them."""
         given = torch.full((elements,), NOTHING, dtype=self.dtype)
         if self.collective in GATHERS:
             given[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
@@ -105,7 +105,7 @@ class Participant:
         return given
 
     def expected(self, elements: int) -> Tensor | None:
-        """Returns this rank's result for a payload of `elements` elements; None if it has none."""
+        """Return this rank's result for a payload of `elements` elements; None if it has none."""
         if not self.has_result:
             return None
         everyone, mine = range(self.ranks), self.part(elements)
@@ -132,6 +132,6 @@ class Participant:
 
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
-    """Reduces `more` into `total` in place. For an average, this adds only; the caller divides."""
+    """Reduce `more` into `total` in place. For an average, this adds only; the caller divides."""
     reduce = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
     reduce(total, more, out=total)

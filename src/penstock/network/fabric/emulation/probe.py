@@ -24,7 +24,7 @@ from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation.collectives import Message, Wire
 from penstock.network.fabric.emulation.joining import Members, gathered
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.ports import least_delay, topology_of
+from penstock.network.topology import topology_of
 
 PING_BYTES = 4
 PING_PACKETS = (118, 84)
@@ -102,15 +102,15 @@ class Ends(NamedTuple):
 
 
 def neighbors(hosts: int) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs to measure: neighbors on a ring."""
+    """Return the pairs to measure: neighbors on a ring."""
     return tuple((rank, (rank + 1) % hosts) for rank in range(hosts if hosts > 2 else 1))
 
 
 def measure(
     pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
 ) -> dict[tuple[int, int], Measured]:
-    """Measures both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing. `ends`
-    is what shapes each direction; if None, both ends are assumed to be as fast as the stream."""
+    """Measure both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing. `ends` is
+    what shapes each direction; if None, both ends are assumed to be as fast as the stream."""
     rank = dist.get_rank()
     if rank not in pair:
         return {}
@@ -125,7 +125,7 @@ def measure(
 def one_way(
     trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
 ) -> dict[tuple[int, int], Measured]:
-    """Splits a round trip into two latencies, halving what remains without both messages' bytes and delays."""
+    """Split a round trip into two latencies, halving what remains without both messages' bytes and delays."""
     left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
     found = {}
     for way, rate in rates.items():
@@ -136,7 +136,7 @@ def one_way(
 
 
 def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
-    """Computes the pace of a stream from the arrival time of each chunk in seconds.
+    """Compute the pace of a stream from the arrival time of each chunk in seconds.
 
     Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so an
     occasional late wake-up of the receiver changes nothing.
@@ -151,7 +151,7 @@ def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
 
 
 def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
-    """Returns the chunk size of the next stream, which must be long enough for its later half to become steady."""
+    """Return the chunk size of the next stream, which must be long enough for its later half to become steady."""
     wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
     return min(int(chunk_bytes * factor), MAX_BYTES // CHUNKS)
@@ -163,7 +163,7 @@ def is_long(found: Pace, trip_seconds: float) -> bool:
 
 
 def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
-    """Returns the seconds of some round trips, as seen by the rank that starts them."""
+    """Return the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
     sends = [Message(buffer, other)]
     ready, *receives = [[Message(torch.empty_like(buffer), other)] for _ in range(count + 1)]
@@ -183,7 +183,7 @@ def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
 
 
 def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
-    """Returns the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
+    """Return the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
     began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
     while True:
         stamps = _stream(sends, other, wire, chunk)
@@ -203,7 +203,7 @@ def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
 
 
 def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float]:
-    """Returns when each chunk arrived, on the receiver; empty on the sender."""
+    """Return when each chunk arrived, on the receiver; empty on the sender."""
     buffer, go = torch.zeros(chunk_bytes, dtype=torch.uint8), torch.zeros(1)
     if sends:
         wire.exchange([], [Message(go, other)])
@@ -222,7 +222,7 @@ def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float
 
 
 def _agreed(value: float, other: int, *, decides: bool) -> float:
-    """Returns the deciding rank's value, on both ranks."""
+    """Return the deciding rank's value, on both ranks."""
     word = torch.tensor([value], dtype=torch.float64)
     if decides:
         dist.send(word, other)
@@ -239,9 +239,8 @@ TRIES = 3
 
 
 def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Measures both directions between all neighbors, pair by pair, and returns a dict for each; none if links are not
-    to be measured, or the backend is not gloo. Raises FabricError: a rate above the shaper's was measured
-    repeatedly."""
+    """Measure both directions between all neighbors, pair by pair, and return a dict for each; none if links are not to
+    be measured, or the backend is not gloo. Raise FabricError: a rate above the shaper's was measured repeatedly."""
     if not spec.measures_links or spec.backend != "gloo":
         return []
     links = []
@@ -261,7 +260,7 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
 
 
 def above_shaper(way: tuple[int, int], found: Measured, ends: Ends) -> str | None:
-    """Describes a measured rate that the shapers make impossible; None if it is possible."""
+    """Describe a measured rate that the shapers make impossible; None if it is possible."""
     rate = min(ends.up, ends.down)
     if (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
@@ -274,10 +273,10 @@ def above_shaper(way: tuple[int, int], found: Measured, ends: Ends) -> str | Non
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | None:
-    """Returns what shapes each direction between two hosts; None if unknown."""
+    """Return what shapes each direction between two hosts; None if unknown."""
     topology = topology_of(spec.network)
     if topology is None:
         return None
     ways = pair, pair[::-1]
     rates = {(a, b): (topology.up(a).bytes_per_second, topology.down(b).bytes_per_second) for a, b in ways}
-    return {way: Ends(*rates[way], least_delay(topology, *way)) for way in ways}
+    return {way: Ends(*rates[way], topology.least_delay(*way)) for way in ways}

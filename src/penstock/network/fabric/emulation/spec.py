@@ -16,12 +16,15 @@ from penstock.network.fabric.workload import Workload
 BACKENDS = ("gloo", "nccl")
 """Backends of torch.distributed."""
 
+BOARD = "PENSTOCK_START_BOARD"
+"""The environment variable that names the file in which host 0 announces trials; it is empty at first."""
+
 CHECKED = 3
 """The default number of warm-up trials whose results are checked."""
 
 
 def usual_algorithm(workload: Workload) -> str:
-    """Returns the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
+    """Return the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
     kinds = [transfer.collective for transfer in workload.transfers]
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
 
@@ -100,7 +103,7 @@ class Spec:
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --reduce-op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):
@@ -121,20 +124,20 @@ class Spec:
         return by_hand and not _computes(self.workload)
 
     def algorithm_of(self, place: int) -> str:
-        """Returns the algorithm of the transfer at index `place`."""
+        """Return the algorithm of the transfer at index `place`."""
         if self.algorithm == ENGINE:
             return ENGINE
         return or_default(self.workload.transfers[place].collective, self.algorithm)
 
     def write(self, folder: Path) -> Path:
-        """Writes the spec into the run's folder and returns its path."""
+        """Write the spec into the run's folder and return its path."""
         path = folder / SPEC
         write_json(path, asdict(self))
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads what `write` wrote."""
+        """Read what `write` wrote."""
         return validate(cls, read_json(path), str(path))
 
 

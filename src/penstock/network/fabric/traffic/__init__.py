@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock._base.errors import ArgumentError
 from penstock._base.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
+from penstock._base.second_names import also
 from penstock._base.stages import MODEL_INPUT
 from penstock._base.words import counted
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
@@ -35,6 +36,7 @@ Compute = Literal["none", "measure"] | float
 """No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
 
 
+@also(opens="split_inside", gradient_dtype="grad_dtype")
 def from_model(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -46,12 +48,12 @@ def from_model(
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
     cuts: Sequence[str] | None = None,
-    opens: Sequence[str] | None = None,
+    split_inside: Sequence[str] | None = None,
     sharded: bool = False,
     compute: Compute = "none",
-    gradient_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Workload:
-    """The transfers of one training step of a model, in order. Nothing is computed, except for measuring.
+    """Return the transfers of one training step of a model, in order. Nothing is computed, except for measuring.
 
     "gradients": replicas of the whole model (or, with `ranks`, of its stages) sum each layer's gradients, in the order
     in which backward finishes them. A layer is a module that holds parameters itself; frozen parameters are left out,
@@ -72,11 +74,11 @@ def from_model(
         model, args, kwargs: a module, or a list of layers, and the inputs of one microbatch.
         hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
         ranks: how many each pipeline has.
-        schedule, microbatches, cuts, opens: as `penstock.pipeline` takes them. Without a
+        schedule, microbatches, cuts, split_inside: as `penstock.pipeline` takes them. Without a
             pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
         sharded: the replicas divide the parameters among themselves, like FSDP2 (`fully_shard`).
         compute: what is put in front of the transfers; see `Compute`.
-        gradient_dtype: as for `penstock.pipeline`: gradients of parameters in lower precision are summed in this dtype.
+        grad_dtype: as for `penstock.pipeline`: gradients of parameters in lower precision are summed in this dtype.
 
     Raises:
         ArgumentError: an argument is invalid, or nothing would be sent.
@@ -90,14 +92,14 @@ def from_model(
     _check(hosts, ranks, traffic, sharded, compute)
     whole = as_module(model)
     given = whole, args, kwargs or {}
-    _check_dtype(gradient_dtype, whole, traffic, sharded)
+    _check_dtype(grad_dtype, whole, traffic, sharded)
     seconds = 0.0 if isinstance(compute, str) else float(compute)
     if traffic == "tensor":
         return _tensor(record(*given, 1), type(whole).__name__, hosts, microbatches or 1, seconds)
     order = order_of(schedule, ranks, microbatches, None)
     depth = order.placement.depth
-    options: dict[str, Any] = {"cuts": cuts, "opens": opens, "balance": "flops"}
-    job = Job(record(*given, depth, **options), order, hosts, sharded, gradient_dtype)
+    options: dict[str, Any] = {"cuts": cuts, "opens": split_inside, "balance": "flops"}
+    job = Job(record(*given, depth, **options), order, hosts, sharded, grad_dtype)
     if traffic == "pipeline":
         stages = None if compute == "none" else [(seconds, 2 * seconds)] * depth
         if compute == "measure":
@@ -159,17 +161,17 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
     if checked_dtype(dtype) is None:
         return
     if traffic == "tensor":
-        raise ArgumentError(f"gradient_dtype={dtype}: traffic='tensor' sends no gradients of parameters; leave it out")
+        raise ArgumentError(f"grad_dtype={dtype}: traffic='tensor' sends no gradients of parameters; leave it out")
     lifted = [name for name, p in model.named_parameters() if gradient_dtype(p, dtype) != gradient_dtype(p)]
     if sharded and lifted:
         raise ArgumentError(
-            f"gradient_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
+            f"grad_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
             "itself; leave gradient_dtype out"
         )
 
 
 def _element_bytes(job: Job, traffic: Traffic) -> int:
-    """The size of the smallest number that is sent."""
+    """Return the size of the smallest number that is sent."""
     used = [parameter for _, parameter in job.recorded.used]
     sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, job.gradient_dtype)]
     if job.sharded:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from penstock._base.gradients import gradient_bytes
-from penstock.network.fabric.traffic.layers import Job, Layer, bytes_of, sharded_bytes
+from penstock.network.fabric.traffic.layers import Job, Layer, sharded_bytes
 from penstock.network.fabric.workload import Transfer
 
 Ready = tuple[int, Transfer]
@@ -16,12 +16,12 @@ Ready = tuple[int, Transfer]
 
 
 def backward_layers(job: Job) -> tuple[Layer, ...]:
-    """The layers in the order in which backward finishes them."""
+    """Return the layers in the order in which backward finishes them."""
     return job.recorded.layers[::-1]
 
 
 def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Transfer]:
-    """The transfers of a step, in order, with the computation between them; none if there is only one replica.
+    """Return the transfers of a step, in order, with the computation between them; none if there is only one replica.
 
     Args:
         forward: seconds of all computation before the backward whose gradients are sent.
@@ -38,14 +38,14 @@ def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Trans
 
 
 def shares(job: Job, seconds: float) -> list[float]:
-    """A backward's seconds, divided among the layers in proportion to what they train."""
-    sizes = [bytes_of(layer.trained) for layer in backward_layers(job)]
+    """Divide a backward's seconds among the layers in proportion to what they train."""
+    sizes = [sum(parameter.nbytes for parameter in layer.trained) for layer in backward_layers(job)]
     return [seconds * size / max(sum(sizes), 1) for size in sizes]
 
 
 def _held(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
-    """A layer's parameters by the rank that holds them, with that rank's hosts, empty if these are all hosts, and a
-    suffix for names: empty if one rank holds them all."""
+    """Yield a layer's parameters by the rank that holds them, with that rank's hosts, empty if these are all hosts, and
+    a suffix for names: empty if one rank holds them all."""
     ids: dict[int, set[int]] = {}
     for stage, rank in enumerate(job.order.placement.rank_of):
         ids.setdefault(rank, set()).update(map(id, job.parameters(stage).values()))
@@ -65,7 +65,7 @@ def _summed(job: Job) -> Iterator[Ready]:
 
 
 def _sharded(job: Job) -> Iterator[Ready]:
-    """Gathers a layer's parameters for its forward and again for its backward, even if it is frozen."""
+    """Gather a layer's parameters for its forward and again for its backward, even if it is frozen."""
     forward = [(-1, layer, "forward") for layer in job.recorded.layers]
     backward = [(place, layer, "backward") for place, layer in enumerate(backward_layers(job))]
     for behind, layer, way in forward + backward:

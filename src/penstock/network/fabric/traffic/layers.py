@@ -121,12 +121,12 @@ class Job:
         return self.hosts // self.ranks
 
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """A stage's, also of copies of the model."""
+        """Return the parameters of a stage, also of copies of the model."""
         stages = self.recorded.partition.stages
         return dict(stages[stage % len(stages)].parameters)
 
     def same_rank(self, rank: int) -> tuple[int, ...]:
-        """The hosts that are this rank of their pipelines."""
+        """Return the hosts that are this rank of their pipelines."""
         return tuple(range(rank, self.hosts, self.ranks))
 
 
@@ -198,8 +198,8 @@ def record(
     stages: int,
     **options: Any,
 ) -> Recorded:
-    """Records a model for one microbatch's inputs and cuts it. Nothing is computed. `options` are those of
-    `Partitioner`. Raises ArgumentError, PartitionError: as for `penstock.inspect`."""
+    """Record a model for one microbatch's inputs and cut it. Nothing is computed. `options` are those of `Partitioner`.
+    Raise ArgumentError, PartitionError: as for `penstock.inspect`."""
     partitioner = Partitioner(model, stages, streams=NoStreams(), **options)
     uses = _Uses(partitioner.model)
     with torch.enable_grad(), uses:
@@ -210,15 +210,11 @@ def record(
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """As users write it, without `torch.`."""
+    """Return the name that users write, without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
-    """The size of tensors whose rows are divided among ranks like FSDP2's: padded to the same number on each."""
+    """Return the size of tensors whose rows are divided among ranks like FSDP2's: padded to the same number on each."""
     found = [(tensor.shape[0] if tensor.ndim else 1, tensor.nbytes) for tensor in tensors]
     return sum(-(-rows // ranks) * ranks * (size // max(rows, 1)) for rows, size in found)

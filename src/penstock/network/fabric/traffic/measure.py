@@ -28,7 +28,8 @@ REPETITIONS = 5
 def layer_seconds(
     model: nn.Module, layers: Sequence[Layer], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[float, list[float]]:
-    """The seconds of the forward, and of the backward from each layer's gradients to the next, in backward order.
+    """Return the seconds of the forward, and of the backward from each layer's gradients to the next, in backward
+    order.
 
     Args:
         model: with weights; neither it nor the random generators are changed.
@@ -57,7 +58,7 @@ def layer_seconds(
 def _backward_of_layers(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ended: list[int]
 ) -> tuple[float, list[float]]:
-    """One run. A layer that ends before one ahead of it took no time itself."""
+    """Run once. A layer that ends before one ahead of it took no time itself."""
     model.zero_grad()
     ended[:] = [0] * len(ended)
     with untouched_generators():
@@ -80,8 +81,8 @@ def _backward_of_layers(
 def stage_seconds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int, **options: Any
 ) -> list[tuple[float, float]]:
-    """The seconds of each stage's forward and whole backward for one microbatch. Changes nothing, as `layer_seconds`.
-    Raises ArgumentError: the weights are missing."""
+    """Return the seconds of each stage's forward and whole backward for one microbatch. Change nothing, as
+    `layer_seconds`. Raise ArgumentError if the weights are missing."""
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
     given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)

@@ -37,25 +37,26 @@ Seconds = tuple[float, float]
 
 
 def _metas(job: Job) -> list[StageMeta]:
-    """The metadata of all stages, including those of copies of the model."""
+    """Return the metadata of all stages, including those of copies of the model."""
     stages = job.recorded.partition.stages
     return [shifted(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
 
 
 def _tie_groups(job: Job) -> list[tuple[int, ...]]:
-    """The sets of stages on several ranks that share parameters."""
+    """Return the sets of stages on several ranks that share parameters."""
     return list(ties_across_ranks(ties(_metas(job)), job.order.placement.rank_of))
 
 
 def lowered(job: Job) -> Schedule:
-    """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
+    """Return the schedule as a pipeline runs it: with messages, reductions and gathers. Raise ScheduleError if it is
+    illegal."""
     order = job.order
     sharded = Sharded(set(range(order.stages))) if job.sharded else UNSHARDED
     return lower_training(order, [_metas(job)], _tie_groups(job), sharded, order if job.replicas > 1 else None)
 
 
 def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
-    """What a step sends, and the seconds of computation after the last transfer.
+    """Return what a step sends, and the seconds of computation after the last transfer.
 
     Args:
         seconds: for each stage of the model; None: computation takes no time, and backward counts as twice as long as
@@ -132,7 +133,7 @@ class _Walk:
     # -- each kind of transfer --------------------------------------------------------------------------------------
 
     def _send(self, action: Action) -> None:
-        """Integers and booleans, such as labels and masks, are not activations."""
+        """Send activations: integers and booleans, such as labels and masks, are none."""
         assert action.peer is not None
         values = self._sent[action.op, action.stage, action.peer]
         letter, kind = "B", "activation gradient"
@@ -145,7 +146,7 @@ class _Walk:
         self._add_each(name, size, "send", kind, (self._rank_of[action.stage], self._rank_of[action.peer]))
 
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
-        """Averages parameters' gradients over replicas, in buckets."""
+        """Average parameters' gradients over replicas, in buckets."""
         for suffix, some in self._by_dtype(parameters):
             pieces = list(buckets(some, BUCKET_BYTES, self._job.gradient_dtype))
             for number, bucket in enumerate(pieces):
@@ -154,7 +155,7 @@ class _Walk:
                 self._add_all(f"gradients of {what}{place}{suffix}", size, "all_reduce", "gradient", rank)
 
     def _sum_tied(self, action: Action, rank: int) -> None:
-        """Sums the gradients of tied parameters when the last of a group's ranks gets there."""
+        """Sum the gradients of tied parameters when the last of a group's ranks gets there."""
         assert action.microbatch is not None
         stages = self._groups[action.microbatch]
         members = {self._rank_of[stage] for stage in stages}
@@ -172,17 +173,17 @@ class _Walk:
     # -- what they are made of --------------------------------------------------------------------------------------
 
     def _divided(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that replicas divide, if they are sharded; tied ones stay whole."""
+        """Return the parameters that replicas divide, if they are sharded; tied ones stay whole."""
         return [one for name, one in self._job.parameters(stage).items() if name not in self._tied]
 
     def _by_dtype(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """The parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
+        """Yield the parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
         found = by_gradient_dtype(parameters, self._job.gradient_dtype)
         for dtype, some in found.items():
             yield f" ({type_name(dtype)})" if len(found) > 1 else "", some
 
     def _add_each(self, name: str, size: int, collective: Collective, kind: str, ranks: tuple[int, ...]) -> None:
-        """Adds one transfer for each replica, among some of its ranks."""
+        """Add one transfer for each replica, among some of its ranks."""
         if not size:
             return
         seconds = tuple(self._take(rank) for rank in ranks)
@@ -192,18 +193,18 @@ class _Walk:
             self._made.append(Transfer(name + of, size, collective, hosts, max(seconds), kind, seconds))
 
     def _add_all(self, name: str, size: int, collective: Collective, kind: str, rank: int) -> None:
-        """Adds one transfer among the same rank of all replicas."""
+        """Add one transfer among the same rank of all replicas."""
         if size:
             hosts = self._job.same_rank(rank)
             self._made.append(Transfer(name, size, collective, hosts, self._take(rank), kind))
 
     def _take(self, rank: int) -> float:
-        """Takes the time that a rank has computed since its last transfer."""
+        """Take the time that a rank has computed since its last transfer."""
         seconds, self._computed[rank] = self._computed[rank], 0.0
         return seconds
 
 
 def element_bytes(meta: TensorMeta) -> int:
-    """The size of one number of a value."""
+    """Return the size of one number of a value."""
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return dtype.itemsize

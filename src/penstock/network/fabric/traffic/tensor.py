@@ -44,7 +44,7 @@ class Group:
 
 
 def groups(products: Sequence[Product]) -> list[Group]:
-    """All groups of a forward, in order."""
+    """Return all groups of a forward, in order."""
     alike: list[list[Product]] = []
     for product in products:
         if alike and product.again and _is_matrix(product) and _is_matrix(alike[-1][0]):
@@ -85,8 +85,8 @@ def _above(name: str) -> str:
 
 
 def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0.0) -> list[Transfer]:
-    """The transfers of a step, in order: each microbatch's forward and its backward. What a forward sends shares its
-    seconds, and what a backward sends twice as many."""
+    """Return the transfers of a step, in order: each microbatch's forward and its backward. What a forward sends shares
+    its seconds, and what a backward sends twice as many."""
     every = groups(products)
     made = []
     for number in range(microbatches):
@@ -97,7 +97,7 @@ def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0
 
 
 def notes(products: Sequence[Product]) -> tuple[str, ...]:
-    """How each layer is divided, and where that differs from Megatron-LM."""
+    """Explain how each layer is divided, and where that differs from Megatron-LM."""
     every = groups(products)
     pairs = [f"{', '.join(one.name for one in g.columns)} with {g.row.name}" for g in every if g.row is not None]
     alone = [one.name for g in every if g.row is None for one in g.columns if not one.looks_up]
@@ -124,7 +124,7 @@ def notes(products: Sequence[Product]) -> tuple[str, ...]:
 
 
 def _divided(every: Sequence[Group]) -> dict[str, bool]:
-    """The divided matrices, and for each whether it is divided by rows, that is, by its inputs."""
+    """Return the divided matrices, and for each whether it is divided by rows, that is, by its inputs."""
     found = {one.matrix: False for group in every for one in group.columns if not one.looks_up}
     return found | {group.row.matrix: True for group in every if group.row is not None}
 
@@ -146,7 +146,8 @@ def _forward(every: Sequence[Group]) -> Iterator[Transfer]:
 
 
 def _backward(every: Sequence[Group]) -> Iterator[Transfer]:
-    """What is sent where an input's gradient is needed: matrices with the same input add theirs up before sending."""
+    """Yield what is sent where an input's gradient is needed: matrices with the same input add theirs up before
+    sending."""
     for group in reversed(every):
         first = group.columns[0]
         if first.trains:

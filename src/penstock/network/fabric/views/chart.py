@@ -55,7 +55,7 @@ class Scale:
 
 
 def apart(values: Sequence[Any], at: Callable[[Any], float], room: float) -> list[Any]:
-    """Those of ascending values whose places are far enough from that of the last one taken."""
+    """Return those of ascending values whose positions are far enough from that of the last one taken."""
     kept = list(values[:1])
     for value in values[1:]:
         if abs(at(value) - at(kept[-1])) >= room:
@@ -72,13 +72,13 @@ class Panel:
     drawn: list[str] = field(default_factory=list)
 
     def title(self, text: str, note: str = "") -> None:
-        """A line above the panel, and a note at its right end."""
+        """Draw a line above the panel, and a note at its right end."""
         top = self.y.last - 7
         self.drawn.append(words(text, self.x.first, top, "font-weight='650'"))
         self.drawn.append(words(note, self.x.last, top, f"text-anchor='end' fill='{MUTED}' font-size='11'"))
 
     def x_ticks(self, ticks: Iterable[tuple[float, str]], name: str = "", *, grid: bool = False) -> None:
-        """The axis with these ticks, below the panel; `name` is what it is of."""
+        """Draw the axis with these ticks, below the panel; `name` is what it is of."""
         bottom = self.y.first
         self.drawn.append(_stroke(f"M{self.x.first:g} {bottom:g}H{self.x.last:g}", MUTED, 0.8))
         for value, text in ticks:
@@ -95,7 +95,7 @@ class Panel:
             self.drawn.append(words(label_of(value), self.x.first - 6, y + 4, f"text-anchor='end' fill='{MUTED}'"))
 
     def level(self, value: float, color: str = MUTED, dash: str = "", text: str = "") -> None:
-        """A horizontal line, named behind its end."""
+        """Draw a horizontal line, named behind its end."""
         y = float(self.y.at(value))
         self.drawn.append(_stroke(f"M{self.x.first:g} {y:.1f}H{self.x.last:g}", color, 0.8, dash))
         self.drawn.append(words(text, self.x.last + 4, y + 4, f"fill='{MUTED}' font-size='11'"))
@@ -104,7 +104,7 @@ class Panel:
         self.drawn.append(_stroke(f"M{'L'.join(self._points(xs, ys))}", color, width, dash))
 
     def dots(self, xs: ArrayLike, ys: ArrayLike, color: str, width: float) -> None:
-        """A dot at each point; of several on the same half pixel one is drawn."""
+        """Draw a dot at each point; of several on the same half pixel only one."""
         places = np.round(2 * np.column_stack([self.x.at(xs), self.y.at(ys)])) / 2
         path = "".join(f"M{x:g} {y:g}h0" for x, y in np.unique(places, axis=0).tolist())
         self.drawn.append(_stroke(path, color, width, more="stroke-linecap='round'"))
@@ -114,7 +114,7 @@ class Panel:
         self.drawn.append(f"<path d='M{path}z' fill='{color}' opacity='.18'/>")
 
     def bars(self, starts: ArrayLike, ends: ArrayLike, row: int, color: str, opacity: float = 1.0) -> None:
-        """Bars in a row of the vertical axis, as one path."""
+        """Draw bars in a row of the vertical axis, as one path."""
         top, bottom = float(self.y.at(row - 0.36)), float(self.y.at(row + 0.36))
         spans = zip(self.x.at(starts).tolist(), self.x.at(ends).tolist(), strict=True)
         path = "".join(f"M{a:.2f} {top:.1f}H{b:.2f}V{bottom:.1f}H{a:.2f}z" for a, b in spans)
@@ -131,12 +131,12 @@ def _stroke(path: str, color: str, width: float, dash: str = "", more: str = "")
 
 
 def words(text: str, x: float, y: float, look: str = "") -> str:
-    """A line of text; nothing if it is empty."""
+    """Draw a line of text; nothing if it is empty."""
     return f"<text x='{x:.1f}' y='{y:.1f}' {look}>{escape(text)}</text>" if text else ""
 
 
 def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
-    """Colors and what they stand for, below each other."""
+    """Draw the colors and what they stand for, below each other."""
     drawn = []
     for place, (color, text) in enumerate(entries):
         at = y + 17 * place
@@ -145,14 +145,14 @@ def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
 
 
 def svg(height: float, parts: Iterable[Panel | str]) -> str:
-    """A picture of `WIDTH` pixels and this height."""
+    """Draw a picture of `WIDTH` pixels and this height."""
     drawn = (part if isinstance(part, str) else "".join(part.drawn) for part in parts)
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' font-size='12'"
     return f"{head} fill='{INK}'>{''.join(drawn)}</svg>"
 
 
 def colors(count: int) -> list[str]:
-    """Returns one color each; if the palette is too small, colors from dark to light."""
+    """Return one color each; if the palette is too small, colors from dark to light."""
     if count <= len(COLORS):
         return list(COLORS[:count])
     places = (place / (count - 1) for place in range(count))

@@ -36,12 +36,12 @@ _WIDEST = 1.0
 
 
 def title(run: Run) -> str:
-    """Returns what was run, in one line."""
+    """Return what was run, in one line."""
     return f"{run.record['workload']['name']}: {', '.join(headings(run))}"
 
 
 def headings(run: Run) -> list[str]:
-    """Returns hosts, algorithm and collectives, trials, backend, and link."""
+    """Return hosts, algorithm and collectives, trials, backend, and link."""
     record = run.record
     kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
     algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
@@ -56,7 +56,7 @@ def headings(run: Run) -> list[str]:
 
 
 def warnings(run: Run, results: dict[str, Any]) -> list[str]:
-    """Returns reasons why the figures may not be what they seem."""
+    """Return reasons why the figures may not be what they seem."""
     found = []
     if not results["complete"]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
@@ -88,7 +88,7 @@ def _is_limited_by_cpu(results: dict[str, Any]) -> bool:
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
+    """Return (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
     step, found = results["step"], []
     overlaps = [
         f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
@@ -131,7 +131,7 @@ def figures_of_ranks(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
 
 
 def _links(measured: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Describes the links measured before the trials: each one, or the range if there are many."""
+    """Describe the links measured before the trials: each one, or the range if there are many."""
     if len(measured) <= 2:
         return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
     slowest = min(measured, key=lambda link: float(link["bytes_per_second"] or math.inf))
@@ -148,7 +148,7 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _fit(found: dict[str, Any]) -> str:
-    """Describes the link fitted to a collective's medians."""
+    """Describe the link fitted to a collective's medians."""
     held = " (limited to the links)" if found["held_to_links"] else ""
     return (
         f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
@@ -161,18 +161,18 @@ def _range(ordered: list[str]) -> str:
 
 
 def bits(*bytes_per_second: float) -> str:
-    """Formats bandwidths in a common unit: 95.5 to 95.59 Mbit/s."""
+    """Format bandwidths in a common unit: 95.5 to 95.59 Mbit/s."""
     unit, scale = ("Gbit/s", 1e9) if max(bytes_per_second) * 8 >= 9.9995e9 else ("Mbit/s", 1e6)
     return f"{_range([f'{rate * 8 / scale:,.4g}' for rate in bytes_per_second])} {unit}"
 
 
 def rate_of(bytes_per_second: float | None) -> str:
-    """Formats a fitted link's bandwidth; None means that beta is 0."""
+    """Format a fitted link's bandwidth; None means that beta is 0."""
     return bits(bytes_per_second) if bytes_per_second else "no limit"
 
 
 def mean(entry: dict[str, Any]) -> str:
-    """Formats a mean with the wider side of its interval, or n/a for an interval that says nothing.
+    """Format a mean with the wider side of its interval, or n/a for an interval that says nothing.
 
     An interval says nothing with too few trials, or with an outlier among not quite so few.
     """
@@ -186,7 +186,7 @@ def mean(entry: dict[str, Any]) -> str:
 def columns(
     results: dict[str, Any], times: Sequence[str], *, rates: bool = True, every: bool = False
 ) -> list[list[str]]:
-    """Returns the lines of a table: its heads, a line for each group of similar transfers, and the step's.
+    """Return the lines of a table: its heads, a line for each group of similar transfers, and the step's.
 
     Args:
         times: names from `TIMES` to show, followed by the mean; no mean is shown without them.
@@ -222,48 +222,41 @@ def in_groups(results: dict[str, Any]) -> bool:
 
 
 def notes(run: Run, results: dict[str, Any]) -> list[str]:
-    """Returns what a reader must know about the columns."""
-    found = [
-        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
-        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
-        "n/a above 100%."
-    ]
-    if in_groups(results):
-        found.append(
-            "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
-            "transfer, percentiles are over all of them, and those of one trial count as one sample."
-        )
-    if (count := iterations_of(run.record)) > 1:
-        found.append(f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.")
-    if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
-        found.append("Rates and ideal of a send are measured from when both of its ranks had arrived.")
-    if changed(run.record):
-        found.append("Ideal is n/a: a scenario may have changed the links.")
-    elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
-        found.append("Ideal is n/a if a host has several partners and no shaper sets the rate of its port.")
+    """Return what a reader must know about the columns."""
     trials, times = len(run.start_ns), [one["time_s"] for one in results["groups"]]
     worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
-    if worth < _DEPENDENT * trials:
-        found.append(
-            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
-        )
-    if 0 < trials < FEWEST:
-        found.append(
-            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
-            f"narrow. Pass --trials {FEWEST} or more."
-        )
+    depend, count = worth < _DEPENDENT * trials, iterations_of(run.record)
     short = [
         f"{TIMES[name]} needs {fewest(q):,}"
         for name, q in PERCENTILES.items()
         if name in TIMES and any(one[name] is None for one in times)
     ]
-    if short:
-        kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
-        found.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
-    return [*found, *run.record["workload"]["notes"]]
+    sends = any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"])
+    unbounded = results["links"] and None in {one["bound_s"] for one in results["groups"]}
+    known = {
+        "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
+        "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
+        "n/a above 100%.": True,
+        "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
+        "transfer, percentiles are over all of them, and those of one trial count as one sample.": in_groups(results),
+        f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.": count > 1,
+        "Rates and ideal of a send are measured from when both of its ranks had arrived.": sends,
+        "Ideal is n/a: a scenario may have changed the links.": changed(run.record),
+        "Ideal is n/a if a host has several partners and no shaper sets the rate of its port.": (
+            unbounded and not changed(run.record)
+        ),
+        f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many.": (
+            depend
+        ),
+        "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
+        f"narrow. Pass --trials {FEWEST} or more.": 0 < trials < FEWEST,
+        f"n/a: {min(trials, int(worth)):,} {'independent ' if depend else ''}trials are too few for that percentile; "
+        f"{', '.join(short)}.": short,
+    }
+    return [*(note for note, holds in known.items() if holds), *run.record["workload"]["notes"]]
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
-    """Returns the factor from GB/s, and the unit that suits a run's bandwidths: GB/s, or MB/s on slow links."""
+    """Return the factor from GB/s, and the unit that suits a run's bandwidths: GB/s, or MB/s on slow links."""
     most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
     return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")

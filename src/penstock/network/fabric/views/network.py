@@ -36,7 +36,7 @@ def network_lines(
     happened: Sequence[str] = (),
     elapsed_seconds: float | None = None,
 ) -> list[str]:
-    """Describes a run's network, one fact per line; see `network_facts`.
+    """Describe a run's network, one fact per line; see `network_facts`.
 
     `elapsed_seconds`: how long the switch has run; if None, how busy it was is not judged.
     """
@@ -46,7 +46,7 @@ def network_lines(
 
 
 def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Describes a run's network as (name, text) pairs.
+    """Describe a run's network as (name, text) pairs.
 
     Args:
         described: what `Machines.described` returns.

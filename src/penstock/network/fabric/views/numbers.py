@@ -9,7 +9,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def seconds(value: float | None) -> str:
-    """Formats with three digits and a unit: 1.20ms; n/a for None."""
+    """Format with three digits and a unit: 1.20ms; n/a for None."""
     if value is None:
         return NONE
     if not value:
@@ -20,7 +20,7 @@ def seconds(value: float | None) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Formats with three digits, or all digits before the decimal point if there are more; n/a for None."""
+    """Format with three digits, or all digits before the decimal point if there are more; n/a for None."""
     if value is None:
         return NONE
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".removesuffix(".")
@@ -31,12 +31,12 @@ def percent(value: float | None) -> str:
 
 
 def cut(name: str, most: int) -> str:
-    """Shortens a name to its end, which distinguishes layers."""
+    """Shorten a name to its end, which distinguishes layers."""
     return name if len(name) <= most else "\u2026" + name[len(name) - most + 1 :]
 
 
 def cut_apart(names: Sequence[str], most: int) -> list[str]:
-    """Shortens names to their ends, or, if different names would then look the same, to their beginnings and ends."""
+    """Shorten names to their ends, or, if different names would then look the same, to their beginnings and ends."""
     ends = [cut(name, most) for name in names]
     if len(set(ends)) == len(set(names)):
         return ends

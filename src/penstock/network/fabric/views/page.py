@@ -35,12 +35,12 @@ CAPTIONS = {
 
 
 def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
-    """Writes the page. Raises OSError: the file cannot be written."""
+    """Write the page. Raise OSError: the file cannot be written."""
     write_text(path, page(run, results))
 
 
 def page(run: Run, results: dict[str, Any]) -> str:
-    """Returns the page as HTML."""
+    """Return the page as HTML."""
     require("fabric", "jinja2", for_what="report.html")
     from jinja2 import Environment, StrictUndefined
 
@@ -63,7 +63,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
 
 
 def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns the key figures as (name, value, explanation)."""
+    """Return the key figures as (name, value, explanation)."""
     step, (scale, unit) = results["step"]["time_s"], rate_unit(results)
     tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
     ratio = "too few trials for more"
@@ -82,7 +82,7 @@ def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
-    """Returns the table of ranks: their times, their processor usage, and their clock offsets."""
+    """Return the table of ranks: their times, their processor usage, and their clock offsets."""
     longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # per transfer
     by_rank = {found["rank"]: found for found in longest["per_rank"]}
     rows = [
@@ -104,7 +104,7 @@ def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """Returns (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
+    """Return (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
     settings = dict(run.record)
     workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs", None)
     hosts: dict[str, list[int]] = {}
@@ -119,7 +119,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    """Formats one pair per line; multi-line values keep their line breaks."""
+    """Format one pair per line; multi-line values keep their line breaks."""
     lines = []
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

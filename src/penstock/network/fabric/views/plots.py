@@ -43,7 +43,7 @@ _LEFT, _RIGHT, _BESIDE = 66, 650, 700
 
 
 def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
-    """Draws the pictures and returns them by name: cdf, trials, busbw if sizes differ, and timeline.
+    """Draw the pictures and return them by name: cdf, trials, busbw if sizes differ, and timeline.
 
     A run without a complete trial has none.
     """
@@ -62,7 +62,7 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
 
 
 def _legend(names: Sequence[str], y: float) -> list[str]:
-    """Names the groups: all of them, or an even selection."""
+    """Name the groups: all of them, or an even selection."""
     count, shown = len(names), min(len(names), len(COLORS))
     chosen = sorted(set(np.linspace(0, count - 1, shown).round().astype(int).tolist()))
     color, name = colors(count), cut_apart(names, MAX_LETTERS)
@@ -73,7 +73,7 @@ def _legend(names: Sequence[str], y: float) -> list[str]:
 
 
 def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
-    """Draws one curve per group from its transfers' times in all trials; `times` have shape [trial, transfer]."""
+    """Draw one curve per group from its transfers' times in all trials; `times` have shape [trial, transfer]."""
     samples = max(one.size for one in times)
     least, most = min(float(one.min()) for one in times), max(float(one.max()) for one in times)
     of = "trials" if all(one.shape[1] == 1 for one in times) else "transfers"
@@ -99,7 +99,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
 
 
 def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
-    """Returns the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
+    """Return the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
     if samples <= most:
         return np.arange(samples)
     tail = samples - np.geomspace(1, samples, most // 2)
@@ -110,7 +110,7 @@ def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
 
 
 def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
-    """Draws one row for each of the groups whose transfers take longest, with one dot per transfer."""
+    """Draw one row for each of the groups whose transfers take longest, with one dot per transfer."""
     medians = np.array([np.median(one) for one in times])
     shown = sorted(np.argsort(-medians, kind="stable")[: len(COLORS)].tolist())
     color, trials = colors(len(times)), len(times[0])
@@ -145,7 +145,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
 
 
 def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
-    """Draws each collective's bus bandwidth by size, and what the links and any algorithm could reach."""
+    """Draw each collective's bus bandwidth by size, and what the links and any algorithm could reach."""
     entries, (scale, unit) = results["groups"], rate_unit(results)
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     slowest = min(speeds) / 1e9 * scale if speeds else 0.0  # an algorithm that avoids this link may be faster
@@ -182,7 +182,7 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
 
 
 def _size_label(size: int) -> str:
-    """Formats a tick: the exact size if it is a power of two, otherwise three digits."""
+    """Format a tick: the exact size if it is a power of two, otherwise three digits."""
     if size < 1000 or size & (size - 1) == 0:
         return size_text(size) + ("" if size % 1024 == 0 else " B")
     return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"
@@ -192,7 +192,7 @@ def _size_label(size: int) -> str:
 
 
 def _timeline(run: Run) -> str:
-    """Draws the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
+    """Draw the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
     found = groups(Workload.from_dict(run.record["workload"]))
     by_place = {place: color for color, group in zip(colors(len(found)), found, strict=True) for place in group.places}
     hosts = run.start_ns.shape[2]
@@ -215,7 +215,7 @@ def _timeline(run: Run) -> str:
 
 
 def _chosen_trials(run: Run) -> list[tuple[int, str]]:
-    """Returns the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
+    """Return the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
     kept = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
@@ -228,7 +228,7 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
 
 
 def _lanes(panel: Panel, run: Run, trial: int, color: dict[int, str]) -> None:
-    """Draws each rank's transfers pale, from start to end, and their rounds in full color with gaps between them."""
+    """Draw each rank's transfers pale, from start to end, and their rounds in full color with gaps between them."""
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
     rounds: dict[tuple[int, int], list[Sequence[int]]] = {}

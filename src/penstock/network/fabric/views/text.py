@@ -17,7 +17,7 @@ from penstock.report.text import print_unbroken, table, width_of
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
-    """Prints all of a run's figures. A table that does not fit the console's width is split in two.
+    """Print all of a run's figures. A table that does not fit the console's width is split in two.
 
     A run without a complete trial has no table.
     """
@@ -55,7 +55,7 @@ def _print_figures(results: dict[str, Any], console: Console) -> None:
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
-    """Returns a table with one row for each group of similar transfers, and one for the step.
+    """Return a table with one row for each group of similar transfers, and one for the step.
 
     `times` are the names from `TIMES` to show, followed by the mean; no mean is shown without them.
     """
@@ -74,7 +74,7 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
 def show_comparison(
     comparison: dict[str, Any], console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
 ) -> None:
-    """Prints two runs side by side, with their names and their reports' warnings, and which of their differences are
+    """Print two runs side by side, with their names and their reports' warnings, and which of their differences are
     more than chance."""
     for letter, name in zip("AB", names, strict=False):
         console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)

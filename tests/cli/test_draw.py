@@ -1,4 +1,4 @@
-"""`penstock show`: the picture says what the schedule and its timeline say, with colors and without."""
+"""`penstock draw`: the picture says what the schedule and its timeline say, with colors and without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._picture import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
-from penstock.report import panel_of
+from penstock.report import make_panel
 from penstock.report import svg as draw
 from penstock.schedule import Op, Schedule, check, generate, grid, names
 from penstock.schedule.grid import in_slots
@@ -32,12 +32,12 @@ def picture(text: str) -> list[str]:
 
 
 def timed(schedule: Schedule, forward: float = 2.0, comm: float = 0.5) -> Outcome:
-    return Outcome.simulated(schedule, CostOptions(forward=forward, backward_weight=1.5, comm=comm).read())
+    return Outcome.simulated(schedule, CostOptions(forward=forward, backward_weight=1.5, link_latency=comm).read())
 
 
 @pytest.mark.parametrize("name", names())
 def test_without_costs_it_is_the_grid(name: str) -> None:
-    text = output("show", "--schedule", name, *NUMBERS)
+    text = output("draw", "--schedule", name, *NUMBERS)
     assert picture(text) == picture(grid(generate(name, 4, 8), 80))
     assert max(map(len, text.splitlines())) <= 80
 
@@ -84,7 +84,7 @@ def test_lengths_are_in_proportion_to_time(schedule: Schedule, width: int, palet
 
 
 def test_lines_of_the_command_fit() -> None:
-    options = ("show", "--schedule", "zb-v", *NUMBERS, "--comm", "0.5")
+    options = ("draw", "--schedule", "zb-v", *NUMBERS, "--link-latency", "0.5")
     for width in (60, 120):
         text = output(*options, "--width", str(width), columns=150)
         assert max(map(len, picture(text))) <= width
@@ -92,7 +92,7 @@ def test_lines_of_the_command_fit() -> None:
 
 
 def test_legend_explains_small_letters_where_there_are_some() -> None:
-    options = ("show", "--schedule", "1f1b", *NUMBERS)
+    options = ("draw", "--schedule", "1f1b", *NUMBERS)
     assert ". idle; small letters: the action continues" in output(*options, "--forward", "2")
     assert "small letters" not in output(*options)
     assert "small" not in legend([generate("1f1b", 2, 4)], Palette.MANY, fills=True).plain
@@ -110,15 +110,15 @@ def test_palette_of_a_terminal(color_system: Any, palette: Palette) -> None:
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe"])
 def test_text_is_the_schedule_and_comms_add_its_messages(name: str) -> None:
     schedule = generate(name, 4, 8)
-    assert Schedule.parse(output("show", "--schedule", name, *NUMBERS, "--text")) == schedule
-    with_messages = Schedule.parse(output("show", "--schedule", name, *NUMBERS, "--comms"))
+    assert Schedule.parse(output("draw", "--schedule", name, *NUMBERS, "--text")) == schedule
+    with_messages = Schedule.parse(output("draw", "--schedule", name, *NUMBERS, "--with-messages"))
     assert any(action.op.is_send for row in with_messages.rows for action in row)
     assert not [violation for violation in check(with_messages) if violation.fatal]
 
 
 def test_json_has_when_each_action_runs() -> None:
-    made = as_json("show", "--schedule", "zb-v", *NUMBERS, "--forward", "3", "--comm", "2")
-    outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3, comm=2).read())
+    made = as_json("draw", "--schedule", "zb-v", *NUMBERS, "--forward", "3", "--link-latency", "2")
+    outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3, link_latency=2).read())
     assert made["makespan"] == outcome.timeline.makespan_seconds
     for row, track in zip(made["rows"], outcome.timeline.tracks, strict=True):
         assert row["actions"] == [str(action) for action in track.actions]
@@ -129,37 +129,37 @@ def test_json_has_when_each_action_runs() -> None:
 @needs_browser
 def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
-    assert output("show", "--schedule", "zb-v", *NUMBERS, "--svg", str(svg)) == f"wrote {svg}\n"
-    assert svg.read_text() == draw([panel_of(generate("zb-v", 4, 8))], "slots")
+    assert output("draw", "--schedule", "zb-v", *NUMBERS, "--svg", str(svg)) == f"wrote {svg}\n"
+    assert svg.read_text() == draw([make_panel(generate("zb-v", 4, 8))], "slots")
     options = ("--forward", "3", "--svg", str(svg), "--png", str(png), "--background", "dark", "--width", "600")
-    assert output("show", "--schedule", "zb-v", *NUMBERS, *options) == f"wrote {svg}\nwrote {png}\n"
+    assert output("draw", "--schedule", "zb-v", *NUMBERS, *options) == f"wrote {svg}\nwrote {png}\n"
     outcome = Outcome.simulated(generate("zb-v", 4, 8), CostOptions(forward=3).read())
-    drawn = draw([panel_of(outcome.schedule, outcome.timeline)], "time", background="dark", width=600)
+    drawn = draw([make_panel(outcome.schedule, outcome.timeline)], "time", background="dark", width=600)
     assert svg.read_text() == drawn
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200, "two dots a pixel"
 
 
 def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
     svg = tmp_path / "a.svg"
-    assert output("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2", "--svg", str(svg)) == f"wrote {svg}\n"
+    assert output("draw", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2", "--svg", str(svg)) == f"wrote {svg}\n"
     known = CostOptions(forward=2).read()
     found, _ = with_one_model(known, {name: generate(name, 4, 8) for name in ("gpipe", "zb-v")}, {})
-    assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found.values()], "time")
+    assert svg.read_text() == draw([make_panel(one.schedule, one.timeline) for one in found.values()], "time")
 
 
 def test_several_schedules_have_columns_of_one_length_in_the_terminal() -> None:
-    said = output("show", "--schedule", "gpipe,naive", *NUMBERS, columns=130)
+    said = output("draw", "--schedule", "gpipe,naive", *NUMBERS, columns=130)
     lengths = {len(line) for line in said.splitlines() if line.startswith("rank 0 |")}
     slots = [round(in_slots(generate(name, 4, 8)).makespan_seconds) for name in ("gpipe", "naive")]
     assert lengths == {len("rank 0 | ") + slot for slot in slots}
     assert "zb-v" not in said
-    left = output("show", "--schedule", "gpipe,chimera", "--ranks", "4", "--microbatches", "7")
-    assert "left out: chimera works with an even number of microbatches" in " ".join(left.split())
+    left = output("draw", "--schedule", "gpipe,chimera", "--ranks", "4", "--microbatches", "7")
+    assert "omitted: chimera works with an even number of microbatches" in " ".join(left.split())
 
 
 @pytest.mark.parametrize(("option", "name"), [("--svg", "a.png"), ("--png", "a.svg")])
 def test_a_picture_is_what_its_name_says(tmp_path: Path, option: str, name: str) -> None:
-    said = refusal("show", "--schedule", "1f1b", *NUMBERS, option, str(tmp_path / name))
+    said = refusal("draw", "--schedule", "1f1b", *NUMBERS, option, str(tmp_path / name))
     assert said.endswith(f"expected a name that ends in {option.replace('--', '.')}, such as {tmp_path}/a.{option[2:]}")
     assert not [*tmp_path.iterdir()]
 
@@ -167,14 +167,14 @@ def test_a_picture_is_what_its_name_says(tmp_path: Path, option: str, name: str)
 def test_png_needs_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     files = ("--svg", str(tmp_path / "x.svg"), "--png", str(tmp_path / "x.png"))
-    assert "install chromium" in refusal("show", "--schedule", "1f1b", *NUMBERS, *files)
+    assert "install chromium" in refusal("draw", "--schedule", "1f1b", *NUMBERS, *files)
     assert not [*tmp_path.iterdir()]
 
 
 def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
     path = tmp_path / "[red]mine[-].csv"
     path.write_text("0F0,0B0\n")
-    assert "[red]mine[-]: 1 rank, 1 microbatch, 1 chunk a rank" in output("show", "--csv", str(path))
+    assert "[red]mine[-]: 1 rank, 1 microbatch, 1 chunk a rank" in output("draw", "--csv", str(path))
 
 
 @pytest.mark.parametrize(
@@ -184,18 +184,24 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
         (["--schedule", "gpipe,none", *NUMBERS], "none"),
         (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: pass at least 16"),
         (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: the text has no times and no width"),
-        (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: the text has no times and no width"),
-        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the whole picture; leave out"),
-        (["--schedule", "1f1b", *NUMBERS, "--png", "x", "--text"], "--png: a file shows the whole picture"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--with-messages", "--width", "90"],
+            "--with-messages: the text has no times and no width",
+        ),
+        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the figure; omit"),
+        (["--schedule", "1f1b", *NUMBERS, "--png", "x", "--text"], "--png: a file shows the figure"),
         (
             ["--schedule", "1f1b", *NUMBERS, "--svg", "no/such/file"],
             "--svg no/such/file cannot be written: No such file or directory",
         ),
         (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: pass at least 1"),
-        (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background: only files have one"),
-        (["--schedule", "1f1b", *NUMBERS, "--text", "--background", "dark"], "--background: only files have one"),
-        (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),
+        (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background has no effect without --svg or --png"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--text", "--background", "dark"],
+            "--background has no effect without --svg or --png",
+        ),
+        (["--schedule", "1f1b", *NUMBERS, "--link-latency", "-1"], "--link-latency -1: expected a cost of 0 or more"),
     ],
 )
 def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:
-    assert says in refusal("show", *options)
+    assert says in refusal("draw", *options)

@@ -1,0 +1,100 @@
+"""What an optimizer of each rank gets: parameter groups by the unsplit model's names, and gradients clipped by one norm
+over all ranks.
+
+Groups are the same, in one order, on every rank. If they depended on what a rank holds, their number would differ,
+which neither a scheduler's list of rates nor a checkpoint allows; and an optimizer without any group raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock._base.errors import ArgumentError, check_flags
+from penstock.runtime.gradients.distribution import local, on_host, whole
+
+OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
+"""The optimizer's options for a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""
+
+
+def parameter_groups(
+    every: Iterable[tuple[str, nn.Parameter]], held: Iterable[tuple[str, nn.Parameter]], options_of: OptionsOf
+) -> list[dict[str, Any]]:
+    """Return one group for each kind of options, in the order in which the unsplit model's parameters first have them.
+
+    Args:
+        every: parameters of the unsplit model; those of other ranks have only their shapes, not their values.
+        held: this process's parameters, by the same names.
+
+    Raises:
+        ArgumentError: the options are not a dict, or hold parameters.
+    """
+    here = dict(held)
+    groups: list[dict[str, Any]] = []
+    kinds: list[dict[str, Any]] = []
+    for name, parameter in every:
+        options = options_of(name, parameter) if parameter.requires_grad else None
+        if options is None:
+            continue
+        if not isinstance(options, Mapping) or "params" in options:
+            raise ArgumentError(
+                f"the options of parameter {name!r} are {options!r}; expected a dict of the optimizer's options, "
+                "without 'params', such as {'weight_decay': 0.0}, or None to leave the parameter out"
+            )
+        if dict(options) not in kinds:
+            kinds.append(dict(options))
+            groups.append({"params": [], **options})
+        if name in here:
+            groups[kinds.index(dict(options))]["params"].append(here[name])
+    return groups
+
+
+def clip(
+    held: Mapping[str, Tensor],
+    order: Sequence[str],
+    gather: Callable[[dict[str, Tensor]], list[Any]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale this process's gradients; return the norm of all. Every rank calls it.
+
+    Args:
+        held: the gradients, by their parameters' names.
+        order: the names of all parameters, in the order in which norms are added.
+        gather: gives each process's object to all.
+        max_norm, norm_type, error_if_nonfinite: see `Pipeline.clip_grad_norm_`.
+    """
+    check_flags(error_if_nonfinite=error_if_nonfinite)
+    max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    mine = on_host([whole(torch.linalg.vector_norm(grad, norm_type)) for grad in held.values()])
+    norms = {name: norm for part in gather(dict(zip(held, mine, strict=True))) for name, norm in part.items()}
+    ordered = [norms[name] for name in order if name in norms]
+    total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type:g} is non-finite ({float(total):g}), so it cannot be "
+            "clipped; pass error_if_nonfinite=False to scale by it anyway, or check_finite=True to "
+            "penstock.pipeline to find where it begins"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in held.values():
+        local(grad).mul_(factor)  # a scalar on the CPU goes along with the call; a copy would wait for the device
+    return total
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number, also from a tensor, or "inf", as torch takes it."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not number >= 0:
+        raise ArgumentError(
+            f"{name}={value!r}: expected a number of at least 0; the parameters are the pipeline's, and are not passed"
+        )
+    return number
