@@ -448,7 +448,7 @@ def test_balance_is_what_the_stages_share() -> None:
 
 def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
-    monkeypatch.setattr(command, "generators", lambda: [schedule_spec(name) for name in names])
+    monkeypatch.setattr(command, "schedule_specs", lambda: [schedule_spec(name) for name in names])
     given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-full-batch")
     result = verify("cases.py:good", *given)
     assert result.exit_code == 0

@@ -21,8 +21,8 @@ def test_memory_of_other_ranks_stages_is_free(ranks3: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("transport", "broadcast_loss"), [("auto", True), ("distributed", False)])
-def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: TransportChoice, share_loss: bool) -> None:
-    assert ranks3.run(jobs.end_early, transport, share_loss) == [3, 3, 3]
+def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: TransportChoice, broadcast_loss: bool) -> None:
+    assert ranks3.run(jobs.end_early, transport, broadcast_loss) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.long), "distributed"])

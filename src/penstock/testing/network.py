@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from penstock._base.errors import ArgumentError
+from penstock._base.second_names import also
 from penstock.network import nodes
 from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
@@ -120,6 +121,7 @@ class BadNetwork:
         return self.machines.told() or {}
 
 
+@also(own="host_links")
 @contextmanager
 def bad_network(
     hosts: int,
@@ -152,7 +154,9 @@ def bad_network(
         FabricError: this machine cannot make hosts; `bad_network_unavailable_reason` tells you beforehand.
     """
     if link is None and (host_links or shaper != AUTO or scenario):
-        raise ArgumentError("own=, shaper= and scenario= are of links: pass link= as well, what joins the other hosts")
+        raise ArgumentError(
+            "host_links=, shaper= and scenario= are of links: pass link= as well, what joins the other hosts"
+        )
     topology, events = None, tuple[Event, ...]()
     if link is not None:
         topology = Topology(
