@@ -102,3 +102,7 @@ def test_an_average_over_parameters_of_two_ranks_is_refused_in_the_script_and_ke
     assert len(said) == 1
     assert "has no values on this rank" in said[0]
     assert ranks2.run(jobs.average, True) == ["", ""]
+
+
+def test_outputs_of_any_dtype_and_layout_reach_all_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(jobs.odd_outputs) == [[], []]

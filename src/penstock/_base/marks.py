@@ -46,7 +46,7 @@ def _tell(called: Callable[[], object]) -> None:
 
 @contextmanager
 def computing(stage: int | None, microbatch: int | None) -> Iterator[None]:
-    """Wrap a computation, or all those of a step. Restores what was before, if it ran within another step."""
+    """Wrap a computation, or all those of a step. Restore what was before, if it ran within another step."""
     before = NOW.stage, NOW.microbatch
     NOW.stage, NOW.microbatch = stage, microbatch
     try:

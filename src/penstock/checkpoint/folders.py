@@ -57,7 +57,7 @@ def is_whole(path: Path) -> bool:
 
 
 def prepare(parent: Path, step: int) -> Path:
-    """Make a new folder to write a checkpoint to, in one that this job owns. Deletes or repairs what a crash left.
+    """Make a new folder to write a checkpoint to, in one that this job owns. Delete or repair what a crash left.
 
     Raises OSError.
     """

@@ -21,7 +21,7 @@ def demo(
     steps: int = option("Number of batches to train on.", default=60),
     out: Path = option("Directory for the timeline and the metrics.", default=Path("runs/demo")),
 ) -> None:
-    """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
+    """Train a small GPT on Python's own source code in a pipeline. It takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
     print(introduction(settings), flush=True)
     status = 1

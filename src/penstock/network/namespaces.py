@@ -23,7 +23,7 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
-    """Run `work` in the namespace with this file, or in a temporary one; return or raises what it does. Raise OSError:
+    """Run `work` in the namespace with this file, or in a temporary one; return or raise what it does. Raise OSError:
     the namespace cannot be joined or created."""
 
     def run() -> T:

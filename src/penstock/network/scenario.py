@@ -146,7 +146,7 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """Advance to this moment, which is not before the last one: updates `state`, and return what has changed in
+        """Advance to this moment, which is not before the last one: update `state`, and return what has changed in
         words. Steps count from 0; -1 before the first has begun."""
         said = [f"over: {event.text}" for event, end in self._holding if end <= seconds]
         self._holding = [(event, end) for event, end in self._holding if end > seconds]

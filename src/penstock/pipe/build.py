@@ -99,7 +99,7 @@ def pipeline(
     run_dir: RunConfig | str | os.PathLike[str] | None = None,
     verify: bool | None = None,
 ) -> Pipeline:
-    """Split a model into stages and prepares them for training.
+    """Split a model into stages and prepare them for training.
 
     Under torchrun every process makes the same call, with the same model built from the same seed. Each keeps only its
     own stages: the other parameters of `model` are moved to the meta device, so that their memory is free.

@@ -377,7 +377,7 @@ class Pipeline:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, end the watchdog and releases process groups. The parameters stay."""
+        """Remove hooks, end the watchdog and release process groups. The parameters stay."""
         self.session.close()
 
     def __repr__(self) -> str:

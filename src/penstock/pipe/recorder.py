@@ -183,7 +183,7 @@ class Recorder:
         self._writer.start()
 
     def _write(self) -> None:
-        """Read the losses of the steps noted so far, and hands the steps to the thread."""
+        """Read the losses of the steps noted so far, and hand the steps to the thread."""
         while self._noted:
             record, shared = self._noted[0]
             loss = None if shared is None else shared.read()

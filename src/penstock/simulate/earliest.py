@@ -43,7 +43,7 @@ def run(
     first: Any, need: Any, work: Any, seconds: Any, lag: Any, paired: Any, hold: Any,
     turns: Any, at: Any, begin: Any, starts: Any, ends: Any,
 ) -> int:  # fmt: skip
-    """Run every rank ahead until it needs what has not run, and resumes it from the rank that runs that.
+    """Run every rank ahead until it needs what has not run, and resume it from the rank that runs that.
 
     Args:
         first: the first node of each rank, then the number of nodes.

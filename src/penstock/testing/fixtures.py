@@ -17,7 +17,7 @@ from penstock.testing import network
 
 @pytest.fixture
 def bad_network() -> Callable[..., AbstractContextManager[network.BadNetwork]]:
-    """`penstock.testing.bad_network`. Skips the test, saying why, if this machine cannot make one."""
+    """Return `penstock.testing.bad_network`. Skip the test, saying why, if this machine cannot make one."""
     reason = network.bad_network_unavailable_reason()
     if reason is not None:
         pytest.skip(reason)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock import pipeline, verify
 from penstock._base.errors import PartitionError
+from penstock.partition.recorder import foreign
 from penstock.runtime.exact.streams import key_of, mix
 from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven
@@ -188,3 +189,15 @@ def test_spec_augment_and_layer_drop() -> None:
     model.freeze_feature_encoder()
     inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
     verify(model, (), kwargs=inputs, ranks=4, microbatches=2).raise_if_failed()
+
+
+def test_a_bit_generator_of_the_users_own_is_looked_at() -> None:
+    """numpy's legacy form of the state is a dict then, whose keys never change."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        states = foreign.states()
+        np.random.random()
+        assert foreign.states() != states
+    finally:
+        np.random.set_bit_generator(before)

@@ -429,3 +429,18 @@ def test_a_result_that_waits_in_memory_which_its_module_writes_into(break_in_ste
     assert report().ok
     break_in_step(exact, "handed_on", lambda values: [None if value is None else value.detach() for value in values])
     assert {row.kind for row in report().failures} == {"output"}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_values_that_share_memory_with_each_other_are_not_copied(grad: bool) -> None:
+    """A chunk of another value, or its view, in any order."""
+    sharing: list[Callable[[Tensor], list[Tensor | None]]] = [
+        lambda whole: [*whole.chunk(3)],
+        lambda whole: [whole, None, whole.view(-1)],
+        lambda whole: [whole.view(-1), whole],
+    ]
+    for share in sharing:
+        values = share(torch.randn(6, 4, requires_grad=grad) * 2)
+        places = [None if value is None else value.data_ptr() for value in values]
+        handed_on = exact.handed_on(values)
+        assert [None if value is None else value.data_ptr() for value in handed_on] == places

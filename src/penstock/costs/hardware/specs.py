@@ -85,7 +85,7 @@ class DeviceSpec:
                 raise ArgumentError(f"device {self.key!r}: {what}: {quoted(value)}; expected a number above 0")
 
     def peak(self, dtype: str) -> float:
-        """Operations a second of matrix products in this dtype; "tf32" is float32 on a device that has none.
+        """Return the operations per second of matrix products in this dtype; "tf32" is float32 on a device without it.
 
         Raises:
             ArgumentError: the vendor states none; names the dtypes that have one.

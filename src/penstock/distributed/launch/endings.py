@@ -91,7 +91,7 @@ def await_culprit(rank: int) -> None:
 
 
 def register_run(folder: Path) -> None:
-    """Has the launcher say in the folder of a run, too, what it says last."""
+    """Have the launcher say in the folder of a run, too, what it says last."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
             _add(path, {_FOLDER: str(folder.resolve())})

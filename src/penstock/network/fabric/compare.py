@@ -123,7 +123,7 @@ def _tested(
 
 
 def _judge(found: Sequence[dict[str, Any]]) -> None:
-    """Correct p-values with Holm's method over all tests. Adds a verdict, "differs" if any is below 5%, and in
+    """Correct p-values with Holm's method over all tests. Add a verdict, "differs" if any is below 5%, and in
     `differs_in` which."""
     tests = [(one["p_values"], name) for one in found for name, p in one["p_values"].items() if p is not None]
     corrected = holm([ps[name] for ps, name in tests])

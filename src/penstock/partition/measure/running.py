@@ -161,7 +161,7 @@ class RunningUnit:
         return outputs
 
     def run(self, backward: Backward = Backward.WHOLE) -> None:
-        """Times the forward and such a backward."""
+        """Time the forward and such a backward."""
         step = self.step(self.inputs, backward)
         _go_on(step, PARTS)
         settle(self._device)

@@ -159,7 +159,7 @@ class Writer:
 
     @contextmanager
     def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
-        """Surround writing a call: builds its containers before it, and take out what it left in them after it."""
+        """Surround writing a call: build its containers before it, and take out what it left in them after it."""
         changed = given.changed()
         made, flat = given.given(changed)
         for value in (given.containers[index] for index in changed):

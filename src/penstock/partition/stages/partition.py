@@ -162,7 +162,7 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
 
 
 def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
-    """Raise PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
+    """Raise PartitionError if a parameter or buffer that training needs is on no stage, and name it."""
     recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
@@ -188,7 +188,7 @@ def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """Note on parameters that no stage holds because the forward does not use them."""
+    """Return the notes on parameters that no stage holds because the forward does not use them."""
     on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:

@@ -145,7 +145,7 @@ class Gate(nn.Module):
         self.has_run = True
 
     def forward(self, decision: Any, *values: Any) -> tuple[Tensor, ...]:
-        """Run the branch or skips it. `values`: what to pass on for each output if skipped, then what it needs."""
+        """Run the branch or skip it. `values`: what to pass on for each output if skipped, then what it needs."""
         self.has_run = bool(decision) == self.runs_if
         if self.has_run:
             outputs: tuple[Tensor, ...] = self.inside(*values[self.outputs :])

@@ -165,7 +165,8 @@ def predict_step(job: TrainingConfig, machine: ClusterSpec, layout: ParallelLayo
 
 
 def optimizer_seconds(job: TrainingConfig, machine: ClusterSpec, parameters: float) -> float:
-    """Adam reads and writes parameters, reads gradients, and reads and writes its state, all for its own shard."""
+    """Return the seconds of Adam, which reads and writes parameters, reads gradients, and reads and writes its state,
+    all for its own shard."""
     moved = (2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES) / job.optimizer_shards
     return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_efficiency)
 

@@ -85,7 +85,7 @@ class Streams:
 
     @contextmanager
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
-        """Wrap a step: draws come from these streams. Restores the user's generators afterwards."""
+        """Wrap a step: draws come from these streams. Restore the user's generators afterwards."""
         # Always includes the CPU's: checkpointing restores that one, whatever the device.
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()

@@ -208,7 +208,7 @@ class Control:
         self.watchdog.position = before
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Wrap a wait for all other ranks outside a step: if one is lost, this rank says so and end."""
+        """Wrap a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
         return self.waiting_for(what, self.others)
 
     @contextmanager
@@ -304,7 +304,7 @@ class Control:
         return error
 
     def close(self) -> None:
-        """End the watchdog and releases the process groups."""
+        """End the watchdog and release the process groups."""
         if self.groups is not None and not self.failed:
             with self.waiting("close"):  # NCCL may wait for the other ranks
                 self.groups.close()

@@ -375,7 +375,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the watchdog, remove hooks, and releases the process groups."""
+        """End the watchdog, remove hooks, and release the process groups."""
         self.held = {}
         atexit.unregister(self._close_at_exit)
         self.streams.close()

@@ -152,7 +152,7 @@ class BoundStage:
         return forward_or_keep
 
     def _run(self, microbatch: int, *, drops: bool = False, again: bool = False) -> Callable[[list[Any]], None]:
-        """Run the stage's code, and the loss if there is one. Empties the inputs.
+        """Run the stage's code, and the loss if there is one. Empty the inputs.
 
         Args:
             drops: whether backward starts from a later run. Only that one computes the loss, which may count or write
@@ -272,7 +272,7 @@ class BoundStage:
         return run_again
 
     def _autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
-        """Run backward from the roots that have a gradient. Empties the gradients."""
+        """Run backward from the roots that have a gradient. Empty the gradients."""
         run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._split[microbatch]
         if split is not None:
             run = within(partial(split.input_gradients, microbatch), run)

@@ -90,7 +90,7 @@ class DeferredNorms(BatchNorms):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Wrap a forward: notes what enters the modules in this microbatch's first run, but not in backward."""
+        """Wrap a forward: note what enters the modules in this microbatch's first run, but not in backward."""
         self._microbatch = microbatch
         try:
             yield
@@ -263,7 +263,7 @@ class CheckpointedNorms(Feature):
         self._norms = {module: known for module, known in self._norms.items() if known is not False}
 
     def _update(self, microbatch: int, module: nn.Module, args: Any) -> None:
-        """Called before a call in a forward: makes the update that backward will not make."""
+        """Make, before a call in a forward, the update that backward will not make."""
         if not module.training:
             return
         if self._norms[module] is None:

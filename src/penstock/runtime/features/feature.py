@@ -71,7 +71,7 @@ class Rerun(Protocol):
         """
 
     def as_before(self) -> Context:
-        """Wrap the second run: gives the stage the state that the first run found, and restore it afterwards."""
+        """Wrap the second run: give the stage the state that the first run found, and restore it afterwards."""
 
 
 class Feature:
@@ -80,7 +80,7 @@ class Feature:
     """
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """Replace a stage's code before anything else looks at it. Takes and returns one stage per microbatch; they
+        """Replace a stage's code before anything else looks at it. It takes and returns one stage per microbatch; they
         differ in shapes, and those of different kinds in everything but what `any_use` joins."""
         return stages
 

@@ -68,7 +68,7 @@ class ForwardAttributes(Feature):
         self._is_first, self._learning = self._latest < 0, True
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Wrap a forward: keeps what it sets."""
+        """Wrap a forward: keep what it sets."""
         return self._keeping(microbatch) if self._learning or self._known else NOTHING
 
     @contextmanager
@@ -96,16 +96,16 @@ class ForwardAttributes(Feature):
                     yield (position, name), was.get(name, MISSING)
 
     def backward(self, microbatch: int) -> Context:
-        """Wrap a backward: restores what its forward set."""
+        """Wrap a backward: restore what its forward set."""
         return self._restoring(microbatch, ends=microbatch not in self._splits) if self._known else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Wrap W, in which hooks on the gradients of parameters run: restores what the I part left."""
+        """Wrap W, in which hooks on the gradients of parameters run: restore what the I part left."""
         return self._restoring(microbatch, ends=True) if self._known else NOTHING
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
-        """Wrap the stage's forward when it runs again within a backward: restores what it found the first time."""
+        """Wrap the stage's forward when it runs again within a backward: restore what it found the first time."""
         if microbatch in self._kept:
             self._put(self._kept[microbatch].before)
         yield

@@ -231,7 +231,7 @@ class Offload(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Wrap a forward: sends what it saves to the host, unless its graph is dropped."""
+        """Wrap a forward: send what it saves to the host, unless its graph is dropped."""
         if runs_again or microbatch not in self._trips.any:
             yield
             return
@@ -246,7 +246,7 @@ class Offload(Feature):
             self._sent.clear()
 
     def past(self, action: Action) -> None:
-        """Called once the computation after one of these has ended: frees what a forward sent."""
+        """Free what a forward sent, once the computation after one of these has ended."""
         if action.op is Op.F:
             assert action.microbatch is not None
             self._free(action.microbatch)
@@ -357,7 +357,7 @@ def _alive(refs: Iterable[weakref.ref[Away]]) -> Iterator[Away]:
 
 
 def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> list[str]:
-    """Note on what offload does not do.
+    """Return the notes on what offload does not do.
 
     Args:
         offload: one per stage of the model.

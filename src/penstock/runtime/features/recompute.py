@@ -46,7 +46,7 @@ KEPT_FORWARDS: Mapping[str, Keeping] = {
 
 
 def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
-    """Note on which forwards run again: one line for all stages that do the same.
+    """Return the notes on which forwards run again: one line for all stages that do the same.
 
     Args:
         policies: one per stage of the model.

@@ -147,7 +147,7 @@ class SplitBackward:
         return exact.NOTHING if put is None or not missed else self._kept_until_w(early, missed)
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Run W: sums each parameter's terms of a microbatch in autograd's order, and add them to `.grad` once."""
+        """Run W: sum each parameter's terms of a microbatch in autograd's order, and add them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
         left: dict[int, int] = {}  # a `Counter` takes longer to make
         for call in waiting:

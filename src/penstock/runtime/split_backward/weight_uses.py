@@ -87,7 +87,7 @@ class WeightUses(AbstractContextManager[None]):
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Wrap an ordinary forward: notes the calls whose weight gradient could wait."""
+        """Wrap an ordinary forward: note the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()

@@ -105,7 +105,7 @@ class BoundSchedules:
         return iter([cached.bound for cached in self._cached.values()])
 
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
-        """Record microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
+        """Record microbatches, and bind a schedule to them. `cut` is None on ranks that do not look at inputs."""
         partitions = self._split.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)

@@ -93,7 +93,7 @@ class Writer:
             del self._files[:-_MAX_FILES]
 
     def hurry(self) -> None:
-        """Has the thread write what there is now."""
+        """Have the thread write what there is now."""
         self._woken.set()
 
     def end(self, seconds: float | None = None) -> None:
@@ -167,7 +167,7 @@ class Writer:
 
 
 def begin(path: Path, about: RunInfo, first_step: int, earlier: RunInfo | None) -> None:
-    """Make the folder of a run, or continues the one that is there.
+    """Make the folder of a run, or continue the one that is there.
 
     Args:
         first_step: the number of its first step. If that is 1, whatever was there is set aside.

@@ -255,7 +255,7 @@ Part = Stepwise | Engine
 
 
 def wrong(part: Part) -> str | None:
-    """Run a transfer once and describes what is wrong with its result; None if it is right."""
+    """Run a transfer once and describe what is wrong with its result; None if it is right."""
     place = part.place
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
