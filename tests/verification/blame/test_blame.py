@@ -66,6 +66,22 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         assert f"<title>{action}: " in text, "what ranks did, by the clock"
 
 
+def test_a_module_that_ranks_know_by_another_name_draws_what_it_drew() -> None:
+    """A dropout held twice: by its first name in the unsplit model, by its second on a stage."""
+    model = nn.Module()
+    model.drop = nn.Dropout(0.5)
+    model.net = nn.Sequential(nn.Linear(3, 3), model.drop)
+    x = torch.ones(4, 3)
+    torch.manual_seed(5)
+    state, drawn = torch.get_rng_state(), model.net(x)
+    trail = Trail(1, ["net", "net.0", "drop"], random={("net.1", 0, 0): state})
+    torch.manual_seed(6)
+    with trail.following(model, {}):
+        trail.begin(0)
+        assert torch.equal(model.net(x), drawn)
+    assert not any(place.name == "net.1" for place in trail.values)
+
+
 def test_a_page_frames_the_wrong_action() -> None:
     timeline = simulate(generate("1f1b", 2, 2), StageCost(1.0, 1.0, 1.0))
     for action, framed in (("1RECV_F1", "1F1"), ("0B0", "0B0"), ("0RECV_B1", "0B1"), ("clipping", None)):
