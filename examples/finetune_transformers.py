@@ -89,9 +89,9 @@ def save(pipe, tokenizer, folder):
     For a model that is too large for one process: `penstock.checkpoint.export_safetensors`.
     """
     weights = {}
-    for part in pipe.gather({name: tensor.cpu() for name, tensor in pipe.state_dict().items()}):
+    for part in pipe.all_gather_object({name: tensor.cpu() for name, tensor in pipe.state_dict().items()}):
         weights.update(part)
-    if pipe.is_first:
+    if pipe.is_main_process:
         pipe.model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
@@ -127,10 +127,10 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             loss, rate = evaluate(pipe, held_out), scheduler.get_last_lr()[0]
-            if pipe.is_first:
+            if pipe.is_main_process:
                 print(f"epoch {epoch}  loss {float(result.loss):.6f}  held out {loss:.6f}  rate {rate:.2e}", flush=True)
         save(pipe, tokenizer, options.folder)
-        if pipe.is_first:
+        if pipe.is_main_process:
             continue_a_text(options.folder)
 
 

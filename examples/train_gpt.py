@@ -88,7 +88,7 @@ def main():
             optimizer.zero_grad()
             if step % 20 == 0 or step == options.steps:
                 value = float(result.loss)  # the same on every rank
-                if pipe.is_first:
+                if pipe.is_main_process:
                     print(f"step {step:4d}  loss {value:.6f}", flush=True)
 
 

@@ -63,7 +63,7 @@ def main():
             optimizer.zero_grad()
             if pipe.step_count % 20 == 0:
                 value = float(result.loss)  # of the whole batch, on every rank
-                if pipe.is_first:
+                if pipe.is_main_process:
                     print(f"step {pipe.step_count:4d}  loss {value:.4f}  norm {norm:.4f}", flush=True)
         checkpoint.save(options.folder, pipe, optimizer)
 

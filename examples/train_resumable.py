@@ -52,7 +52,7 @@ def main():
             optimizer.zero_grad()
             scheduler.step()
             loss = float(result.loss)
-            if pipe.is_first:
+            if pipe.is_main_process:
                 print(f"step {pipe.step_count:3d}  loss {loss:.6f}", flush=True)
             if pipe.step_count % options.every == 0:
                 checkpoint.save(

@@ -110,7 +110,7 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             loss, right = float(result.loss), accuracy(pipe, held_out)
-            if pipe.is_first:
+            if pipe.is_main_process:
                 print(f"epoch {epoch}  loss {loss:.6f}  held out {right:.1%} right", flush=True)
 
 

@@ -136,7 +136,7 @@ def main():
             result = pipe.step(x, target=x.sum(1, keepdim=True))
             optimizer.step()
             optimizer.zero_grad()
-            if pipe.is_first:
+            if pipe.is_main_process:
                 print(f"step {step}  loss {float(result.loss).hex()}", flush=True)
 
 

@@ -16,7 +16,7 @@ from scaffolding import memory_held
 from scaffolding.ranks import Ranks
 
 SCHEDULES = (("gpipe", {}), ("1f1b", {}), ("interleaved-1f1b", {"chunks": 2}), ("zb-h1", {}))
-KINDS = ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"gradient_dtype": torch.float32}))
+KINDS = ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"grad_dtype": torch.float32}))
 
 
 def rows(ranks: int) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def rows(ranks: int) -> list[dict[str, Any]]:
                             "ranks": ranks,
                             "rank": rank,
                             "dtype": str(dtype),
-                            "gradients": str(also.get("gradient_dtype", dtype)),
+                            "gradients": str(also.get("grad_dtype", dtype)),
                             "predicted_bytes": one,
                             "measured_bytes": other,
                             "error": one / other - 1,

@@ -241,7 +241,7 @@ def judged(make: Callable[[], Case]) -> tuple[str, str]:
             ranks = 2 if _check_size(case.model) > WEIGHTY else 4
         except Exception as error:
             return "left out", str(error)
-        given = {"target": case.target, "loss_fn": case.loss, "ranks": ranks, "microbatches": 2, "whole_batch": False}
+        given = {"target": case.target, "loss_fn": case.loss, "ranks": ranks, "microbatches": 2, "full_batch": False}
         report = penstock.verify(case.model, case.args, case.kwargs, **given)
         return ("exact" if report.ok else "differs"), str(report)
     except penstock.PenstockError as error:

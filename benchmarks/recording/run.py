@@ -52,14 +52,14 @@ def main() -> None:
     given = {"loss": nn.functional.mse_loss, "microbatches": MICROBATCHES, "devices": options.device}
     with penstock.pipeline(layers, (x,), **given) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
-        (folder,) = {*pipe.gather(tempfile.mkdtemp() if pipe.is_first else None)} - {None}
+        (folder,) = {*pipe.all_gather_object(tempfile.mkdtemp() if pipe.is_main_process else None)} - {None}
         taken(pipe, x, optimizer, WARM_UP)
         pairs = [
             pair(pipe, x, optimizer, options.block, Path(folder) / str(n), recorded_first=n % 2 == 1)
             for n in range(options.rounds)
         ]
-        everyone = pipe.gather(pairs)
-        if pipe.is_first:
+        everyone = pipe.all_gather_object(pairs)
+        if pipe.is_main_process:
             rounds = [combined(of_round) for of_round in zip(*everyone, strict=True)]
             print(json.dumps({**vars(options), "processes": len(everyone), **told(rounds, options.block)}))
 
@@ -83,7 +83,7 @@ def pair(
         if recorded and pipe.session.recorder is not None:
             pipe.session.recorder.close()
             pipe.session.recorder = None
-            assert not pipe.is_first or len(read_run(folder).steps()) == WARM_UP + steps
+            assert not pipe.is_main_process or len(read_run(folder).steps()) == WARM_UP + steps
     return {name: (found[False][name], found[True][name]) for name in CLOCKS}
 
 

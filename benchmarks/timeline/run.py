@@ -50,8 +50,8 @@ def main() -> None:
     ) as pipe:
         pairs = [taken(pipe, x, timed_first=number % 2 == 1) for number in range(WARM_UP + options.rounds)][WARM_UP:]
         actions = sum(map(len, pipe.schedule.rows))
-        everyone = pipe.gather(pairs)
-        if pipe.is_first:
+        everyone = pipe.all_gather_object(pairs)
+        if pipe.is_main_process:
             rounds = [combined(of_round) for of_round in zip(*everyone, strict=True)]
             print(json.dumps({**vars(options), "processes": len(everyone), "actions": actions, **told(rounds)}))
 

@@ -12,7 +12,7 @@ from penstock.schedule.timeline import Span, Timeline
 def from_nanoseconds(rows: Sequence[Sequence[tuple[Action, int, int, int]]], *, in_turns: bool = False) -> Timeline:
     """Each rank's (action, begin, ready, end), in order."""
     actions = [Row([action for action, *_ in row]) for row in rows]
-    return Timeline.from_rows(actions, [[times for _, *times in row] for row in rows], in_turns=in_turns)
+    return Timeline.from_rows(actions, [[times for _, *times in row] for row in rows], serialized=in_turns)
 
 
 def merged(rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timeline:

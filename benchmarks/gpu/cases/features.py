@@ -28,7 +28,7 @@ FEATURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "offload, split backward": ("gpt", "float32", "zb-h1", {"offload": True}),
     "offload and recompute": ("gpt", "autocast", "gpipe", {"offload": True, "recompute": "always"}),
     "deferred batch norm": ("convnet", "float32", "1f1b", {"deferred_batch_norm": True}),
-    "gradients in float32": ("gpt", "bf16", "zb-h1", {"gradient_dtype": torch.float32}),
+    "gradients in float32": ("gpt", "bf16", "zb-h1", {"grad_dtype": torch.float32}),
     "check_finite": ("gpt", "float32", "1f1b", {"check_finite": True}),
 }
 """By name: model, precision, schedule and options."""

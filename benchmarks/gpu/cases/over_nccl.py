@@ -131,7 +131,7 @@ def proof(
 ) -> Found:
     """`verify`, whose two steps differ over NCCL: in the first one layouts are learned."""
     make_repeatable(setting)
-    options = {"transport": "distributed", "whole_batch": False, "small": True, **options}
+    options = {"transport": "distributed", "full_batch": False, "small": True, **options}
     with nccl.messages(setting) as sent:
         found = prove(setting, model, precision, schedule, **options)
     return _with_messages(found, sent, bytes_at_least)

@@ -97,7 +97,7 @@ def prove(
     made = MODELS[name](not setting.is_real if small is None else small)
     made = made.to(torch.bfloat16) if precision == "bf16" else made
     if setting.device == "standin" and name == "convnet":  # it converts no module to double precision there
-        options = {"whole_batch": False, **options}
+        options = {"full_batch": False, **options}
     with context(setting, precision):
         report = penstock.verify(
             made.model,

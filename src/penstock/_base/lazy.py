@@ -88,7 +88,10 @@ class _Moved:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         assert module.__spec__ is not None
-        sys.modules[module.__name__] = import_module(module.__spec__.loader_state)
+        now = sys.modules[module.__name__] = import_module(module.__spec__.loader_state)
+        for old, new in renamed.items():  # a module of before has its names of before
+            if new in vars(now):
+                vars(now).setdefault(old.rpartition(".")[2], vars(now)[new])
 
 
 sys.meta_path.insert(0, _Moved)

@@ -152,16 +152,17 @@ def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        known = [*parameters, *names]
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        second_names = {second: name for second, name in names.items() if takes_any or name in parameters}
+        known = [*parameters, *second_names]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given: dict[str, Any] = kwargs
             for name in () if takes_any else given.keys() - set(known):
-                raise TypeError(f"{function.__name__}() has no argument {name}={nearest(name, known, names)}")
-            for second in names.keys() & given.keys():
-                name = names[second]
+                raise TypeError(f"{function.__name__}() has no argument {name}={nearest(name, known, second_names)}")
+            for second in second_names.keys() & given.keys():
+                name = second_names[second]
                 if name in given:
                     raise ArgumentError(f"{second}= and {name}= are one argument by two names: pass one of them")
                 given[name] = given.pop(second)
@@ -177,8 +178,16 @@ def formerly(**names: str) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         for old, name in names.items():
-            setattr(cls, old, property(attrgetter(name)))
-        cls.__init__ = also(**names)(cls.__init__)  # type: ignore[method-assign]
+            setattr(cls, old, property(attrgetter(name), doc=f"Former name of `{name}`, until 0.2."))
+        original = cls.__init__
+
+        @wraps(original)
+        def init(self: T, *args: Any, **kwargs: Any) -> None:
+            for old in names.keys() & kwargs.keys():
+                kwargs[names[old]] = kwargs.pop(old)  # `dataclasses.replace` passes the new name, too
+            original(self, *args, **kwargs)
+
+        cls.__init__ = init  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate

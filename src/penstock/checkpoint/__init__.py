@@ -29,5 +29,5 @@ __all__ = [
     "wait_for_save",
 ]
 
-weights = init_from_weights  # until 0.2
+weights = init_from_weights  # until 0.2; hides the module of that name
 __getattr__ = old_names(__name__)

@@ -153,7 +153,7 @@ def write_file(
     data: Iterable[Tensor],
     alone: Around = nullcontext,
 ) -> None:
-    """Write a `safetensors` file under a temporary name, then renames it.
+    """Write a `safetensors` file under a temporary name, then rename it.
 
     Args:
         path: the file.

@@ -69,7 +69,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
     """Read weights into a pipeline's model. Every rank calls it, and reads only the tensors of its own stages.
 
     Args:
-        path: as for `weights`.
+        path: as for `init_from_weights`.
         pipe: a pipeline of a model whose names the file uses; a tied tensor may have any of its names.
         strict: whether the file must contain exactly the model's parameters and persistent buffers.
 
@@ -157,8 +157,8 @@ class Source:
 
 
 def source_of(path: str | Path) -> Source:
-    """What is at a path, as for `weights`. Raise ArgumentError if that is none of these, and CheckpointError if a file
-    is damaged."""
+    """Open what is at a path, as for `init_from_weights`. Raise ArgumentError if that is none of these, and
+    CheckpointError if a file is damaged."""
     path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():
         return _in_files([path])
@@ -184,7 +184,7 @@ def source_of(path: str | Path) -> Source:
 
 
 def _in_files(paths: Sequence[Path]) -> Source:
-    """Those of `safetensors` files. A file is open only while it is read, so that its pages can be freed."""
+    """Return the weights in `safetensors` files. A file is open only while it is read, to free its pages."""
     path_of: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
@@ -200,7 +200,7 @@ def _in_files(paths: Sequence[Path]) -> Source:
 
 
 def _in_checkpoint(path: Path) -> Source:
-    """Those of the model in a checkpoint."""
+    """Return the weights of the model in a checkpoint."""
     reader = Reader(path)
 
     def fill(tensor: Tensor, name: str) -> None:

@@ -77,8 +77,8 @@ Key = TypeVar("Key")
 def with_one_model(
     costs: Costs, schedules: Mapping[Key, Schedule], left_out: Mapping[Key, str], *, whole: bool = False
 ) -> tuple[dict[Key, Outcome], dict[Key, str]]:
-    """Schedules that train the same model, simulated, and why others are left out: as in `left_out`, or since the costs
-    do not fit them. `whole`: as for `Costs.for_model_of`. Raise ArgumentError if they fit none."""
+    """Simulate schedules that train the same model, and return why others are left out: as in `left_out`, or since the
+    costs do not fit them. `whole`: as for `Costs.for_model_of`. Raise ArgumentError if they fit none."""
     found, reasons = dict[Key, Outcome](), dict(left_out)
     for key, schedule in schedules.items():
         try:

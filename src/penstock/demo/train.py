@@ -36,7 +36,7 @@ LINE_EVERY = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Verify one step, trains, and show the result. Every process runs this; only the first one prints."""
+    """Verify one step, train, and show the result. Every process runs this; only the first one prints."""
     settings = parse(arguments)
     first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not first, highlight=False)
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def verify(settings: Settings, corpus: Corpus) -> penstock.VerificationReport:
-    """Proves, in these very processes, that a step of the pipeline equals a step of the unsplit model.
+    """Verify, in these very processes, that a step of the pipeline equals a step of the unsplit model.
 
-    Leaves out the comparison with the whole batch, which would take more memory than the training whose peak is shown.
+    Leave out the comparison with the whole batch, which would take more memory than the training whose peak is shown.
     """
     torch.manual_seed(0)
     inputs, targets = corpus.batch(0, ROWS, CONTEXT)

@@ -187,7 +187,7 @@ class Groups:
         return own
 
     def _skip(self, parts: Sequence[Sequence[int]]) -> None:
-        """Take part in making groups of others, or makes one of its own so that all ranks have equally many."""
+        """Take part in making groups of others, or make one of its own so that all ranks have equally many."""
         if self._is_part:
             self._one_of([[dist.get_rank()]], "gloo")
         else:

@@ -60,7 +60,7 @@ def number_of(name: str, least: int, most: int = 1 << 31, remedy: str = _REMEDY)
 def start(
     backend: str, patience: Patience | None = None, caller: str = "penstock.pipeline", seconds: float | None = None
 ) -> Any:
-    """Join the processes that torchrun started: calls `init_process_group`, with nothing left from an earlier attempt.
+    """Join the processes that torchrun started: call `init_process_group`, with nothing left from an earlier attempt.
 
     Args:
         patience: how long to wait for the other ranks.

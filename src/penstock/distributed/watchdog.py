@@ -186,7 +186,7 @@ class Watchdog:
         self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
-        """Find out why a wait of this rank raised: waits for another rank's failure to become known.
+        """Find out why a wait of this rank raised: wait for another rank's failure to become known.
 
         Leave `position` as it was in the wait.
 
@@ -240,7 +240,7 @@ class Watchdog:
             self._held, self._since, self._warned_seconds = held, now, 0.0
 
     def _talk(self) -> None:
-        """Send a beat, unless the last one is still unanswered, and listens until the next is due."""
+        """Send a beat, unless the last one is still unanswered, and listen until the next is due."""
         until = self._clock() + self._patience.beat_seconds
         try:
             if self._connection is None:
@@ -316,7 +316,7 @@ class Watchdog:
         return Sighting(position, self._clock() - self._since, device=behind)
 
     def _suspect(self, now: float) -> None:
-        """While the main thread or its device waits, or ranks have yet to come: checks whether rank 0, which would know
+        """Check, while the main thread or its device waits or ranks have yet to come, whether rank 0, which would know
         of a lost rank, is lost itself, and whether the wait is too long.
         """
         action, lost = self.sightings[0].doing.action or None, None

@@ -346,7 +346,7 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> No
     with engine.control.agreed():
         if len(set(dtypes)) > 1:
             raise ArgumentError(
-                f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must pass the same"
+                f"grad_dtype= is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must pass the same"
             )
         if len({recorded for *_, recorded in given}) > 1:
             raise ArgumentError(

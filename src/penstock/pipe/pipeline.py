@@ -73,7 +73,7 @@ class Pipeline:
 
         Args:
             args, kwargs: the model's inputs: tensors with the batch in their first dimension (or where `batch_dims`
-                says), `Microbatches`, scalars and plain values; with `split`, whatever it takes. If their shapes,
+                says), `Microbatches`, scalars and plain values; with `split_fn`, whatever it takes. If their shapes,
                 dtypes or plain values are new, the model is recorded again.
             target: what `loss` takes besides the model's output; cut like the inputs. None if it takes nothing.
             outputs: keep the model's outputs, for `result.outputs`: True where the last stage is, "all" on every rank,
@@ -131,7 +131,7 @@ class Pipeline:
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """Return the model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
-        microbatches' outputs, joined along their first dimension, as `batch_dims` says, or by `merge`.
+        microbatches' outputs, joined along their first dimension, as `batch_dims` says, or by `merge_fn`.
 
         Args:
             args, kwargs: as for `step`.
@@ -184,8 +184,7 @@ class Pipeline:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split_fn=`
-        cuts
-        the target, too."""
+        cuts the target, too."""
         return self.session.needs_inputs
 
     @property

@@ -87,7 +87,7 @@ def profile(
         microbatch_sizes: instead: the rows of each microbatch to measure, such as [1, 2, 4, 8]. The profile is that of
             the largest, with the others in `others`.
         device: where to run. None: where the example is. Or what to estimate for, without running: a
-            `penstock.costs.hardware.Device`, or the name of one ("h100"), or of a file that describes one
+            `penstock.costs.hardware.DeviceSpec`, or the name of one ("h100"), or of a file that describes one
             ("mine.toml"); then weights may be on the meta device.
         budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their

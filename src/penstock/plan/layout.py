@@ -91,7 +91,7 @@ def links_between(cluster: Cluster, devices: Grid, pairs: Iterable[tuple[int, in
 
 
 def crossed_rings(cluster: Cluster, devices: Grid) -> list[bool]:
-    """Whether the replicas of each rank are on several hosts."""
+    """Return, for each rank, whether its replicas are on several hosts."""
     hosts = _hosts(cluster, devices)
     return [bool(one) for one in (hosts != hosts[0]).any(axis=0)]
 

@@ -22,7 +22,7 @@ _HIGH = 0.86
 
 
 def picture(drawn: Schedule | Timeline) -> str:
-    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `make_panel`."""
+    """Draw a schedule in slots, or a timeline, as HTML for a notebook. Raise the errors of `make_panel`."""
     count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
     if count > _AT_ONCE:
         name, unit = ("timeline", "") if isinstance(drawn, Timeline) else ("schedule", ", 'slots'")

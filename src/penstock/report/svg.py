@@ -78,7 +78,7 @@ def svg(
     width: int = WIDTH,
     hover: bool = True,
 ) -> str:
-    """Timelines under each other on one axis of time, as SVG.
+    """Draw timelines below each other on one time axis, as SVG.
 
     >>> from penstock.schedule import generate
     >>> svg([make_panel(generate("1f1b", ranks=2, microbatches=4))], "slots")[:4]

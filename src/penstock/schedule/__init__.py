@@ -84,5 +84,5 @@ __all__ = [
     "write_csv",
 ]
 
-generators = schedule_specs  # until 0.2
+generators = schedule_specs  # until 0.2; hides the package of that name
 __getattr__ = old_names(__name__)

@@ -312,7 +312,7 @@ def _deadlock(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Viola
 
 
 def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
-    """Receive that are posted before an action of the same rank that their message depends on."""
+    """Yield receives that are posted before an action of the same rank that their message depends on."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     for receive, last in early_receives(dependencies, unbuffered.order):
         text = (

@@ -13,7 +13,7 @@ from penstock._base.lazy import borrowed
 
 
 class Drawn:
-    """Something that `penstock.report.svg.make_panel` makes a panel of."""
+    """Something that `penstock.report.make_panel` makes a panel of."""
 
     __slots__ = ()
 

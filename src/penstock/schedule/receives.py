@@ -17,7 +17,7 @@ from penstock.schedule.schedule import Schedule
 
 
 def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Receive that are posted before an action of their rank that their message depends on.
+    """Yield receives that are posted before an action of their rank that their message depends on.
 
     Args:
         order: all nodes, in an order that respects rows and dependencies.

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
+from penstock._base.second_names import also, formerly
 from penstock._base.words import counted
 from penstock.schedule.action import Action, Op
 from penstock.schedule.drawn import Drawn
@@ -76,6 +77,7 @@ class _TimelineFile:
     crowded: bool = False
 
 
+@formerly(in_turns="serialized")
 @dataclass(frozen=True, repr=False)
 class Timeline(Drawn):
     """The spans of all ranks on one clock, which starts at 0 when the first rank begins to wait or run.
@@ -93,12 +95,13 @@ class Timeline(Drawn):
     crowded: bool = False
 
     @classmethod
+    @also(in_turns="serialized")
     def from_rows(
-        cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False, crowded: bool = False
+        cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, serialized: bool = False, crowded: bool = False
     ) -> Timeline:
         """Build one from the actions of each rank, and their (begin, ready, end) in nanoseconds on one clock.
 
-        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`,
+        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `serialized`,
         `crowded`: as in the attributes.
 
         Raises:
@@ -114,7 +117,7 @@ class Timeline(Drawn):
             for of_rank in times
         )
         made = cls.from_columns(rows, columns)
-        return replace(made, serialized=in_turns and len(rows) > 1, crowded=crowded)
+        return replace(made, serialized=serialized and len(rows) > 1, crowded=crowded)
 
     @classmethod
     def from_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:
@@ -125,6 +128,8 @@ class Timeline(Drawn):
             ArgumentError: one ends before it starts, or waited less than nothing.
         """
         return cls(tuple(_track(row, *of_rank) for row, of_rank in zip(rows, times, strict=True)))
+
+    of_rows, of_columns = from_rows, from_columns  # until 0.2
 
     @classmethod
     def from_dict(cls, data: Any, what: str = "the timeline") -> Timeline:

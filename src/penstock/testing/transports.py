@@ -30,7 +30,7 @@ WAIT_SECONDS = 60.0
 
 
 def check_transport(transports: Mapping[int, PointToPoint], device: torch.device | None = None) -> list[str]:
-    """Run every script on those of ranks 0 and 1 whose transports are given, then closes these. Both must call it.
+    """Run every script on those of ranks 0 and 1 whose transports are given, then close these. Both must call it.
 
     Args:
         transports: by rank.

@@ -32,7 +32,7 @@ SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 
 
 def load_trace(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None) -> TraceData:
-    """What the files of a run say; of a folder, all that are JSON or CSV, packed by gzip or not. Of a folder that
+    """Read the files of a run; of a folder, all JSON and CSV, compressed by gzip or not; of a folder that
     `penstock.pipeline(run_dir=...)` recorded, its timelines, by the numbers of their steps.
 
     A file is a timeline as `Timeline.to_dict` writes it (or a list of them, a step each), a trace in Chrome's format

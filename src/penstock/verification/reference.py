@@ -172,7 +172,7 @@ class _Unsplit:
         return found
 
     def evaluate(self, batch: Microbatch) -> Expected | Exception:
-        """Run forwards of a batch in evaluation mode; return what the model raises there."""
+        """Run a batch in evaluation mode; return the results, or the error that the model raised."""
         self._parts = _pieces(self._pipe, batch)
         try:
             with evaluating(self.alone.session.split, self._loss), torch.no_grad():

@@ -79,7 +79,7 @@ def test_a_module_that_ranks_know_by_another_name_draws_what_it_drew() -> None:
     with trail.following(model, {}):
         trail.begin(0)
         assert torch.equal(model.net(x), drawn)
-    assert not any(place.name == "net.1" for place in trail.values)
+    assert not any(place.module == "net.1" for place in trail.values)
 
 
 def test_a_page_frames_the_wrong_action() -> None:

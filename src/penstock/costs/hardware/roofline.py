@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
+from penstock._base.second_names import formerly
 from penstock._base.words import counted
 from penstock.costs.hardware.specs import DeviceSpec
 
@@ -40,6 +41,7 @@ class Operation:
             raise ArgumentError(f"{self}: expected numbers of 0 or more")
 
 
+@formerly(product_fraction="matmul_efficiency", bandwidth_fraction="bandwidth_efficiency")
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """How much of a device's peaks is reached.

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, quoted, read_toml
+from penstock._base.second_names import formerly
 from penstock._base.words import did_you_mean, line_of
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
@@ -39,6 +40,7 @@ class Interconnect:
     devices: int = 0
 
 
+@formerly(reports="reported_names")
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """One device.

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from penstock._base.errors import ArgumentError, PenstockError
+from penstock._base.second_names import OF_PIPELINE
 from penstock._base.words import a, in_a_line, line_of
 from penstock.distributed.launch import transformers_config
 
@@ -191,7 +192,7 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
     model, args, target, loss, *rest = returned
     more = rest[0] if rest else {}
     if isinstance(more, dict):
-        more = {_OLD_CUTTING.get(key, key): value for key, value in more.items()}
+        more = {OF_PIPELINE.get(key, key): value for key, value in more.items()}
     if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING | {"reduction"}:
         given = f"a dict with {', '.join(map(str, more))}" if isinstance(more, dict) else a(type(more).__name__)
         raise ArgumentError(
@@ -225,8 +226,6 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
 
 
 _CUTTING = {"batch_dims", "split_fn", "merge_fn"}
-_OLD_CUTTING = {"split": "split_fn", "merge": "merge_fn"}
-"""Former names, until 0.2."""
 _TRAINING = {"batches", "optimizer", "clip_grad_norm"}
 
 

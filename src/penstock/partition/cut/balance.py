@@ -250,7 +250,7 @@ def check_enough(
 
 
 def even_starts(weights: Sequence[int], stages: int) -> list[int]:
-    """Return the unit with which each stage begins, so that the heaviest is as light as can be; see `best_starts`.
+    """Return the unit with which each stage begins, so that the heaviest is as light as can be; see `best_cuts`.
 
     Weights count in steps of 1/2^25 of their total, in which squares add up exactly, so that equal units are equal in
     any order. Up to such steps the stages are the best.

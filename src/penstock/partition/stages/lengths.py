@@ -59,7 +59,7 @@ class Lengths:
         return partition if partition.holds(given) else None
 
     def learn(self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Probe) -> bool:
-        """Add what was recorded for another length, and, from three on, looks for what follows the length. Return
+        """Add what was recorded for another length, and, from three on, look for what follows the length. Return
         whether these inputs differ in the length only."""
         found = self._find(key, leaves)
         if found is None or _readings(partition) != _readings(self._first):

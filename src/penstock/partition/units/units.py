@@ -295,7 +295,7 @@ class Opening:
         )
 
     def refuse_draw(self, scope: str, source_line: str) -> None:
-        """Refuses, or leaves whole, a module that was opened unasked and draws random numbers in its own forward."""
+        """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
             raise Learned(stays=name)
         if name := self.cut_inside(scope):

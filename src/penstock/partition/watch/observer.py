@@ -332,8 +332,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.call = before
 
     def mark(self) -> Callable[[], None]:
-        """What forgets the modules, calls, draws, writes and work that come from here on. Where tensors come from and
-        which modules returned them stays known: hooks may have kept them."""
+        """Return a function that forgets the modules, calls, draws, writes and work that come from here on. Where
+        tensors come from and which modules returned them stays known: hooks may have kept them."""
         depth, called, kept = len(self.stack), len(self.calls), len(self._kept)
         drew, written, work = self._drew.copy(), self._written.copy(), self.work
 

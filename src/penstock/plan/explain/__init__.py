@@ -1,15 +1,15 @@
 """From a measured step to what to change first: traces read, compared with what they should have been, and explained.
 
->>> from penstock.plan.explain import explain, read_run
+>>> from penstock.plan.explain import explain, load_trace
 >>> from penstock.report import write_perfetto
 >>> from penstock.schedule import generate
 >>> from penstock.simulate import StageCost, simulate
 >>> costs = [StageCost(1.0, 1.0, 1.0), StageCost(1.5, 1.5, 1.5)]
 >>> write_perfetto(simulate(generate("1f1b", ranks=2, microbatches=4), costs), "timeline.json")
->>> print(explain(read_run(["timeline.json"])).changes[0].text)
+>>> print(explain(load_trace(["timeline.json"])).changes[0].text)
 stage 1 takes 1.20 times the mean (rank 1): move layers to other stages
 
-Pure values and functions, but for `read_run`, which reads files; no torch.
+Pure values and functions, but for `load_trace`, which reads files; no torch.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def explain(
     """Explain one step of a run.
 
     Args:
-        recording: what `read_run` read, or the run that `run_of` made of it.
+        recording: what `load_trace` read, or the steps that `steps_of_trace` made of it.
         step: which one; None: the one whose time is the median.
         predicted: what the stages should have taken.
         what_ifs: more to try, as in `schedule=zb-h1`.

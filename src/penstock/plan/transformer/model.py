@@ -24,6 +24,7 @@ _NUMBERS = (
 
 @formerly(
     hidden="hidden_size",
+    last_norm="final_norm",
     heads="num_attention_heads",
     kv_heads="num_key_value_heads",
     vocabulary="vocab_size",

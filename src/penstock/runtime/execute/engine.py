@@ -146,7 +146,7 @@ class Engine:
         return next((device for device in devices if is_accelerator(device)), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
-        """Make the copies of tied parameters equal, and prepares to reduce their gradients."""
+        """Make the copies of tied parameters equal, and prepare to reduce their gradients."""
         for index, group in enumerate(groups):
             if self.control.groups is not None:
                 with self.control.waiting("process groups"):

@@ -290,7 +290,8 @@ class CheckpointedNorms(Feature):
 
     @contextmanager
     def _copying(self, own: Sequence[nn.Module], called: set[nn.Module]) -> Iterator[None]:
-        """Raise PartitionError if it does not run what the forward assumed: frozen layers do not run again."""
+        """Wrap a backward, which updates copies of the buffers. Raise PartitionError if it does not run what the
+        forward assumed: frozen layers do not run again."""
         ran = set[nn.Module]()
 
         def note(module: nn.Module, _args: Any) -> None:

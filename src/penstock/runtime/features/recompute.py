@@ -332,7 +332,7 @@ class _Call:
         self._runs_again = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
-        """Make the first run, and prepares for running again on what is kept.
+        """Make the first run, and prepare for running again on what is kept.
 
         The second run continues to its end, although it has the last activation earlier: then whatever the layer does
         after that in Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.

@@ -140,7 +140,7 @@ def accumulate_in(dtype: torch.dtype, named: Iterable[tuple[str, Tensor]], divid
         if set(divided) & set(mesh_dimensions(parameter)):
             raise ArgumentError(
                 f"grad_dtype={dtype}: fully_shard has sharded {name!r}, which is in {parameter.dtype}, and adds up "
-                "its gradient itself; leave gradient_dtype out, keep the parameters in torch.float32, and pass "
+                "its gradient itself; omit grad_dtype=, keep the parameters in torch.float32, and pass "
                 "fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
             )
     for _, parameter in lower:

@@ -132,7 +132,7 @@ class SplitBackward:
             self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wrap the backward of a microbatch, at I: keeps until W what is added to a `.grad`.
+        """Wrap the backward of a microbatch, at I: keep until W what is added to a `.grad`.
 
         Where I keeps the order of microbatches, this is only for parameters of which its forward put off no gradient,
         unlike that of the first microbatch: a linear layer's operators depend on its input's strides, as where padding
@@ -223,7 +223,7 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
-    """Do what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
+    """Do what autograd's AccumulateGrad does: take over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
         grad = grad.to(gradient_dtype(parameter))
         parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)

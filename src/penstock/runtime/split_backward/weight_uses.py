@@ -96,7 +96,7 @@ class WeightUses(AbstractContextManager[None]):
         self._learned, self._seen = self._seen, None
 
     def putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
-        """Wrap a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its backward
+        """Wrap a forward: put off weight gradients. Fill `put` with the parameters that have one, by id; its backward
         fills `waiting`, in its own order."""
         self._waiting, self._put, self._anchor = waiting, put, anchor
         self._cached.clear()

@@ -280,7 +280,7 @@ def share_timeline(
         return None
     times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
     if engine.world.is_local:
-        return Timeline.from_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
+        return Timeline.from_rows(schedule.rows, [times[rank] for rank in engine.ranks], serialized=True)
     on_cpu, here = engine.devices[engine.ranks[0]].type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     crowded = on_cpu and here * torch.get_num_threads() > cores()
     everyone = engine.control.gather_line(np.array(times[engine.ranks[0]], dtype=np.int64), "the timeline")

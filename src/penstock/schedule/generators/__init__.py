@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.second_names import also, schedule_of_peer
+from penstock._base.second_names import also, formerly, schedule_of_peer
 from penstock._base.words import did_you_mean
 from penstock.schedule.generators.chimera import chimera
 from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
@@ -80,6 +80,7 @@ _EVEN_MICROBATCHES = Constraint(
 )
 
 
+@formerly(splits="splits_backward", broken="violated_constraint")
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
     """A named schedule, and what to expect of it.

@@ -123,7 +123,7 @@ def pattern_of(problem: Problem, timing: Timing) -> Pattern:
 def _travel(
     problem: Problem, forward: list[float], backward: list[float], turn: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Increment from stage to stage: each stage's time, stretched by its chunk's factor, plus the message's."""
+    """Return the increments from stage to stage: each stage's time, times its chunk's factor, plus the message's."""
     down, up = [], []
     for stage in range(problem.stages):
         lane, chunk = 3 * stage, _chunk(problem, stage)

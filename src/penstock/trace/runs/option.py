@@ -43,20 +43,20 @@ class RunConfig:
             raise ArgumentError(f"run_dir={self.path!r}: expected a folder to record the run in, such as 'runs/gpt'")
         if not (self.total_steps is None or (is_integer(self.total_steps) and self.total_steps >= 1)):
             raise ArgumentError(
-                f"RunConfig(steps={self.total_steps!r}): expected how many steps there will be, or None"
+                f"RunConfig(total_steps={self.total_steps!r}): expected how many steps there will be, or None"
             )
         if not (is_integer(self.trace_every) and self.trace_every >= 0):
             raise ArgumentError(
                 f"RunConfig(trace_every={self.trace_every!r}): expected an integer >= 1, or 0 for never"
             )
         if not isinstance(self.progress_bar, bool):
-            raise ArgumentError(f"RunConfig(line={self.progress_bar!r}): expected True or False")
+            raise ArgumentError(f"RunConfig(progress_bar={self.progress_bar!r}): expected True or False")
 
     @classmethod
     def of(cls, given: Any) -> RunConfig | None:
-        """What `run_dir=given` asks for, in a folder that no later `chdir` moves: hydra's jobs run in one of their own.
+        """Convert the value of `run_dir=`, to a folder that no later `chdir` moves, as hydra does.
 
-        Raises ArgumentError if it is neither a path, a RunConfig nor None, or if there is a file by that name.
+        Raise ArgumentError if it is neither a path, a RunConfig nor None, or if there is a file by that name.
         """
         if given is None:
             return None

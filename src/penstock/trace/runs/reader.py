@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
+from penstock._base.second_names import formerly
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.trace.runs.about import FORMAT, RunInfo
@@ -50,6 +51,7 @@ class MemoryTrace:
     measured: bool
 
 
+@formerly(timeline_steps="traced_steps")
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """A run, as its folder shows it at each call.

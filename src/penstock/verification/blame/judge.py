@@ -62,7 +62,7 @@ def judge(noted: Noted, model: nn.Module, given: Target) -> Blame:
 
 
 def _order_parts(parts: list[Part], replay: Replay, batch: tuple[Any, ...]) -> None:
-    """Sort and numbers parts by the order of dataflow."""
+    """Sort and number parts by the order of dataflow."""
     order = [*dict.fromkeys(place.module for place in replay.left(*batch[:2]))]
     first = {name: number for number, name in enumerate(order)}
     parts.sort(key=lambda p: (min([first[m] for m in p.modules.values() if m in first] or [len(order)]), p.rank))

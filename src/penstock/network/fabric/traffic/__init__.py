@@ -166,7 +166,7 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
     if sharded and lifted:
         raise ArgumentError(
             f"grad_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
-            "itself; leave gradient_dtype out"
+            "itself; omit grad_dtype="
         )
 
 

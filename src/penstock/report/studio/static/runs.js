@@ -36,7 +36,7 @@ export function runs(panel, catalog) {
       const { folder, entries: found } = await ask("api/library");
       const focused = document.activeElement?.dataset.compare;
       list.replaceChildren(...(found.length ? [catalogOf(found, choose, mark)] : [make("p", { className: "muted" },
-        `Nothing in ${folder}/ yet: penstock.pipeline(..., run="${folder}/NAME") records a run; plans and traces can be put there.`)]));
+        `Nothing in ${folder}/ yet: penstock.pipeline(..., run_dir="${folder}/NAME") records a run; plans and traces can be put there.`)]));
       if (focused) list.querySelector(`[data-compare="${CSS.escape(focused)}"]`)?.focus();
       return found;
     } catch (error) {
