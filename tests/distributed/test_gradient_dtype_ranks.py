@@ -64,7 +64,7 @@ def test_a_run_sums_and_holds_as_many_bytes_as_predicted(ranks4: Ranks, dtype: t
     ("case", "text"),
     [
         ("sharded", "fully_shard has sharded 'bias', which is in torch.bfloat16, and adds up its gradient itself"),
-        ("one", "gradient_dtype is ['torch.float32', 'None'] on the processes 0..1; every process must pass the same"),
+        ("one", "grad_dtype= is ['torch.float32', 'None'] on the processes 0..1; every process must pass the same"),
     ],
 )
 def test_what_is_refused(ranks2: Ranks, case: str, text: str) -> None:
