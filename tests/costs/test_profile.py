@@ -42,8 +42,8 @@ GOOD: dict[str, Any] = Profile((UnitCost("a", 1.0, 2.0, 3.0),), "cpu", "float32"
         ({"units": [{"name": "a"}]}, r"units\[0\].forward_seconds is missing"),
         ({"units": [{**GOOD["units"][0], "weight": 1}]}, r"units\[0\].weight is unknown to this version"),
         ({"units": [{**GOOD["units"][0], "forward_seconds": -1}]}, "'a': forward_seconds=-1.0; expected a number"),
-        ({"units": GOOD["units"] * 2}, "each of another name, not 'a', 'a'"),
-        ({"parameters": {"b.weight": [2, 3]}}, "its parameters are not those that it was made of"),
+        ({"units": GOOD["units"] * 2}, "with unique names, not 'a', 'a'"),
+        ({"parameters": {"b.weight": [2, 3]}}, "its parameters do not match its identity"),
         ({"source": "guess"}, "source='guess': expected 'measured' or 'estimate'"),
         ({"speed": 3}, "speed is unknown to this version"),
         (

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import CutProblem, UnitCost, best_cuts, tied_bytes_overcount
-from penstock.costs.stage_costs import priced, problem_of, with_memory
+from penstock.costs.stage_costs import add_memory, build_cut_problem, price_stages
 from penstock.plan.cluster import Cluster, DevicePool
 from penstock.plan.keeping import Demand, Transient, Way, best_keeping, held_again, transient_of_ranks
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
@@ -48,7 +48,7 @@ class Cut:
     @property
     def problem(self) -> CutProblem:
         """What to balance."""
-        return problem_of(self.units, self.cluster.link, [] if {*self.speeds} == {1.0} else self.speeds)
+        return build_cut_problem(self.units, self.cluster.link, [] if {*self.speeds} == {1.0} else self.speeds)
 
     @property
     def pieces(self) -> list[Sequence[UnitCost]]:
@@ -58,7 +58,7 @@ class Cut:
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """Of each stage, on its device, if nothing is recomputed."""
-        return priced(self.units, self.starts, self.cluster.action_seconds, self.speeds)
+        return price_stages(self.units, self.starts, self.cluster.action_seconds, self.speeds)
 
     @property
     def again_seconds(self) -> list[float]:
@@ -109,7 +109,7 @@ def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
     if len({*limits}) > 1:
         return
     keeps = replace(
-        with_memory(where.problem, units, schedule.microbatches),
+        add_memory(where.problem, units, schedule.microbatches),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )

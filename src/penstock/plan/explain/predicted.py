@@ -10,8 +10,8 @@ import numpy as np
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs import Profile, UnitCost, best_cuts
-from penstock.costs.links import link_of
-from penstock.costs.stage_costs import priced, problem_of
+from penstock.costs.links import link_for
+from penstock.costs.stage_costs import build_cut_problem, price_stages
 from penstock.plan.explain.schedules import Price
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -86,9 +86,9 @@ class Prediction:
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
         units = tuple(unit.split if splits else unit for unit in profile.units)
-        link = link_of(profile)
+        link = link_for(profile)
         if cuts is None:
-            starts = best_cuts(problem_of(units, link), stages)
+            starts = best_cuts(build_cut_problem(units, link), stages)
         else:
             if unknown := [name for name in cuts if name not in names]:
                 raise ArgumentError(
@@ -101,7 +101,7 @@ class Prediction:
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
         action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
-        costs = priced(units, starts, action)
+        costs = price_stages(units, starts, action)
         price = _price(profile, starts)
         return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
 
@@ -130,10 +130,10 @@ class Prediction:
             for by, start, end in zip(times, self.starts, ends, strict=True)
             for unit in self.units[start:end]
         ]
-        starts = best_cuts(problem_of(scaled, self.link), len(self.starts))
+        starts = best_cuts(build_cut_problem(scaled, self.link), len(self.starts))
         of_rank = 2 * self.action_seconds  # of F, and of B or I
-        units = _seconds(priced(scaled, starts))
-        stages = _seconds(priced(self.units, starts, self.action_seconds))
+        units = _seconds(price_stages(scaled, starts))
+        stages = _seconds(price_stages(self.units, starts, self.action_seconds))
         by_unit = tuple(seconds + of_rank * by for seconds, by in zip(units, times, strict=True))
         return tuple(starts), by_unit, tuple(seconds * by for seconds, by in zip(stages, times, strict=True))
 
@@ -147,7 +147,7 @@ def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
     each, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0
-    whole, split = (priced(units, starts, action) for units in each)
+    whole, split = (price_stages(units, starts, action) for units in each)
 
     def shares(part: str, of: str) -> Floats:
         return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])

@@ -10,7 +10,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs import Profile, UnitCost
 from penstock.costs.hardware import seconds_of
-from penstock.costs.stage_costs import priced
+from penstock.costs.stage_costs import price_stages
 from penstock.plan import Cluster, Plan, Sizes
 from penstock.plan.keeping import Transient, transient_of_ranks
 from penstock.plan.transformer import memory, operations
@@ -139,7 +139,7 @@ def predict_step(job: TrainingConfig, machine: ClusterSpec, layout: ParallelLayo
     units = units_of(job, machine, layout.rows)
     layers = _layers(job, layout)
     bounds = [0, *(end + 1 for end in [*accumulate(layers)][:-1]), len(units)]
-    stages = priced(units, bounds[:-1])
+    stages = price_stages(units, bounds[:-1])
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
