@@ -160,9 +160,7 @@ def _scale(unit: UnitCost, factor: float) -> UnitCost:
 def _interpolate(low: UnitCost, high: UnitCost, fraction: float) -> UnitCost:
     """Interpolate on the line through two costs; never below zero."""
     lower, upper = _by_size(low), _by_size(high)
-    return replace(
-        low, **{name: max(0.0, value + fraction * (upper[name] - value)) for name, value in _by_size(low).items()}
-    )
+    return replace(low, **{name: max(0.0, value + fraction * (upper[name] - value)) for name, value in lower.items()})
 
 
 def _raise_to(unit: UnitCost, floor: UnitCost) -> UnitCost:
