@@ -13,7 +13,7 @@ from typing import Any
 from result import DATA, Result
 
 from penstock.plan.explain import Event, load_trace
-from penstock.plan.explain.case import case_of_traced
+from penstock.plan.explain.replay import case_of_traced
 from penstock.plan.explain.stragglers import slowdowns
 from penstock.schedule import Op, Schedule, generate
 from penstock.simulate import LinkCost, StageCost, simulate

@@ -18,8 +18,8 @@ from planted import even, recorded, timeline, twice
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import Explanation, Prediction, explain, load_trace, steps_of_trace
-from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.changes import WhatIfContext, suggestions
+from penstock.plan.explain.replay import Case, Change
 from penstock.plan.explain.schedules import FREE, Price, another
 from penstock.report import write_perfetto
 from penstock.schedule import Op, generate

@@ -12,8 +12,8 @@ from planted import LINK, even, recorded, timeline, twice, without
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, steps_of_trace
+from penstock.plan.explain.breakdown import TimeCategory
 from penstock.plan.explain.changes import WhatIfContext, suggestions
-from penstock.plan.explain.where import TimeCategory
 from penstock.schedule.timeline import Timeline
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Event
-from penstock.plan.explain.case import case_of_traced
+from penstock.plan.explain.replay import case_of_traced
 from penstock.plan.explain.stragglers import slowdowns, usual
 from penstock.schedule import Action, Op, Schedule, generate
 from penstock.simulate import StageCost, simulate

@@ -11,9 +11,9 @@ import numpy as np
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.plan.explain.case import Case, Change, case_of
 from penstock.plan.explain.factors import Factors, factors_of
 from penstock.plan.explain.predicted import Prediction
+from penstock.plan.explain.replay import Case, Change, case_of
 from penstock.plan.explain.schedules import Price, another, other_schedules, twice_the_microbatches
 from penstock.plan.explain.stragglers import slow_ranks
 from penstock.schedule.describe import WORDS, Kind

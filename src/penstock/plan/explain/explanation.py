@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain.case import Change, case_of
+from penstock.plan.explain.breakdown import Bubble, TimeBreakdown, breakdown_of, bubble_of
 from penstock.plan.explain.changes import LEAST_GAIN, WhatIfContext, suggestions, what_if
 from penstock.plan.explain.factors import seconds_of
 from penstock.plan.explain.predicted import Prediction
+from penstock.plan.explain.replay import Change, case_of
 from penstock.plan.explain.schedules import MAX_ACTIONS
 from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
-from penstock.plan.explain.where import Bubble, TimeBreakdown, breakdown_of, bubble_of
 from penstock.schedule.timeline import Timeline
 from penstock.trace.event import TraceData
 from penstock.trace.measured import Step, TraceSteps, steps_of_trace

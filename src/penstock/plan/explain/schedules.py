@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.factors import PLACE
+from penstock.plan.explain.replay import Case, Change
 from penstock.schedule import Op, Schedule, generate, names, peak_activations
 from penstock.schedule.generators import ScheduleParams, schedule_spec, schedule_specs
 from penstock.simulate.computations import COMPUTE, Floats, column

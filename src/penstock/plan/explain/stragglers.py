@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.plan.explain.case import case_of_traced
 from penstock.plan.explain.factors import SLOW, Factors, factors_of
+from penstock.plan.explain.replay import case_of_traced
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Floats
 from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, traced

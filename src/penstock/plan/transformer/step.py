@@ -12,7 +12,7 @@ from penstock.costs import Profile, UnitCost
 from penstock.costs.hardware import seconds_of
 from penstock.costs.stage_costs import price_stages
 from penstock.plan import Cluster, Plan, Sizes
-from penstock.plan.keeping import Transient, transient_of_ranks
+from penstock.plan.activation_policy import Transient, transient_by_rank
 from penstock.plan.transformer import memory, operations
 from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, ClusterSpec, TrainingConfig
 from penstock.plan.transformer.memory import Held
@@ -149,7 +149,9 @@ def predict_step(job: TrainingConfig, machine: ClusterSpec, layout: ParallelLayo
     held = peaks(schedule, stages, timeline)
     parameters = max(one.parameters for one in held) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
-    running = transient_of_ranks(schedule.placement, layout.microbatches, [Transient.of(piece) for piece in pieces])
+    running = transient_by_rank(
+        schedule.placement, layout.microbatches, [Transient.from_units(piece) for piece in pieces]
+    )
     unread = [
         memory.dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
         for own in schedule.placement.by_rank

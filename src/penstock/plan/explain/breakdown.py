@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from penstock.plan.explain.case import Case, times_of
 from penstock.plan.explain.factors import Factors
+from penstock.plan.explain.replay import Case, times_of
 from penstock.schedule import Action
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.computations import Columns, Floats, Ints
