@@ -106,7 +106,7 @@ def plan(
         if link_note:
             console.print(f"\n{link_note}")
         if paper is not None and result.best:
-            print(f"\n{paper.told(result.best[0])}")
+            print(f"\n{paper.describe(result.best[0])}")
         if out is not None and result.best:
             print(f"\nwritten to {out}{_usage(result.best[0], out)}")
     if not result.best:
