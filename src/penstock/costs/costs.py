@@ -88,7 +88,7 @@ class Costs:
     def _cut_units(
         self, uncut: UnitsToCut, stages: int, name: str = "it", *, splits: bool = False
     ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
-        """Measured units as the stages of a schedule of that name: see `stages_of_units`."""
+        """Measured units as the stages of a schedule of that name: see `cut_into_stages`."""
         from penstock.costs.stage_costs import cut_into_stages  # loads numpy
 
         if stages > len(uncut.units):

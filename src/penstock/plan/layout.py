@@ -1,7 +1,7 @@
 """Which device runs which rank of which replica: so that least goes over the links between hosts.
 
 Devices of several kinds are placed first: ranks of one kind follow each other, and the replicas of a rank are alike if
-the numbers allow. Within that, the hosts are chosen. Up to `EXACT` devices every way is considered; beyond that, hosts
+the numbers allow. Within that, the hosts are chosen. Up to `MAX_EXACT_DEVICES` all are considered; beyond that, hosts
 are rectangles of so many replicas by so many consecutive ranks, and each shape is considered.
 """
 
@@ -18,7 +18,7 @@ from penstock.plan.cluster import Cluster
 from penstock.simulate.costs import LinkCost
 
 MAX_EXACT_DEVICES = 8
-"""With more devices there are too many ways."""
+"""With more devices there are too many assignments to try all."""
 
 Grid = NDArray[np.intp]
 """A number for each replica and rank, [replica, rank]."""
@@ -107,13 +107,13 @@ def _fill_orders(cluster: Cluster, replicas: int, ranks: int) -> Iterator[list[t
     shapes += [
         (a, size // a) for a in range(1, size + 1) if not size % a and not replicas % a and not ranks % (size // a)
     ]
-    for high, wide in dict.fromkeys(shapes):
+    for height, width in dict.fromkeys(shapes):
         yield [
             (replica, rank)
-            for top in range(0, replicas, high)
-            for left in range(0, ranks, wide)
-            for replica in range(top, top + high)
-            for rank in range(left, left + wide)
+            for top in range(0, replicas, height)
+            for left in range(0, ranks, width)
+            for replica in range(top, top + height)
+            for rank in range(left, left + width)
         ]
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of a plan, and the choices that this leaves open for a job."""
+"""What a plan can be required to have, and the configurations that this leaves open for a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.schedule import Placement, schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
 
 _SUGGESTIONS = 3
-"""How many combinations are named that work instead of the one that was asked for."""
+"""How many working combinations an error names instead of the requested one."""
 
 
 @dataclass(frozen=True, slots=True)

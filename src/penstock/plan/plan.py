@@ -118,7 +118,7 @@ class Plan:
     @property
     def fullest(self) -> int:
         """The rank that lacks most memory, or else has least to spare."""
-        spare = [limit - needed for limit, needed in zip(self.limit_bytes, self.memory_bytes, strict=True)]
+        spare = [limit - peak for limit, peak in zip(self.limit_bytes, self.memory_bytes, strict=True)]
         if all(math.isinf(size) for size in spare):
             return max(range(len(spare)), key=self.memory_bytes.__getitem__)
         return min(range(len(spare)), key=spare.__getitem__)

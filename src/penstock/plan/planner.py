@@ -88,10 +88,10 @@ is more, by this part of what the profile's times vary, up to the last. The simp
 """
 
 ROUNDING = 1e-9
-"""So much lower is a bound, relatively: sums in another order differ."""
+"""Bounds are lowered by this fraction, since sums in another order differ."""
 
 FINALISTS = 3
-"""For so many of the best plans, of different sizes, better orders of work are searched for."""
+"""Better schedules are searched for this many of the best plans, of different sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ def _complexity(plan: Plan) -> tuple[float, ...]:
 
 
 MAX_ACTIONS = 6000
-"""Of an order worth searching: longer ones take minutes, and gain less."""
+"""Schedules with more actions are not searched: they take minutes, and gain less."""
 
 
 def search_schedule(schedule: Schedule, cut: Cut, seconds: float) -> Schedule | None:

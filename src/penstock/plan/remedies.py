@@ -1,4 +1,4 @@
-"""What would fit if nothing does: the smallest change of each kind, tried before it is told."""
+"""What would fit if nothing does: the smallest change of each kind, verified by a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.plan.planner import enumerate_candidates
 from penstock.simulate.costs import LinkCost
 
 MAX_DEVICE_FACTOR = 8
-"""So many times the devices are tried, at most."""
+"""Up to this many times the devices are tried."""
 
 MIB = 2**20
 
@@ -45,12 +45,12 @@ def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, fixed: FixedNumb
     Args:
         closest: the plan that lacks least.
     """
-    needed_bytes = [kind.memory_bytes for kind in cluster.kinds]
+    pool_bytes = [kind.memory_bytes for kind in cluster.kinds]
     for row in closest.grid:
         for device, peak in zip(row, closest.memory_bytes[: closest.choice.ranks], strict=True):
             pool = cluster.kind_of[device]
-            needed_bytes[pool] = max(needed_bytes[pool], math.ceil(peak / MIB) * MIB)
-    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, needed_bytes, strict=True))
+            pool_bytes[pool] = max(pool_bytes[pool], math.ceil(peak / MIB) * MIB)
+    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, pool_bytes, strict=True))
     larger = replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
     if (plan := first_that_fits(sizes, larger, global_batch, fixed, closest.choice)) is not None:
         yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))

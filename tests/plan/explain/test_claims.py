@@ -154,7 +154,7 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("link=-1", "what-if link=-1: expected how many times the transfer, 0 or more; this step has 4 stages"),
+        ("link=-1", "what-if link=-1: expected a factor for transfer times, 0 or more; this step has 4 stages"),
         ("cut=9:0.1", "a stage of 1 to 3 and a share of -1 to 1; this step"),
         ("rank=9", "what-if rank=9: expected a rank of 0 to 3; this step has 4 stages on 4 ranks"),
         ("rank", "what-if rank: expected schedule=NAME"),

@@ -9,7 +9,7 @@ import pytest
 from penstock._base.errors import ArgumentError
 from penstock.plan.transformer import NAMED, TrainingConfig, TransformerConfig, transformer
 from penstock.plan.transformer.memory import layer_activations, layer_memory
-from penstock.plan.transformer.operations import head_work, layer_work, quantization
+from penstock.plan.transformer.operations import head_work, layer_work, tile_waste
 
 PAPER = json.loads(
     (Path(__file__).parents[3] / "benchmarks/fidelity/data/korthikanti.json").read_text(encoding="utf-8")
@@ -98,10 +98,10 @@ def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> 
 
 
 def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
-    assert quantization(108, 256 * 108, 128) == 1
-    assert quantization(108, 256 * 109, 128) == pytest.approx(2 * 108 / 109)
-    assert quantization(108, 128, 256 * 108) == 1  # the tile turned round
-    assert quantization(0, 7, 13) == 1
+    assert tile_waste(108, 256 * 108, 128) == 1
+    assert tile_waste(108, 256 * 109, 128) == pytest.approx(2 * 108 / 109)
+    assert tile_waste(108, 128, 256 * 108) == 1  # the tile turned round
+    assert tile_waste(0, 7, 13) == 1
 
 
 def test_numbers_may_replace_those_of_a_name() -> None:

@@ -153,8 +153,8 @@ def _blocking_chain(need: Ints, columns: Columns, ends: Floats, node: int) -> li
     while current >= 0 and ends[current] > idle_start:
         chain.append(current)
         previous = -1 if current in first else current - 1
-        needed = int(need[current])
-        needed_end = ends[needed] if needed >= 0 else -np.inf
+        source = int(need[current])
+        source_end = ends[source] if source >= 0 else -np.inf
         previous_end = ends[previous] if previous >= 0 else -np.inf
-        current = needed if needed_end > previous_end else previous
+        current = source if source_end > previous_end else previous
     return chain

@@ -21,13 +21,13 @@ from penstock.simulate.computations import COMPUTE, Floats
 from penstock.trace.measured import Replica, Step
 
 MIN_GAIN = 0.005
-"""Changes that bring less of a step than this are not worth a line."""
+"""Changes that save a smaller fraction of a step than this are not listed."""
 _MIN_SHARE = 1 / 3
-"""A gain that rests on assumptions has a ± only if so much of it is certain. Without a ±, it is advice only if it
-usually brings so much of what it brings at most."""
+"""A gain that rests on assumptions has a ± only if this fraction of it is certain. Without a ±, it is advice only if
+the expected gain is at least this fraction of the maximum."""
 _UNEVEN_FACTOR = 1.05
 _OUTLIER_FACTOR = 1.3
-"""An action is called slow by itself if it takes so many times what explains it."""
+"""An action is an outlier if it takes this many times what its stage, rank and microbatch explain."""
 _MAX_RANKS = 3
 _SAME_WORK = "the same work in sum"
 
@@ -272,8 +272,8 @@ def _suggest_outliers(trial: WhatIfContext) -> Iterator[Change]:
 
 WHAT_IFS = (
     "schedule=NAME (or NAME/CHUNKS), cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1; below 0, of 1 to 2), "
-    "stragglers=none, rank=N (of any replica), microbatches=equal, actions=usual, link=0.5 (so many times the "
-    "transfer), host=none; several with commas between them"
+    "stragglers=none, rank=N (of any replica), microbatches=equal, actions=usual, link=0.5 (transfers take half "
+    "as long), host=none; several with commas between them"
 )
 
 
@@ -327,7 +327,7 @@ def _apply(trial: WhatIfContext, change: Change, name: str, value: str) -> Chang
             forms = {
                 "cut": f"cut=even, or cut=2:0.1 with a stage of 1 to {placement.depth - 1} and a share of -1 to 1",
                 "rank": f"a rank of 0 to {placement.ranks - 1}",
-                "link": "how many times the transfer, 0 or more",
+                "link": "a factor for transfer times, 0 or more",
             }
             size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
             expected = f"{forms[name]}; {size}" if value and name in forms else WHAT_IFS

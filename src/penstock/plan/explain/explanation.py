@@ -27,13 +27,13 @@ _SERIALIZED = (
     "below are not the pipeline's; record a run with a process per rank"
 )
 _EXACT_ERROR = 1e-7
-"""What was measured is never replayed so well."""
+"""Measured steps are never replayed with a smaller error."""
 _WRONG_SHARE = 0.25
-"""A prediction that is wrong by such a share is said to be, first of all."""
+"""A prediction that is wrong by this fraction is reported in the first note."""
 _MAX_ADVICE = 6
 _MIN_OVERLAP, _SERIAL = 0.01, 0.8
 _MAX_STEPS = 5
-"""A gain has to show in so many steps, if there are as many."""
+"""A gain is confirmed in up to this many steps."""
 _UNKNOWN_GROUP = "it is unknown which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
 
 
@@ -255,7 +255,9 @@ def _prediction_notes(predicted: Prediction, trial: WhatIfContext, seconds: floa
     guess = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
     measured = [float(total) for total in trial.totals]
     if predicted.unlikely(measured):
-        ratios = [real / was for real, was in zip(measured, predicted.stage_seconds, strict=False) if was]
+        ratios = [
+            actual / expected for actual, expected in zip(measured, predicted.stage_seconds, strict=False) if expected
+        ]
         wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
         guess += f". They were probably others: stages take {wrong}, so the prediction below is not of this run"
     return [*notes, guess]

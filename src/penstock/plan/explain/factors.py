@@ -16,11 +16,11 @@ from penstock.simulate.computations import COMPUTE, Floats, column
 from penstock.trace.measured import Replica
 
 OP_INDEX = np.array([COMPUTE.index(op) if op.is_compute else -1 for op in Op])
-"""Where an op is along O, by its code."""
+"""The index of an op along O, by its code."""
 ALIKE_FRACTION = 0.05
 """Microbatches that differ by less than this are taken as alike."""
 SLOW_FACTOR = 1.1
-"""A rank is called slow if one of its ops takes so many times what is typical of the stage."""
+"""A rank is slow if one of its ops takes this many times what is typical of the stage."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class Prediction:
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
-        ratios = [took / was for took, was in zip(measured, self.stage_seconds, strict=False) if was]
+        ratios = [took / expected for took, expected in zip(measured, self.stage_seconds, strict=False) if expected]
         return self.guessed and bool(ratios) and max(ratios) > _ALIKE_FACTOR * min(ratios)
 
     def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
@@ -124,7 +124,7 @@ class Prediction:
             measured: F + I + W of each stage, as it ran.
         """
         ends = [*self.starts[1:], len(self.units)]
-        ratios = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
+        ratios = [took / plan if plan else 1.0 for took, plan in zip(measured, self.stage_seconds, strict=True)]
         scaled = [
             replace(unit, **{name: getattr(unit, name) * ratio for name in _TIMES})
             for ratio, start, end in zip(ratios, self.starts, ends, strict=True)

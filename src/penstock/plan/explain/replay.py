@@ -23,7 +23,7 @@ from penstock.trace.measured import Replica, Step
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _MIN_WAITS = 3
-"""Fewer waits than this between two ranks do not tell how long their messages take."""
+"""The fewest waits between two ranks from which the time of their messages is estimated."""
 
 
 @dataclass(frozen=True)

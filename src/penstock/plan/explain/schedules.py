@@ -18,7 +18,7 @@ from penstock.simulate.computations import COMPUTE, Floats, column
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _ROUNDING = 1 + 1e-9
 MAX_ACTIONS = 100_000
-"""Of a step whose other schedules are all tried."""
+"""Other schedules are tried for steps with up to this many actions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +120,18 @@ def _fit_ops(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
         np.reshape(value, (1, -1, 1)) for value in (price.forward, price.input_gradient, price.weight_gradient)
     )
     joined = (seconds[:, _I] + np.nan_to_num(seconds[:, _W]) - price.split_seconds) / (inputs + weights)
-    whole = np.where(np.isnan(seconds[:, _B]), np.maximum(joined, 0.0), seconds[:, _B])
+    backward = np.where(np.isnan(seconds[:, _B]), np.maximum(joined, 0.0), seconds[:, _B])
     if splits and not was_split:
         result[:, _F] = seconds[:, _F] * forward + price.split_seconds
-        result[:, _I], result[:, _W] = whole * inputs + price.split_seconds, whole * weights
+        result[:, _I], result[:, _W] = backward * inputs + price.split_seconds, backward * weights
     elif splits:
         total = np.nansum(seconds[:, _I]) + np.nansum(seconds[:, _W])
         for part in (_I, _W):
-            typical = (np.nansum(seconds[:, part]) / total if total else 0.5) * whole
+            typical = (np.nansum(seconds[:, part]) / total if total else 0.5) * backward
             result[:, part] = np.where(np.isnan(seconds[:, part]), typical, seconds[:, part])
     elif was_split:
         result[:, _F] = np.maximum(seconds[:, _F] - price.split_seconds, 0.0) / forward
-    result[:, _B] = whole
+    result[:, _B] = backward
     used = np.zeros(result.shape[1:], bool)
     for row in schedule.rows:
         used[OP_INDEX[column(row.op)], column(row.stage), column(row.microbatch)] = True

@@ -19,7 +19,7 @@ from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, t
 from penstock.trace.measured import Step, TraceSteps
 
 _MAX_SIMULATED = 5_000_000
-"""Actions that are simulated to tell slowdowns, at most."""
+"""The maximum number of actions to simulate for slowdowns."""
 
 
 def find_slowdowns(run: TraceSteps, step: Step) -> Slowdowns | None:
@@ -179,11 +179,11 @@ def summarize_steps(run: TraceSteps) -> tuple[StepSummary, ...]:
 
 
 _STEADY_SHARE = 0.8
-"""Who is slow in such a share of the steps is slow always."""
+"""A rank that is slow in this fraction of the steps is always slow."""
 _HEAVY_FACTOR = 1.05
-"""A stage that takes so many times the mean is worth a word."""
+"""A stage that takes this many times the mean is reported."""
 _ODD = 1.1
-"""A step that takes so many times the median is told apart."""
+"""A step that takes this many times the median is reported."""
 
 
 def describe(summaries: Sequence[StepSummary]) -> tuple[str, ...]:
@@ -193,15 +193,17 @@ def describe(summaries: Sequence[StepSummary]) -> tuple[str, ...]:
         if summary.slowest is not None:
             slow[summary.slowest.who].append(summary)
     sentences = []
-    for who, steps in sorted(slow.items(), key=lambda item: -len(item[1]))[:1]:
+    for name, steps in sorted(slow.items(), key=lambda item: -len(item[1]))[:1]:
         times = sorted(summary.slowest.times for summary in steps if summary.slowest is not None)
         spread = f"{times[0]:.1f}x" if times[-1] - times[0] < 0.1 else f"{times[0]:.1f} to {times[-1]:.1f}x"
         if len(steps) >= _STEADY_SHARE * len(summaries):
-            sentences.append(f"steady: {who} is the slowest in {_count(steps, summaries)} ({spread})")
+            sentences.append(f"steady: {name} is the slowest in {_count(steps, summaries)} ({spread})")
         elif len(steps) > 1:
-            sentences.append(f"not steady: {who} is the slowest most often, in {_count(steps, summaries)} ({spread})")
+            sentences.append(f"not steady: {name} is the slowest most often, in {_count(steps, summaries)} ({spread})")
         else:
-            sentences.append(f"not steady: no rank is the slowest twice; {who} is in step {steps[0].number} ({spread})")
+            sentences.append(
+                f"not steady: no rank is the slowest twice; {name} is in step {steps[0].number} ({spread})"
+            )
     stage, count = Counter(summary.stage for summary in summaries).most_common(1)[0]
     heavy = [summary for summary in summaries if summary.stage == stage and summary.of_mean >= _HEAVY_FACTOR]
     if count >= _STEADY_SHARE * len(summaries) and len(heavy) == count:
@@ -212,8 +214,8 @@ def describe(summaries: Sequence[StepSummary]) -> tuple[str, ...]:
     if odd:
         worst = max(odd, key=lambda summary: summary.of_median)
         reason = f", where {worst.slowest.who} is slow ({worst.slowest.times:.1f}x)" if worst.slowest else ""
-        most = f"step {worst.number} most ({worst.of_median:.2f}x{reason})"
-        sentences.append(f"{len(odd)} of {counted(len(summaries), 'step')} over {_ODD} times the median, {most}")
+        extreme = f"step {worst.number} most ({worst.of_median:.2f}x{reason})"
+        sentences.append(f"{len(odd)} of {counted(len(summaries), 'step')} over {_ODD} times the median, {extreme}")
     return tuple(sentences)
 
 

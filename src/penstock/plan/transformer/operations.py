@@ -26,7 +26,7 @@ _TILE = 256, 128
 """Rows and columns of a device's usual tile; either may lie along the rows."""
 
 
-def quantization(processors: int, rows: float, columns: float) -> float:
+def tile_waste(processors: int, rows: float, columns: float) -> float:
     """Return the time of a product with a result of this size, as a multiple of what its FLOPs alone take.
 
     A device divides it in tiles, of which each processor computes one at a time. The last wave of tiles takes as long
@@ -57,9 +57,9 @@ class Work:
     forward_reduces: tuple[float, ...] = ()
     backward_reduces: tuple[float, ...] = ()
 
-    def then(self, other: Work) -> Work:
-        """Return this work followed by the other."""
-        return Work(*(getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(self)))
+    def then(self, following: Work) -> Work:
+        """Return this work and the following one together."""
+        return Work(*(getattr(self, entry.name) + getattr(following, entry.name) for entry in fields(self)))
 
 
 def layer_work(job: TrainingConfig, rows: int, processors: int) -> Work:
@@ -138,9 +138,9 @@ def _attention(job: TrainingConfig, rows: int) -> Work:
 def _matmul(job: TrainingConfig, processors: int, n: float, k: float, m: float) -> Work:
     """n tokens by a weight of k x m."""
     flops, bytes_moved = 2.0 * n * k * m, FP16 * (n * k + k * m + n * m)
-    forward = Operation(flops * quantization(processors, n, m), bytes_moved, job.dtype)
-    inputs = Operation(flops * quantization(processors, n, k), bytes_moved, job.dtype)
-    weights = Operation(flops * quantization(processors, k, m), FP16 * (n * k + n * m) + 2 * FP32 * k * m, job.dtype)
+    forward = Operation(flops * tile_waste(processors, n, m), bytes_moved, job.dtype)
+    inputs = Operation(flops * tile_waste(processors, n, k), bytes_moved, job.dtype)
+    weights = Operation(flops * tile_waste(processors, k, m), FP16 * (n * k + n * m) + 2 * FP32 * k * m, job.dtype)
     return Work((forward,), (inputs,), (weights,))
 
 

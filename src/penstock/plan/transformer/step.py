@@ -1,4 +1,4 @@
-"""A job on paper: its units as `penstock.plan` cuts them, a whole step of a known layout, and a job to be planned."""
+"""A job without hardware: its units as `penstock.plan` cuts them, a step of a known layout, and a job to be planned."""
 
 from __future__ import annotations
 
@@ -185,12 +185,12 @@ def _layers(job: TrainingConfig, layout: ParallelLayout) -> tuple[int, ...]:
 
 
 SIZES = (1, 2, 4, 8)
-"""Of microbatches. Estimates cost nothing, so each size has its own."""
+"""Microbatch sizes to estimate. Estimates cost nothing, so each size has its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticJob:
-    """A job on paper."""
+    """A job that is planned from numbers alone, without hardware."""
 
     job: TrainingConfig
     machine: ClusterSpec
