@@ -59,7 +59,7 @@ GOOD: dict[str, Any] = Profile((UnitCost("a", 1.0, 2.0, 3.0),), "cpu", "float32"
         ({"notes": "n"}, "notes='n': expected a valid array"),
         ({"rows": True}, "rows=True: expected a valid integer"),
         ({"others": [{"rows": 2}]}, r"others\[0\].units is missing"),
-        ({"others": [{"rows": 0, "units": GOOD["units"]}]}, r"rows: expected sizes of 1 or more.*\[0, 0\]"),
+        ({"others": [{"rows": 0, "units": GOOD["units"]}]}, r"rows: expected distinct sizes >= 1.*\[0, 0\]"),
         ({"rows": 1, "others": [{"rows": 2, "units": [{**GOOD["units"][0], "name": "b"}]}]}, "have different units"),
         ({"links": [{"source": 0, "target": 1, "latency_seconds": -1}]}, "rank 0 to rank 1: latency_seconds=-1"),
     ],
