@@ -268,7 +268,7 @@ def test_schedules_without_room_in_the_window_say_so() -> None:
     ("options", "says"),
     [
         (("--unshard-window", "0"), "--unshard-window 0: expected an integer >= 1"),
-        (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so nothing says when"),
+        (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so it is unknown when"),
     ],
 )
 def test_windows_that_are_refused(options: tuple[str, ...], says: str) -> None:

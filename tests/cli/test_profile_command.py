@@ -17,7 +17,7 @@ import penstock
 from penstock import ArgumentError, Microbatch, Profile
 from penstock.cli.profile import rows_of
 from penstock.costs import UnitCost, read_profile
-from penstock.costs.sizes import doubts
+from penstock.costs.sizes import quality_warnings
 from penstock.plan import Sizes
 
 TARGETS = """
@@ -46,16 +46,16 @@ def test_a_profile_of_a_busy_machine_says_so() -> None:
         unit = UnitCost("a", seconds, 0.0, 0.0, spread=spread)
         return Profile((unit,), "cpu", "float32", {}, rows=rows)
 
-    assert doubts(sized(4, 2.0, spread=0.2).with_others([sized(1, 1.0)])) == ()
-    (varies,) = doubts(sized(4, 2.0, spread=0.3))
+    assert quality_warnings(sized(4, 2.0, spread=0.2).with_others([sized(1, 1.0)])) == ()
+    (varies,) = quality_warnings(sized(4, 2.0, spread=0.3))
     assert "times vary by 30% from run to run" in varies
     slow = sized(4, 2.0)
     slow = replace(slow, units=tuple(replace(u, split_forward_seconds=5 * u.forward_seconds) for u in slow.units))
-    (differs,) = doubts(slow)
+    (differs,) = quality_warnings(slow)
     assert "where backwards are split" in differs
-    (shrinks,) = doubts(sized(4, 2.0).with_others([sized(2, 3.0), sized(1, 1.0)]))
+    (shrinks,) = quality_warnings(sized(4, 2.0).with_others([sized(2, 3.0), sized(1, 1.0)]))
     assert "microbatches of 4 rows took less time than those of 2" in shrinks
-    assert doubts(replace(sized(4, 2.0, spread=0.3), source="estimate")) == ()
+    assert quality_warnings(replace(sized(4, 2.0, spread=0.3), source="estimate")) == ()
 
 
 def test_a_long_table_has_a_row_for_each_module() -> None:
@@ -219,13 +219,13 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
         assert begins(command, "--link", "1kbit") != "3"
         assert begins(command, "--memory-limit", "8KiB") == "3"
         least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
-        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
+        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The best one needs ")
 
 
 def test_an_estimate_for_a_device_that_is_not_here() -> None:
     lines = output("profile", "cases.py:meta", "--device", "h100", "--out", "estimate.json").splitlines()
     assert lines[0] == "2 units on NVIDIA H100 SXM 80GB, an estimate"
-    assert lines[-3].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
+    assert lines[-3].startswith("note: not measured: an estimate from NVIDIA H100 SXM 80GB's specifications: 70% of")
     found = read_profile("estimate.json")
     assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
     assert all(unit.seconds > 0 for unit in found.units)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
-from penstock.costs.stage_costs import priced
+from penstock.costs.stage_costs import price_stages
 from penstock.partition import Balance, BalanceChoice, Partitioner, StageBudget, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
@@ -299,7 +299,7 @@ def test_stages_cost_what_plans_say(measures_all: None) -> None:
     partition = weighed(model, 3, found)((X,))
     units = {unit.name: place for place, unit in enumerate(found.units)}
     starts = [0, *(units[cut] for cut in partition.cuts)]
-    assert partition.costs == priced(found.units, starts, 0.5)
+    assert partition.costs == price_stages(found.units, starts, 0.5)
     assert min(cost.forward_seconds for cost in partition.costs) > 0.5
 
 

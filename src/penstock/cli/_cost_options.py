@@ -12,7 +12,7 @@ from penstock.cli._as_typed import flag
 from penstock.cli._options import argument, options_on
 from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
-from penstock.costs.links import assumed, usual_link
+from penstock.costs.links import describe_link, usual_link
 from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
@@ -120,7 +120,7 @@ class CostOptions:
             links = links_in(profile, source)
             if not profile.links:
                 links = usual_link(profile.device)
-                units = replace(units, said=f"{units.said}; links not measured: {assumed(links)}")
+                units = replace(units, description=f"{units.description}; links not measured: {describe_link(links)}")
         return Costs(units, links, has_memory=True, source=source)
 
     def _from_numbers(self, values: Mapping[str, float]) -> Costs:

@@ -18,7 +18,7 @@ from penstock.cli._target import link_of
 if TYPE_CHECKING:
     from penstock.costs.hardware import DeviceSpec, Interconnect
     from penstock.plan import Cluster, DevicePool
-    from penstock.plan.transformer.step import Paper
+    from penstock.plan.transformer.step import AnalyticJob
     from penstock.simulate import LinkCost
 
 WITH_REPLICAS = "dp"
@@ -187,10 +187,10 @@ class TransformerOptions:
                 reason = "; layers of a measured model stay whole" if option.name == "tensor_parallel" else ""
                 raise ArgumentError(f"{flag(option.name)} {value} requires --transformer{reason}; omit it")
 
-    def read(self, cluster: ClusterOptions) -> Paper:
+    def read(self, cluster: ClusterOptions) -> AnalyticJob:
         """Return the job on these devices."""
         from penstock.plan.transformer import ClusterSpec, TrainingConfig, transformer
-        from penstock.plan.transformer.step import Paper
+        from penstock.plan.transformer.step import AnalyticJob
 
         if cluster.link is not None or cluster.inter_host_link is not None:
             raise ArgumentError(
@@ -215,4 +215,4 @@ class TransformerOptions:
             )
         hosts = cluster.devices_per_host or (device.link.devices if device.link else 1) or 1
         machine = ClusterSpec(device, devices_per_host=hosts)
-        return Paper(job, machine, devices, max(kind.memory_bytes for kind in kinds), by_replicas)
+        return AnalyticJob(job, machine, devices, max(kind.memory_bytes for kind in kinds), by_replicas)

@@ -126,9 +126,9 @@ def _show_idle(plans: Sequence[Plan], console: Console) -> None:
 
 def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
     """Print what each rank runs, its time and its memory."""
-    from penstock.plan.predict import order_of_plan
+    from penstock.plan.predict import schedule_for_plan
 
-    placement, names = order_of_plan(plan).placement, ("the input", *plan.cuts)
+    placement, names = schedule_for_plan(plan).placement, ("the input", *plan.cuts)
     by_rank = [sorted({stage % placement.depth for stage in stages}) for stages in placement.by_rank]
     seconds = [sum(plan.stage_seconds[stage] for stage in stages) for stages in by_rank]
     times, mean = format_of(seconds), sum(seconds) / len(seconds)

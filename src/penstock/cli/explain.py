@@ -197,12 +197,12 @@ def show_steps(explanation: Explanation, console: Console) -> None:
 
 def _step_variation(explanation: Explanation) -> list[str]:
     """Describe how the steps of the run differ; return nothing for a single step."""
-    from penstock.plan.explain.stragglers import in_words
+    from penstock.plan.explain.stragglers import describe
 
     if len(explanation.steps) < 2:
         return []
     times = [step.seconds for step in explanation.steps]
-    return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *in_words(explanation.steps)]
+    return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *describe(explanation.steps)]
 
 
 def _stragglers(explanation: Explanation) -> list[str]:

@@ -106,7 +106,7 @@ def plan(
         if link_note:
             console.print(f"\n{link_note}")
         if paper is not None and result.best:
-            print(f"\n{paper.told(result.best[0])}")
+            print(f"\n{paper.describe(result.best[0])}")
         if out is not None and result.best:
             print(f"\nwritten to {out}{_usage(result.best[0], out)}")
     if not result.best:
@@ -115,7 +115,7 @@ def plan(
 
 def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Cluster, Sizes, str]:
     """Return the devices with what profiles measured of them, the costs, and a note on links that were not measured."""
-    from penstock.costs.links import assumed, slowest_link, usual_link
+    from penstock.costs.links import describe_link, slowest_link, usual_link
     from penstock.plan import Sizes
 
     measured = next(filter(None, map(slowest_link, profiles)), None)
@@ -124,16 +124,16 @@ def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Clu
     devices = cluster.read(measured or usual_link(profiles[0].device), action, update)
     if cluster.specified.link is not None or measured is not None or devices.devices == 1:
         return devices, Sizes.of(profiles), ""
-    note = f"{assumed(devices.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
+    note = f"{describe_link(devices.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
     return devices, Sizes.of(profiles), f"Links were not measured: {note}"
 
 
 def _profile_notes(profiles: Sequence[Profile]) -> list[str]:
     """Return notes on profiles that were not measured, or not on a quiet machine."""
-    from penstock.costs.sizes import doubts
+    from penstock.costs.sizes import quality_warnings
 
     notes = (note for profile in profiles for note in profile.notes)
-    return list(dict.fromkeys((*notes, *(note for profile in profiles for note in doubts(profile)))))
+    return list(dict.fromkeys((*notes, *(note for profile in profiles for note in quality_warnings(profile)))))
 
 
 def _usage(plan: Plan, file: Path) -> str:
@@ -172,7 +172,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     devices, device = cluster.read().devices, cluster.kind  # raises before anything is measured
     if target is None and not files:
         raise ArgumentError("pass a TARGET to measure, or --profile")
-    from penstock.costs.sizes import rows_of
+    from penstock.costs.sizes import measured_rows
     from penstock.pipe.profiling import input_device
 
     def measure(target: Target) -> list[Profile]:
@@ -181,7 +181,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
         if device is None and input_device((target.args, target.kwargs), target.model).type == "cpu":
             compute_as_ranks(min(cluster.devices_per_host or devices, devices))
         full = profile_target(target, microbatches=1, **options)
-        count = min(8, rows_of(full))
+        count = min(8, measured_rows(full))
         return [full] if count == 1 else [full, profile_target(target, microbatches=count, **options)]
 
     profiles = profiles_of(target, files, measure, weights=device is None)

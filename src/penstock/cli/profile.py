@@ -98,7 +98,7 @@ def profile(
 
 def show(profile: Profile, console: Console) -> None:
     """Print the units, their totals by microbatch size, the links, and notes on their quality."""
-    from penstock.costs.sizes import doubts
+    from penstock.costs.sizes import quality_warnings
 
     inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
     runs = f"{counted(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
@@ -136,7 +136,7 @@ def show(profile: Profile, console: Console) -> None:
             "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
         }
         print_columns(console, columns, left=0)
-    for note in (*profile.notes, *doubts(profile)):
+    for note in (*profile.notes, *quality_warnings(profile)):
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
 

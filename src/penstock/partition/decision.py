@@ -14,8 +14,8 @@ from torch import nn
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.costs import CutProblem, Profile, UnitCost, best_cuts, stage_loads
-from penstock.costs.links import link_of
-from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
+from penstock.costs.links import link_for
+from penstock.costs.stage_costs import add_memory, crossing_seconds, price_stages
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts, module_at
 from penstock.partition.cut.choice import BalanceChoice
 from penstock.partition.measure.clock import undisturbed
@@ -142,7 +142,7 @@ def _problem(
     each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
     for unit in units:
         each[numbers[unit.name]] = unit
-    problem = replace(with_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
+    problem = replace(add_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
     if not unknown:
         return problem, ()
     return problem, (
@@ -205,7 +205,7 @@ def _by_times(
     """
     names, times = [unit.name for unit in units], [sum(unit.seconds for unit in piece) for piece in pieces]
     problem, notes = _problem(recording, model, units, times, room)
-    link = room.link or link_of(profile)
+    link = room.link or link_for(profile)
     problem = replace(problem, crossing_seconds=[crossing_seconds(piece[0], link) for piece in pieces])
     starts = _best(problem, stages, room)
     if usual is not None and all(name in names for name in usual):
@@ -215,7 +215,7 @@ def _by_times(
     loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
     notes += _uneven(loads, names, runs, times)
     cuts, every = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
-    costs = priced(profile.units, [0, *map(every.index, cuts)], profile.action_seconds or 0.0)
+    costs = price_stages(profile.units, [0, *map(every.index, cuts)], profile.action_seconds or 0.0)
     return Decision(cuts, tuple(loads), notes, costs, link)
 
 

@@ -20,7 +20,7 @@ from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
-from penstock.plan.keeping import Transient, transient_of_ranks
+from penstock.plan.activation_policy import Transient, transient_by_rank
 from penstock.schedule import Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 from penstock.simulate.computations import column
@@ -98,7 +98,7 @@ def memory_of_ranks(
     peaks = [each.peak_activations for each in memory(order, costs, simulate(order, costs))]
     place, depth = order.placement, order.placement.depth
     each = [Transient(own.working, batch) for own, batch in zip(prints, given, strict=True)]
-    more = transient_of_ranks(place, order.microbatches, each)
+    more = transient_by_rank(place, order.microbatches, each)
     ranks = []
     for rank, (peak, transient) in enumerate(zip(peaks, more, strict=True)):
         stages = place.stages_on(rank)

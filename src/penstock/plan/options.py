@@ -1,4 +1,4 @@
-"""What may be asked of a plan, and the choices that this leaves open for a job."""
+"""What a plan can be required to have, and the configurations that this leaves open for a job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.plan.cluster import Cluster
 from penstock.schedule import Placement, schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
 
-_NEAR = 3
-"""How many combinations are named that work instead of the one that was asked for."""
+_SUGGESTIONS = 3
+"""How many working combinations an error names instead of the requested one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class FixedNumbers:
     def misses(self, choice: ParallelConfig) -> list[float]:
         """Return by what factor each fixed number is missed, as logarithms."""
         pairs = zip(self.numbers.values(), (choice.replicas, choice.ranks, choice.microbatches), strict=True)
-        return [abs(math.log2(one / number)) for one, number in pairs if one is not None]
+        return [abs(math.log2(fixed / number)) for fixed, number in pairs if fixed is not None]
 
 
 ANY = FixedNumbers()
@@ -114,64 +114,64 @@ def enumerate_configs(
     if global_batch < 1:
         raise ArgumentError(f"global_batch={global_batch}: expected the rows of a step, at least 1")
     replicas, pipeline = wanted.replicas or 0, wanted.pipeline or 0
-    for name, number, other in (("replicas", replicas, pipeline), ("pipeline", pipeline, replicas)):
+    for name, number, partner in (("replicas", replicas, pipeline), ("pipeline", pipeline, replicas)):
         if number and cluster.devices % number:
-            divides = cluster.devices // other if other else f"one of {divisors(cluster.devices)}"
-            instead = "" if other and cluster.devices % other else f", or {divides} in its place"
+            divides = cluster.devices // partner if partner else f"one of {divisors(cluster.devices)}"
+            instead = "" if partner and cluster.devices % partner else f", or {divides} in its place"
             raise ArgumentError(
                 f"{name}={number}: {counted(cluster.devices, 'device')} cannot be divided by {number}; pass "
-                f"{number * other or _multiples(cluster.devices, number)} devices{instead}"
+                f"{number * partner or _multiples(cluster.devices, number)} devices{instead}"
             )
-    units, found = len(sizes.units), []
+    units, configs = len(sizes.units), []
     for replicas in divisors(cluster.devices):
         ranks = cluster.devices // replicas
         if global_batch % replicas or ranks > units:
             continue
-        part = global_batch // replicas
-        for rows in (rows for rows in divisors(part) if rows <= sizes.largest):
-            for chunks, name in _open_schedules(ranks, part // rows, units, wanted.schedules):
-                found.append(ParallelConfig(replicas, ranks, chunks, name, part // rows, rows))
-    if not found and wanted.schedules is None:
-        least = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
+        replica_rows = global_batch // replicas
+        for rows in (rows for rows in divisors(replica_rows) if rows <= sizes.largest):
+            for chunks, name in _candidate_schedules(ranks, replica_rows // rows, units, wanted.schedules):
+                configs.append(ParallelConfig(replicas, ranks, chunks, name, replica_rows // rows, rows))
+    if not configs and wanted.schedules is None:
+        min_replicas = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
         raise ArgumentError(
             f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has "
-            f"at most {counted(units, 'unit')}, so there are at least {least} replicas; pass "
-            f"{_multiples(global_batch, least)}"
+            f"at most {counted(units, 'unit')}, so there are at least {min_replicas} replicas; pass "
+            f"{_multiples(global_batch, min_replicas)}"
         )
-    of = f"{counted(cluster.devices, 'device')}, {counted(units, 'unit')} and {counted(global_batch, 'row')}"
-    fitting = [one for one in found if not any(wanted.misses(one))]
-    given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items() if number is not None)
+    job = f"{counted(cluster.devices, 'device')}, {counted(units, 'unit')} and {counted(global_batch, 'row')}"
+    fitting = [config for config in configs if not any(wanted.misses(config))]
+    fixed = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items() if number is not None)
     if wanted.schedules is not None and not fitting:
-        every = enumerate_configs(sizes, cluster, global_batch, replace(wanted, schedules=None))
-        why = "; ".join(dict.fromkeys(_broken(name, every) for name in wanted.schedules))
+        unrestricted = enumerate_configs(sizes, cluster, global_batch, replace(wanted, schedules=None))
+        rules = "; ".join(dict.fromkeys(_describe_violation(name, unrestricted) for name in wanted.schedules))
         raise ArgumentError(
-            f"{given}{': ' if given else ''}none of {', '.join(wanted.schedules)} works with {of}: {why}; name more "
+            f"{fixed}{': ' if fixed else ''}none of {', '.join(wanted.schedules)} works with {job}: {rules}; name more "
             "schedules, or none to choose from all"
         )
     if not fitting:
-        near = sorted(found, key=lambda one: (sum(by > 0 for by in wanted.misses(one)), sum(wanted.misses(one))))
-        texts = dict.fromkeys(f"{one.replicas} x {one.ranks} x {one.microbatches}" for one in near)
+        closest = sorted(configs, key=lambda c: (sum(miss > 0 for miss in wanted.misses(c)), sum(wanted.misses(c))))
+        texts = dict.fromkeys(f"{config.replicas} x {config.ranks} x {config.microbatches}" for config in closest)
         raise ArgumentError(
-            f"{given}: no plan for {of} has that; the closest have {' or '.join([*texts][:_NEAR])} (replicas x "
+            f"{fixed}: no plan for {job} has that; the closest have {' or '.join([*texts][:_SUGGESTIONS])} (replicas x "
             "pipeline x microbatches): pass such numbers"
         )
     return fitting
 
 
-def _broken(name: str, open_choices: Sequence[ParallelConfig]) -> str:
+def _describe_violation(name: str, configs: Sequence[ParallelConfig]) -> str:
     """Describe what a schedule needs that these numbers do not have: the first constraint that all configurations
     violate."""
     entry = schedule_spec(name)
-    for one in open_choices:
-        if one.ranks > 1 and (
-            rule := entry.violated_constraint(ScheduleParams(one.ranks, one.microbatches, entry.chunks))
+    for config in configs:
+        if config.ranks > 1 and (
+            rule := entry.violated_constraint(ScheduleParams(config.ranks, config.microbatches, entry.chunks))
         ):
             return f"{name} needs {rule.text}"
     return f"{name} needs a unit for each stage"
 
 
-def _open_schedules(
-    ranks: int, microbatches: int, units: int, wanted: Sequence[str] | None
+def _candidate_schedules(
+    ranks: int, microbatches: int, units: int, allowed: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
     """Yield the stages per rank and names of schedules that work for these numbers; on one rank all orders are
     alike."""
@@ -179,20 +179,20 @@ def _open_schedules(
         yield 1, "1f1b"
         return
     for entry in schedule_specs():
-        if wanted is None or entry.name in wanted:
-            several = entry.chunks > 1 and not entry.violated_constraint(ScheduleParams(4, 8, 4))
-            for chunks in (2, 4) if several else (entry.chunks,):
+        if allowed is None or entry.name in allowed:
+            is_flexible = entry.chunks > 1 and not entry.violated_constraint(ScheduleParams(4, 8, 4))
+            for chunks in (2, 4) if is_flexible else (entry.chunks,):
                 if ranks * chunks <= units and not entry.violated_constraint(
                     ScheduleParams(ranks, microbatches, chunks)
                 ):
                     yield chunks, entry.name
 
 
-def _multiples(number: int, of: int) -> str:
+def _multiples(number: int, divisor: int) -> str:
     """Return the nearest multiples below and above."""
-    return " or ".join(map(str, sorted({number // of * of, -(-number // of) * of} - {0})))
+    return " or ".join(map(str, sorted({number // divisor * divisor, -(-number // divisor) * divisor} - {0})))
 
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, in ascending order."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Event
-from penstock.plan.explain.case import case_of_traced
-from penstock.plan.explain.stragglers import slowdowns, usual
+from penstock.plan.explain.replay import replay_traced
+from penstock.plan.explain.stragglers import compute_slowdowns, typical_seconds
 from penstock.schedule import Action, Op, Schedule, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.around import PIPELINE, Among, Around, Joint, traced
@@ -38,7 +38,7 @@ def step(rng: np.random.Generator, replicas: int, ranks: int, microbatches: int)
 
 def seconds(schedule: Schedule, one: Around, **other: np.ndarray) -> float:
     """How long the step takes, with other durations of some ops."""
-    return case_of_traced(schedule, replace(one, durations={**one.durations, **other})).step_seconds
+    return replay_traced(schedule, replace(one, durations={**one.durations, **other})).step_seconds
 
 
 def event(replica: int, rank: int, done: str | Op, number: int | None, start: float, end: float) -> Event:
@@ -132,12 +132,12 @@ def test_whose_slowness_costs_what() -> None:
     real = even | {"forward": even["forward"].copy()}
     real["forward"][0, 1] = 3.0
     one = Around((), (Joint("sum", Among.REPLICAS),), real)
-    found = slowdowns(schedule, one, dict.fromkeys(real, 1.0))
+    found = compute_slowdowns(schedule, one, dict.fromkeys(real, 1.0))
     slow = seconds(schedule, one) / seconds(schedule, one, **even)
     assert slow > 1.5
     assert found.step == found.by_rank[1] == found.by_replica[0] == found.by_op["forward"] == slow
     assert found.by_rank[0] == found.by_replica[1] == found.by_op["sum"] == found.by_op["backward"] == 1
-    known = usual([real], one)
+    known = typical_seconds([real], one)
     assert known["forward"] == 1.5
     assert known["sum"] == 1
 

@@ -79,10 +79,10 @@ class Efficiency:
         origin = "round figures, not fitted"
         if self.measurements:
             origin = f"fitted to {counted(self.measurements, 'measurement')} (median error {self.error:.1%})"
-        run = f" and {1e6 * self.run_seconds:.3g} us a run" if self.run_seconds else ""
+        run = f" and {1e6 * self.run_seconds:.3g} us per run" if self.run_seconds else ""
         return (
             f"{self.matmul_efficiency:.0%} of the peak, {self.bandwidth_efficiency:.0%} of the bandwidth, "
-            f"{1e6 * self.launch_seconds:.3g} us a kernel{run}, {origin}"
+            f"{1e6 * self.launch_seconds:.3g} us per kernel{run}, {origin}"
         )
 
 
@@ -99,11 +99,11 @@ def operation_seconds(operation: Operation, device: DeviceSpec, efficiency: Effi
     Raises:
         ArgumentError: the device has no peak for the product's dtype.
     """
-    product = (
+    matmul_seconds = (
         operation.flops / (device.peak(operation.dtype) * efficiency.matmul_efficiency) if operation.flops else 0.0
     )
-    moved = operation.bytes / (device.bytes_per_second * efficiency.bandwidth_efficiency)
-    return operation.count * (efficiency.launch_seconds + max(product, moved))
+    memory_seconds = operation.bytes / (device.bytes_per_second * efficiency.bandwidth_efficiency)
+    return operation.count * (efficiency.launch_seconds + max(matmul_seconds, memory_seconds))
 
 
 def seconds_of(

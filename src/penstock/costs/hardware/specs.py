@@ -77,14 +77,15 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         if unknown := [dtype for dtype in self.flops_per_second if dtype not in DTYPES]:
-            what = f"device {self.key!r}: no peak can be for {quoted(unknown[0])}"
-            raise ArgumentError(f"{what}; expected {', '.join(DTYPES)}")
-        figures = {f"peak for {dtype}": value for dtype, value in self.flops_per_second.items()}
-        figures |= {"memory": self.memory_bytes, "bandwidth": self.bytes_per_second}
-        figures |= {cable.name: cable.bytes_per_second for cable in (self.link, self.network) if cable is not None}
-        for what, value in figures.items():
+            raise ArgumentError(
+                f"device {self.key!r}: unknown dtype {quoted(unknown[0])}; expected {', '.join(DTYPES)}"
+            )
+        quantities = {f"peak for {dtype}": value for dtype, value in self.flops_per_second.items()}
+        quantities |= {"memory": self.memory_bytes, "bandwidth": self.bytes_per_second}
+        quantities |= {link.name: link.bytes_per_second for link in (self.link, self.network) if link is not None}
+        for name, value in quantities.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ArgumentError(f"device {self.key!r}: {what}: {quoted(value)}; expected a number above 0")
+                raise ArgumentError(f"device {self.key!r}: {name}: {quoted(value)}; expected a number above 0")
 
     def peak(self, dtype: str) -> float:
         """Return the operations per second of matrix products in this dtype; "tf32" is float32 on a device without it.
@@ -118,33 +119,33 @@ def device(name: str | Path) -> DeviceSpec:
     """
     text = str(name)
     if text.endswith(".toml"):
-        found = list(_read(Path(text)).values())
-        if len(found) != 1:
-            raise ArgumentError(f"{text}: expected one device, with a table for it, not {len(found)}")
-        return found[0]
-    names = {known: each for each in devices().values() for known in (each.key, *each.aliases)}
-    wanted = text.lower().replace("_", "-").replace(" ", "-")
-    if wanted in names:
-        return names[wanted]
+        specs = list(_read(Path(text)).values())
+        if len(specs) != 1:
+            raise ArgumentError(f"{text}: expected one device, with a table for it, not {len(specs)}")
+        return specs[0]
+    names = {alias: spec for spec in devices().values() for alias in (spec.key, *spec.aliases)}
+    key = text.lower().replace("_", "-").replace(" ", "-")
+    if key in names:
+        return names[key]
     if (reported := device_by_reported_name(text)) is not None:
         return reported
     raise ArgumentError(
-        f"device {text!r}: not known; {did_you_mean(wanted, names, 0.5)}"
-        "`penstock devices` lists those that are; describe another in a .toml file like that of the list, and pass it"
+        f"device {text!r}: not known; {did_you_mean(key, names, 0.5)}"
+        "`penstock devices` lists the known ones; for another, pass a .toml file in the format of devices.toml"
     )
 
 
 def device_by_reported_name(name: str) -> DeviceSpec | None:
     """Return the device with this reported name, as in `torch.cuda.get_device_name()`; None if it is unknown."""
-    found = [
-        (len(start), each) for each in devices().values() for start in each.reported_names if name.startswith(start)
+    matches = [
+        (len(prefix), spec) for spec in devices().values() for prefix in spec.reported_names if name.startswith(prefix)
     ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 def _read(path: Path) -> dict[str, DeviceSpec]:
     tables = read_toml(path).items()
-    return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
+    return {key: _parse_device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
 
 
 _KEYS = (
@@ -153,18 +154,18 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _device(key: str, table: Any, where: str) -> DeviceSpec:
+def _parse_device(key: str, table: Any, location: str) -> DeviceSpec:
     try:
         if unknown := [name for name in table if name not in _KEYS]:
-            raise ArgumentError(f"{where}: {quoted(unknown[0])} is unknown; expected {', '.join(_KEYS)}")
+            raise ArgumentError(f"{location}: {quoted(unknown[0])} is unknown; expected {', '.join(_KEYS)}")
         return DeviceSpec(
             key,
             str(table.get("name", key)),
             {dtype: 1e12 * value for dtype, value in table["tflops"].items()},
             1e9 * table["memory_gb"],
             1e9 * table["bandwidth_gbps"],
-            _cable(table.get("link"), LINK_LATENCY_SECONDS),
-            _cable(table.get("network"), NETWORK_LATENCY_SECONDS),
+            _parse_interconnect(table.get("link"), LINK_LATENCY_SECONDS),
+            _parse_interconnect(table.get("network"), NETWORK_LATENCY_SECONDS),
             tuple(table.get("sources", ())),
             tuple(table.get("aliases", ())),
             tuple(table.get("reports", ())),
@@ -177,10 +178,10 @@ def _device(key: str, table: Any, where: str) -> DeviceSpec:
         missing = (
             f"{error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type or size ({error})"
         )
-        raise ArgumentError(f"{where}: {missing}; see penstock/costs/hardware/devices.toml") from error
+        raise ArgumentError(f"{location}: {missing}; see penstock/costs/hardware/devices.toml") from error
 
 
-def _cable(table: Any, latency_seconds: float) -> Interconnect | None:
+def _parse_interconnect(table: Any, latency_seconds: float) -> Interconnect | None:
     if table is None:
         return None
     latency = 1e-6 * table["latency_us"] if "latency_us" in table else latency_seconds

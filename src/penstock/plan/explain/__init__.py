@@ -15,9 +15,9 @@ Pure values and functions, but for `load_trace`, which reads files; no torch.
 from __future__ import annotations
 
 from penstock._base.lazy import old_names
-from penstock.plan.explain.case import Change
 from penstock.plan.explain.explanation import Explanation, explain
 from penstock.plan.explain.predicted import Prediction
+from penstock.plan.explain.replay import Change
 from penstock.trace.event import Event, TraceData
 from penstock.trace.files import load_trace
 from penstock.trace.measured import TraceSteps, steps_of_trace

@@ -9,7 +9,7 @@ from typing import Any
 from penstock._base.words import counted, sized
 from penstock.plan import Plan
 from penstock.plan.explain import Prediction
-from penstock.plan.predict import order_of_plan
+from penstock.plan.predict import schedule_for_plan
 from penstock.report.web.contents import Contents, Figure, Held, duration
 from penstock.report.web.idle import Idle
 from penstock.report.web.timeline_data import band, curve
@@ -36,7 +36,7 @@ def of_plan(plan: Plan, name: str) -> Contents:
     Args:
         name: of its file.
     """
-    choice, schedule = plan.choice, order_of_plan(plan)
+    choice, schedule = plan.choice, schedule_for_plan(plan)
     timeline = Prediction(plan.stage_seconds).timeline(schedule)
     curves = _memory(plan, schedule, timeline)
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.explain.factors import PLACE
+from penstock.plan.explain.factors import OP_INDEX
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
@@ -22,12 +22,12 @@ from penstock.trace.around import PIPELINE, Around, around, done
 from penstock.trace.measured import Replica, Step
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
-_FEW = 3
-"""Fewer waits than this between two ranks do not tell how long their messages take."""
+_MIN_WAITS = 3
+"""The fewest waits between two ranks from which the time of their messages is estimated."""
 
 
 @dataclass(frozen=True)
-class Case:
+class Replay:
     """Everything that the time of a step depends on.
 
     Attributes:
@@ -57,32 +57,32 @@ class Case:
         by_stage = np.nansum(self.seconds, axis=(1, 3))  # [R, S]
         placements = (schedule.placement.by_rank for schedule in self.schedules)
         pairs = zip(by_stage, placements, strict=True)
-        return max(float(own[list(stages)].sum()) for own, ranks in pairs for stages in ranks)
+        return max(float(seconds[list(stages)].sum()) for seconds, ranks in pairs for stages in ranks)
 
-    def with_seconds(self, seconds: Floats) -> Case:
+    def with_seconds(self, seconds: Floats) -> Replay:
         return replace(self, seconds=seconds)
 
-    def with_links(self, factor: float) -> Case:
-        """Messages take so many times as long; so does what a rank does longer after actions that send."""
-        sends = _sends(self.schedules[0])
+    def with_links(self, factor: float) -> Replay:
+        """Scale the time of messages, and what ranks take longer after actions that send."""
+        sends = _sending_ops(self.schedules[0])
         quiet = float(np.median(self.host[~sends])) if not sends.all() else 0.0
-        least = np.minimum(self.host, quiet)
-        host = np.where(sends, least + factor * (self.host - least), self.host)
+        base = np.minimum(self.host, quiet)
+        host = np.where(sends, base + factor * (self.host - base), self.host)
         return replace(self, host=host, latency={pair: factor * seconds for pair, seconds in self.latency.items()})
 
     @cached_property
-    def sending(self) -> Case:
-        """If a message kept the rank that sends it busy for as long as it takes, so that no order hides it."""
-        usual = median(self.latency.values()) if self.latency else 0.0
-        host = np.where(_sends(self.schedules[0]), self.host + usual, self.host)
+    def blocking_sends(self) -> Replay:
+        """The replay with sends that block their rank, so that no order hides them."""
+        typical = median(self.latency.values()) if self.latency else 0.0
+        host = np.where(_sending_ops(self.schedules[0]), self.host + typical, self.host)
         return replace(self, host=host, latency=dict.fromkeys(self.latency, 0.0))
 
-    def without_host(self) -> Case:
+    def without_host(self) -> Replay:
         return replace(self, host=np.zeros_like(self.host))
 
     @property
-    def free(self) -> Case:
-        """With nothing between actions."""
+    def without_gaps(self) -> Replay:
+        """The replay with nothing between actions."""
         return self.with_links(0.0).without_host()
 
     @property
@@ -108,30 +108,30 @@ class Case:
 
     def _ends(self, begins: Floats | None = None) -> list[list[float]]:
         """Return when each rank of each replica finishes its last action, without the host time after it."""
-        found: dict[tuple[Schedule, bytes, bytes], list[float]] = {}
-        made = []
-        for place, (schedule, seconds) in enumerate(zip(self.schedules, self.seconds, strict=True)):
-            begin = None if begins is None else begins[place]
+        cached: dict[tuple[Schedule, bytes, bytes], list[float]] = {}
+        ends = []
+        for index, (schedule, seconds) in enumerate(zip(self.schedules, self.seconds, strict=True)):
+            begin = None if begins is None else begins[index]
             key = schedule, seconds.tobytes(), b"" if begin is None else begin.tobytes()
-            if key not in found:
+            if key not in cached:
                 timeline = self.timeline(schedule, seconds, None if begin is None else begin.tolist())
                 lasts = [track.actions[len(track) - 1] for track in timeline.tracks]
-                found[key] = [
+                cached[key] = [
                     track.end[-1] - float(self.host[COMPUTE.index(last.op), last.stage])
                     for track, last in zip(timeline.tracks, lasts, strict=True)
                 ]
-            made.append(found[key])
-        return made
+            ends.append(cached[key])
+        return ends
 
     def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
         """Return one replica's timeline, with the host time after an action as part of it."""
-        costs, links = _costs(seconds, self.host), self._links(schedule.ranks)
+        costs, links = _cost_columns(seconds, self.host), self._links(schedule.ranks)
         return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
 
     def _links(self, ranks: int) -> dict[tuple[int, int], LinkCost]:
-        usual = median(self.latency.values()) if self.latency else 0.0
-        pairs = ((one, two) for one in range(ranks) for two in range(ranks))
-        return {pair: LinkCost(self.latency.get(pair, usual)) for pair in pairs}
+        typical = median(self.latency.values()) if self.latency else 0.0
+        pairs = ((source, target) for source in range(ranks) for target in range(ranks))
+        return {pair: LinkCost(self.latency.get(pair, typical)) for pair in pairs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Change:
 
     kind: str
     text: str
-    cases: tuple[Case, ...] = field(repr=False, compare=False)
+    cases: tuple[Replay, ...] = field(repr=False, compare=False)
     note: str = ""
     measured: bool = True
     key: str = ""
@@ -174,7 +174,7 @@ class Change:
             return f"at {'most' if self.gain >= 0 else 'least'} {-self.gain:+.1%}"
         return f"{-self.gain:+.1%} ± {f'{self.error:.1%}' if self.error >= 0.001 else '<0.1%'}"
 
-    def assuming(self, cases: tuple[Case, ...], note: str, *, measured: bool) -> Change:
+    def assuming(self, cases: tuple[Replay, ...], note: str, *, measured: bool) -> Change:
         """Return the same change with other cases, which make one more assumption."""
         notes = "; ".join(filter(None, [self.note, note]))
         return replace(self, cases=cases, note=notes, measured=self.measured and measured)
@@ -185,86 +185,86 @@ class Change:
         return {name: getattr(self, name) for name in names}
 
 
-def _sends(schedule: Schedule) -> NDArray[np.bool_]:
+def _sending_ops(schedule: Schedule) -> NDArray[np.bool_]:
     """Return which op of which stage has an output that another rank needs, [O, S]."""
-    placement, found = schedule.placement, np.zeros((len(COMPUTE), schedule.stages), bool)
+    placement, sends = schedule.placement, np.zeros((len(COMPUTE), schedule.stages), bool)
     for stage in range(schedule.stages):
         if not placement.is_last(stage) and placement.rank_of[stage + 1] != placement.rank_of[stage]:
-            found[_F, stage] = True
+            sends[_F, stage] = True
         if not placement.is_first(stage) and placement.rank_of[stage - 1] != placement.rank_of[stage]:
-            found[[_B, _I], stage] = True
-    return found
+            sends[[_B, _I], stage] = True
+    return sends
 
 
 _columns = lru_cache(maxsize=4)(Columns.of)
 """One schedule is replayed a dozen times."""
 
 
-def _costs(seconds: Floats, host: Floats) -> CostColumns:
+def _cost_columns(seconds: Floats, host: Floats) -> CostColumns:
     """[O, S, M] as costs by stage and microbatch. A backward that is not split counts as I."""
     with_host = np.nan_to_num(seconds + host[:, :, None])
     backward = np.where(np.isnan(seconds[_B]), with_host[_I], with_host[_B])
-    made = np.zeros((len(Op), *seconds.shape[1:]))
-    made[Op.F.code], made[Op.B.code] = with_host[_F], backward + with_host[_W]
-    made[Op.I.code], made[Op.W.code] = backward, with_host[_W]
-    return CostColumns.of_seconds(made)
+    costs = np.zeros((len(Op), *seconds.shape[1:]))
+    costs[Op.F.code], costs[Op.B.code] = with_host[_F], backward + with_host[_W]
+    costs[Op.I.code], costs[Op.W.code] = backward, with_host[_W]
+    return CostColumns.of_seconds(costs)
 
 
-def case_of(step: Step, seconds: Floats) -> Case:
+def build_replay(step: Step, seconds: Floats) -> Replay:
     """Build the replay of a step: its own order and durations, with the typical time between actions and of
     messages."""
-    columns = zip(*map(_gaps, step.replicas), strict=True)
-    source, target, maker, made, op, stage, before, starts = [np.concatenate(one) for one in columns]
-    waited = (source >= 0) & ~(before > made)  # for a message: what tells how long it took
-    usual = float(np.median(starts[waited] - made[waited])) if waited.any() else 0.0
-    free = before >= np.where(np.isnan(made), -np.inf, made + usual)  # waited for nobody
-    lost = np.maximum(0.0, starts[free] - before[free])
-    host = _host(op[free], stage[free], lost, step.replicas[0].schedule.stages)
+    columns = zip(*map(_measure_gaps, step.replicas), strict=True)
+    source, target, producer, produced, op, stage, before, starts = [np.concatenate(parts) for parts in columns]
+    waited = (source >= 0) & ~(before > produced)  # for a message: what tells how long it took
+    typical = float(np.median(starts[waited] - produced[waited])) if waited.any() else 0.0
+    unblocked = before >= np.where(np.isnan(produced), -np.inf, produced + typical)  # did not wait
+    host_times = np.maximum(0.0, starts[unblocked] - before[unblocked])
+    host = _host_seconds(op[unblocked], stage[unblocked], host_times, step.replicas[0].schedule.stages)
     pairs = np.stack([source, target], axis=1)[waited]
-    took = np.maximum(0.0, (starts - made)[waited] - host.ravel()[maker[waited]])
+    message_seconds = np.maximum(0.0, (starts - produced)[waited] - host.ravel()[producer[waited]])
     latency = {}
-    for one, two in np.unique(pairs, axis=0).tolist():
-        own = took[(pairs == (one, two)).all(axis=1)]
-        latency[one, two] = float(np.median(own if len(own) >= _FEW else took))
-    schedules = tuple(one.schedule for one in step.replicas)
-    begins = tuple(one.begin_seconds for one in step.replicas)
-    return Case(schedules, begins, seconds, host, latency, around_of(step))
+    for start, end in np.unique(pairs, axis=0).tolist():
+        samples = message_seconds[(pairs == (start, end)).all(axis=1)]
+        latency[start, end] = float(np.median(samples if len(samples) >= _MIN_WAITS else message_seconds))
+    schedules = tuple(replica.schedule for replica in step.replicas)
+    begins = tuple(replica.begin_seconds for replica in step.replicas)
+    return Replay(schedules, begins, seconds, host, latency, find_outside_work(step))
 
 
-def _gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
+def _measure_gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
     """Return, for each action: the rank from which it needs something (-1: none) and its own; where in [O, S] that was
     produced, and when; the op and stage that its rank ran before, and their end; and its own start."""
     columns = Columns.of(replica.schedule)
-    starts, ends = times_of(replica.timeline)
-    need, rank, op, stage = columns.need, columns.rank, PLACE[columns.op], columns.stage
-    source, made = np.where(need >= 0, rank[need], -1), np.where(need >= 0, ends[need], np.nan)
-    maker = op[need] * replica.schedule.stages + stage[need]
-    return source, rank, maker, made, np.roll(op, 1), np.roll(stage, 1), columns.before(ends), starts
+    starts, ends = start_end_times(replica.timeline)
+    need, rank, op, stage = columns.need, columns.rank, OP_INDEX[columns.op], columns.stage
+    source, produced = np.where(need >= 0, rank[need], -1), np.where(need >= 0, ends[need], np.nan)
+    producer = op[need] * replica.schedule.stages + stage[need]
+    return source, rank, producer, produced, np.roll(op, 1), np.roll(stage, 1), columns.before(ends), starts
 
 
-def _host(op: Ints, stage: Ints, lost: Floats, stages: int) -> Floats:
+def _host_seconds(op: Ints, stage: Ints, host_times: Floats, stages: int) -> Floats:
     """Return the median host time after each op on each stage; of the op on any stage, or of any op, where there is no
     sample."""
-    found = np.zeros((len(COMPUTE), stages))
+    medians = np.zeros((len(COMPUTE), stages))
     for row in range(len(COMPUTE)):
-        of_op, on = lost[op == row], stage[op == row]
-        for place in range(stages):
-            samples = next((one for one in (of_op[on == place], of_op, lost) if len(one)), np.zeros(1))
-            found[row, place] = np.median(samples)
-    return found
+        op_times, op_stages = host_times[op == row], stage[op == row]
+        for number in range(stages):
+            samples = next((v for v in (op_times[op_stages == number], op_times, host_times) if len(v)), np.zeros(1))
+            medians[row, number] = np.median(samples)
+    return medians
 
 
-def case_of_traced(schedule: Schedule, given: Around) -> Case:
+def replay_traced(schedule: Schedule, outside: Around) -> Replay:
     """Build the replay of a step as `traced` reads it: no time is lost between ops, and a message keeps its sender
     busy. `schedule`: what every replica ran; one stage per rank, backwards not split."""
-    forward, backward, sent_forward, sent_backward = (np.nan_to_num(given.durations[name]) for name in PIPELINE)
+    forward, backward, sent_forward, sent_backward = (np.nan_to_num(outside.durations[name]) for name in PIPELINE)
     seconds = np.full((len(forward), len(COMPUTE), *forward.shape[1:]), np.nan)
     seconds[:, _F], seconds[:, _B] = forward + sent_forward, backward + sent_backward
     replicas, host = len(forward), np.zeros((len(COMPUTE), schedule.stages))
-    return Case((schedule,) * replicas, (0.0,) * replicas, seconds, host, {}, given)
+    return Replay((schedule,) * replicas, (0.0,) * replicas, seconds, host, {}, outside)
 
 
-def around_of(step: Step) -> Around | None:
+def find_outside_work(step: Step) -> Around | None:
     """Return what ranks did around the pipelines of a step; None if they did nothing, or the participants are
     unknown."""
     if not step.others or step.unknown:
@@ -272,7 +272,7 @@ def around_of(step: Step) -> Around | None:
     return around((len(step.replicas), step.slowest.schedule.ranks), step.numbered)
 
 
-def times_of(timeline: Timeline) -> tuple[Floats, Floats]:
+def start_end_times(timeline: Timeline) -> tuple[Floats, Floats]:
     """Starts and ends of all computations."""
     tracks = timeline.tracks
-    return np.concatenate([column(one.start) for one in tracks]), np.concatenate([column(one.end) for one in tracks])
+    return np.concatenate([column(t.start) for t in tracks]), np.concatenate([column(t.end) for t in tracks])

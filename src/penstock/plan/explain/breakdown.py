@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from penstock.plan.explain.case import Case, times_of
 from penstock.plan.explain.factors import Factors
+from penstock.plan.explain.replay import Replay, start_end_times
 from penstock.schedule import Action
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.computations import Columns, Floats, Ints
@@ -54,9 +54,9 @@ class TimeBreakdown:
     ranks: tuple[RankBreakdown, ...]
 
 
-def breakdown_of(step: Step, factors: Factors, replay: Case) -> TimeBreakdown:
+def break_down(step: Step, factors: Factors, replay: Replay) -> TimeBreakdown:
     """Break a step down by the cases from an ideal step to the replay; the measured step is the last."""
-    free = replay.free
+    free = replay.without_gaps
     cases = {
         TimeCategory.SCHEDULE: free.with_seconds(factors.even),
         TimeCategory.STAGES: free.with_seconds(factors.by_stage),
@@ -69,35 +69,35 @@ def breakdown_of(step: Step, factors: Factors, replay: Case) -> TimeBreakdown:
     times = [case.pipeline_seconds for case in cases.values()] + [step.pipeline_seconds]
     names = [*[*cases][1:], TimeCategory.REST]
     added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
-    place = step.replicas.index(step.slowest)
+    index = step.replicas.index(step.slowest)
     busy = [step.slowest.timeline.busy_seconds(rank) for rank in range(step.slowest.timeline.ranks)]
     by_rank, idle = step.slowest.schedule.placement.by_rank, []  # of each rank: its pipeline's span less its own work
     for case in cases.values():
-        work = np.nansum(case.seconds[place], axis=(0, 2))  # by stage
-        idle.append([case.spans[place] - float(work[list(stages)].sum()) for stages in by_rank])
-    idle += [[step.slowest.span_seconds - one for one in busy]]
+        work = np.nansum(case.seconds[index], axis=(0, 2))  # by stage
+        idle.append([case.spans[index] - float(work[list(stages)].sum()) for stages in by_rank])
+    idle += [[step.slowest.span_seconds - seconds for seconds in busy]]
     ranks = tuple(
-        RankBreakdown(rank, busy[rank], _shares([*TimeCategory], [one[rank] for one in idle]))
+        RankBreakdown(rank, busy[rank], _divide_idle_time([*TimeCategory], [by_case[rank] for by_case in idle]))
         for rank in range(len(busy))
     )
     return TimeBreakdown(times[0], added, ranks)
 
 
-def _shares(reasons: Sequence[TimeCategory], idle: Sequence[float]) -> dict[TimeCategory, float]:
+def _divide_idle_time(reasons: Sequence[TimeCategory], idle: Sequence[float]) -> dict[TimeCategory, float]:
     """Divide a rank's idle time among the categories, none below 0: a rank with more work idles less, which comes off
     the categories before."""
-    found = dict.fromkeys(reasons, 0.0)
+    shares = dict.fromkeys(reasons, 0.0)
     before = 0.0
-    for place, (reason, seconds) in enumerate(zip(reasons, idle, strict=True)):
-        more, before = seconds - before, seconds
-        found[reason] = max(0.0, more)
-        for earlier in reversed(reasons[:place]):
-            if more >= 0:
+    for index, (reason, seconds) in enumerate(zip(reasons, idle, strict=True)):
+        added, before = seconds - before, seconds
+        shares[reason] = max(0.0, added)
+        for earlier in reversed(reasons[:index]):
+            if added >= 0:
                 break
-            taken = min(found[earlier], -more)
-            found[earlier] -= taken
-            more += taken
-    return found
+            reduction = min(shares[earlier], -added)
+            shares[earlier] -= reduction
+            added += reduction
+    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Bubble:
     usual_seconds: float = 0.0
 
 
-def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
+def find_largest_bubble(replica: Replica, ideal: Timeline) -> Bubble | None:
     """Return the largest bubble of a replica apart from warm-up and drain; None if there is none.
 
     Args:
@@ -130,31 +130,31 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
     waits = Waits.of(replica.schedule, replica.timeline)
     columns = waits.columns
     starts, ends = np.concatenate(waits.starts), np.concatenate(waits.ends)
-    ideal_starts, ideal_ends = times_of(ideal)
+    ideal_starts, ideal_ends = start_end_times(ideal)
     gap = np.nan_to_num(starts - columns.before(ends))
     node = int(np.argmax(gap - np.nan_to_num(ideal_starts - columns.before(ideal_ends))))
     if gap[node] <= 0:
         return None
     rank = columns.rank
     took, usual = ends - starts, ideal_ends - ideal_starts
-    chain = _chain(waits.need, columns, ends, node)
-    worst = max(chain, key=lambda one: float(took[one] - usual[one]), default=-1)
-    found = int(rank[node]), columns.action(node), float(gap[node])
+    chain = _blocking_chain(waits.need, columns, ends, node)
+    worst = max(chain, key=lambda n: float(took[n] - usual[n]), default=-1)
+    location = int(rank[node]), columns.action(node), float(gap[node])
     if worst < 0 or took[worst] <= usual[worst]:
-        return Bubble(*found)
-    return Bubble(*found, columns.action(worst), int(rank[worst]), float(took[worst]), float(usual[worst]))
+        return Bubble(*location)
+    return Bubble(*location, columns.action(worst), int(rank[worst]), float(took[worst]), float(usual[worst]))
 
 
-def _chain(need: Ints, columns: Columns, ends: Floats, node: int) -> list[int]:
+def _blocking_chain(need: Ints, columns: Columns, ends: Floats, node: int) -> list[int]:
     """Return the nodes that ran while a node's rank was idle, of all that it waited for, latest first."""
-    since, found = ends[node - 1], []
-    at = int(need[node])
+    idle_start, chain = ends[node - 1], []
+    current = int(need[node])
     first = set(columns.first.tolist())
-    while at >= 0 and ends[at] > since:
-        found.append(at)
-        before = -1 if at in first else at - 1
-        other = int(need[at])
-        late_other = ends[other] if other >= 0 else -np.inf
-        late_before = ends[before] if before >= 0 else -np.inf
-        at = other if late_other > late_before else before
-    return found
+    while current >= 0 and ends[current] > idle_start:
+        chain.append(current)
+        previous = -1 if current in first else current - 1
+        source = int(need[current])
+        source_end = ends[source] if source >= 0 else -np.inf
+        previous_end = ends[previous] if previous >= 0 else -np.inf
+        current = source if source_end > previous_end else previous
+    return chain
