@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock._base.errors import ArgumentError
 from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Bursts, Chance, Impairment, Link
 from penstock.network.parse import parse_link
-from penstock.network.quantities import size_of
+from penstock.network.quantities import parse_size
 
 RATES = {
     "100mbit": 12.5e6,
@@ -221,4 +221,4 @@ def test_what_no_network_has_is_refused_in_a_line(text: str, said: str) -> None:
 
 def test_a_size_means_the_same_everywhere() -> None:
     for unit in ("k", "kb", "KiB", "mb", "m", "MiB"):
-        assert size_of(f"64{unit}") == parse_link(f"1gbit limit 64{unit}").limit_bytes
+        assert parse_size(f"64{unit}") == parse_link(f"1gbit limit 64{unit}").limit_bytes
