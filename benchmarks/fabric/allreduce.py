@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def of_link(where: Path, link: str, sizes: Sequence[int], trials: int) -> Found:
     return {
         "link": link,
         "trials": trials,
-        "fit_4_hosts": of_many and of_many.to_dict(),
-        "fit_2_hosts": of_few and of_few.to_dict(),
+        "fit_4_hosts": of_many and asdict(of_many),
+        "fit_2_hosts": of_few and asdict(of_few),
         "ring_4_hosts": ours,
         "ring_2_hosts": few,
         "engine_4_hosts": engine,

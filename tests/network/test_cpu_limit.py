@@ -211,8 +211,8 @@ def test_nothing_of_a_slow_host_outlives_the_maker(version: int, how: signal.Sig
 @every_version
 def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
-        assert made._groups is not None
-        process = subprocess.Popen(made._groups.command(1, ["sleep", "300"], []))
+        assert made._cpu_limiter is not None
+        process = subprocess.Popen(made._cpu_limiter.command(1, ["sleep", "300"], []))
         (group,) = reaper.list_cgroups(made.id)
         _wait(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split())
     assert process.wait(60) == -signal.SIGKILL
@@ -221,7 +221,7 @@ def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(v
 
 @hosts_needed
 @every_version
-def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(version: int) -> None:
+def test_clean_removes_a_slow_host_whose_maker_and_reaper_were_killed(version: int) -> None:
     with _maker(str(version)) as (living, alive, _), _maker(str(version)) as (process, emulation, pids):
         os.kill(pids[0], signal.SIGKILL)
         process.kill()
@@ -319,7 +319,7 @@ def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
         (tmp_path / folder / "cgroup.subtree_control").write_text(f"{handed}\n")
     (tmp_path / "a.slice/b.slice/c.scope").mkdir()
     monkeypatch.setattr(reaper, "group_mounts", lambda: [(1, Path("/none")), (2, tmp_path)])
-    monkeypatch.setattr(cpu_limit, "_own", lambda version: own)
+    monkeypatch.setattr(cpu_limit, "_own_group", lambda version: own)
     CpuLimiter("penstock-1-2-3", {5: 0.25}, 2)
     made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
     assert reaper.list_cgroups("penstock-1-2-3") == [made]
@@ -330,7 +330,7 @@ def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reaper, "group_mounts", lambda: [(2, tmp_path)])
-    monkeypatch.setattr(cpu_limit, "_own", lambda version: "/")
+    monkeypatch.setattr(cpu_limit, "_own_group", lambda version: "/")
     with pytest.raises(OSError, match="delegates the cpu controller"):
         CpuLimiter("penstock-1-2-3", {5: 0.25}, 2)
     with pytest.raises(OSError, match="no cgroup v1"):

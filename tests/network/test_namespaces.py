@@ -192,7 +192,7 @@ def test_clean_by_force_removes_a_running_one_too(monkeypatch: pytest.MonkeyPatc
 
 
 @hosts_needed
-def test_hosts_are_removed_even_if_the_keeper_was_killed() -> None:
+def test_hosts_are_removed_even_if_the_reaper_was_killed() -> None:
     with Machines(1) as made:
         assert made._reaper is not None
         made._reaper.kill()
@@ -231,9 +231,9 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as patch:
-        patch.setattr(namespaces, "_effective", lambda: ~(1 << 12))
+        patch.setattr(namespaces, "_effective_capabilities", lambda: ~(1 << 12))
         expect("CAP_NET_ADMIN", "--privileged")
-    monkeypatch.setattr(namespaces, "_effective", lambda: -1)
+    monkeypatch.setattr(namespaces, "_effective_capabilities", lambda: -1)
     for name in ("ip", "tc"):
         with monkeypatch.context() as patch:
             patch.setattr(

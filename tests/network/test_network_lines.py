@@ -15,7 +15,7 @@ from penstock.network.topology import Topology
 
 def told(hosts: int = 2, **changed: Any) -> dict[str, Any]:
     """Of a network on which little happened."""
-    t = filling.tables(Topology(parse_link("1gbit")), [-1] * hosts, time.monotonic_ns())
+    t = filling.create_tables(Topology(parse_link("1gbit")), [-1] * hosts, time.monotonic_ns())
     t.lines[:, columns.FRAMES], t.lines[:, columns.BYTES] = 1200, 1_500_000
     t.lines[0, columns.N_LOST] = 12
     t.lines[hosts + 1, columns.N_FULL], t.lines[hosts + 1, columns.NEAR_BYTES] = 3, 2_500_000

@@ -71,7 +71,7 @@ _WORDS: dict[str, tuple[Callable[[str], Any], dict[str, Callable[[str], Any]]]] 
     "incast": (q.size, {"to": q.count, "size": q.size, "every": q.seconds}),
     "trace": (str, {"to": q.count}),
 }
-"""How the value of each kind of source is read, and those of the words that may follow it."""
+"""Parsers by kind of source: of its value, and of the values of the words that may follow."""
 
 
 def _neighbor(text: str, hosts: int) -> Neighbor:

@@ -109,8 +109,8 @@ def run(
                 forwards=forwards,
                 patience=patience,
             )
-        size = job.ranks // job.hosts
-        agents = [f"the agent of host {n} (ranks {n * size} to {(n + 1) * size - 1})" for n in range(job.hosts)]
+        per_host = job.ranks // job.hosts
+        agents = [f"the agent of host {n} (ranks {n * per_host} to {(n + 1) * per_host - 1})" for n in range(job.hosts)]
         return replace(explain_end(outcome, failures, agents, job.user), happened=tuple(happened))
 
 

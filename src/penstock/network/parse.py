@@ -225,7 +225,7 @@ _SYNONYMS = {
     "buffer": "burst", "maxburst": "burst", "drop": "loss", "duplication": "duplicate", "corruption": "corrupt",
     "reordering": "reorder",
 }  # fmt: skip
-"""Of tc."""
+"""tc's synonyms."""
 
 
 def words() -> list[str]:

@@ -129,7 +129,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse a list like "64KiB,1MiB". Raise as `size_of` does, naming the size that is wrong."""
+    """Parse a list like "64KiB,1MiB". Raise as `parse_size` does, naming the size that is wrong."""
     texts, sizes = text.split(","), []
     for number, item in enumerate(texts, 1):
         try:

@@ -139,11 +139,11 @@ def _text(table: Mapping[str, Any], key: str) -> str:
 class Playback:
     """Tracks which events are active as time and steps advance."""
 
-    def __init__(self, events: Sequence[Event], before: State) -> None:
-        self._initial = before
+    def __init__(self, events: Sequence[Event], initial: State) -> None:
+        self._initial = initial
         self._pending = list(events)
         self._active: list[tuple[Event, float]] = []
-        self.state = before
+        self.state = initial
 
     def advance(self, seconds: float, step: int) -> list[str]:
         """Advance to this moment, which is not before the last one: update `state`, and return what has changed in

@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def mtu(self) -> int:
-        """Of all links."""
+        """The mtu of all links."""
         return self.link.mtu
 
     @property

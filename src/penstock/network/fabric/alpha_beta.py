@@ -121,8 +121,8 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
 
 
 def combine(links: Iterable[LinkFit], select: Callable[..., float] = max) -> LinkFit | None:
-    """Combine the largest alpha and the largest beta of links (`select=min`: the smallest), which limit a collective of any
-    size; None without links."""
+    """Combine the largest alpha and beta of links (`select=min`: the smallest), which limit a collective of any size;
+    None without links."""
     fits = tuple(links)
     if not fits:
         return None

@@ -43,7 +43,7 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
 
     Returns what `penstock fabric compare --json` prints, besides the warnings:
         transfers: those that both runs have, in A's order, and step: the whole step, if both runs have the same
-            transfers and hosts; else None. See `_tested`.
+            transfers and hosts; else None. See `_compare`.
         only_in_a, only_in_b: the names of the other transfers.
         other_settings: other differences between the runs, by name: (in A, in B).
         differs: whether any transfer, or the step, differs.
@@ -52,15 +52,15 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
         ArgumentError: the runs have no transfer in common.
     """
     loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
-    keys: list[dict[tuple[str, int, str, str], Group]] = []  # by what groups of two runs match
+    keys: list[dict[tuple[str, int, str, str], Group]] = []  # what identifies a group in both runs
     for load in loads:
         firsts = [(load.transfers[group.indices[0]], group) for group in groups(load)]
         keys.append({(group.name, first.bytes, first.collective, first.kind): group for first, group in firsts})
     common = [key for key in keys[0] if key in keys[1]]
     if not common:
         names = [
-            ", ".join(f"{name} of {size} bytes ({collective})" for name, size, collective, _ in list(group)[:3])
-            for group in keys
+            ", ".join(f"{name} of {size} bytes ({collective})" for name, size, collective, _ in list(by_key)[:3])
+            for by_key in keys
         ]
         raise ArgumentError(
             f"the runs have no transfer in common: A has {names[0]}, B has {names[1]}; compare runs of the same "

@@ -50,7 +50,7 @@ def results(run: Run) -> dict[str, Any]:
     ]
 
     def entry(name: str, indices: Sequence[int]) -> dict[str, Any]:
-        members, limits = ([workload.transfers[index] for index in indices], [bounds[index] for index in indices])
+        members, limits = [workload.transfers[index] for index in indices], [bounds[index] for index in indices]
         # Of similar transfers between different ranks, the mean.
         bound = None if None in limits else sum(filter(None, limits)) / len(limits)
         return _entry(name, members, [times[index] for index in indices], algorithm_for(record, indices[0]), bound)
@@ -96,9 +96,9 @@ def _entry(
 ) -> dict[str, Any]:
     """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
-    completion = np.stack([item.completion for item in times], axis=1)
+    completion = np.stack([timing.completion for timing in times], axis=1)
     summary = Summary.from_samples(completion)
-    transfer_summary = Summary.from_samples(np.stack([item.transfer for item in times], axis=1))
+    transfer_summary = Summary.from_samples(np.stack([timing.transfer for timing in times], axis=1))
     median = (transfer_summary if rate_key(first.collective) == "transfer_s" else summary).p50
     per_rank = _per_rank(times)
     slowest = max(per_rank, key=lambda entry: int(entry["trials_slowest"]), default=None)
@@ -110,12 +110,12 @@ def _entry(
         "algorithm": algorithm,
         "kind": first.kind,
         "shares": list(first.shares),
-        "ranks": list(dict.fromkeys(rank for item in times for rank in item.ranks)),
+        "ranks": list(dict.fromkeys(rank for timing in times for rank in timing.ranks)),
         "trials": summary.count,
         "effective_trials": summary.effective,
         "compute_s": sum(transfer.compute_seconds for transfer in transfers) / len(transfers),
         **_times("time", summary),
-        **_times("arrival_skew", Summary.from_samples(np.stack([item.arrival_skew for item in times], axis=1))),
+        **_times("arrival_skew", Summary.from_samples(np.stack([timing.arrival_skew for timing in times], axis=1))),
         **_times("transfer", transfer_summary),
         **_rates(first.bytes, first.bytes * factor, median, bound),
         "outliers": sorted({int(index) // len(times) for index in outliers(completion)}),
@@ -165,12 +165,12 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
     in how many trials it was the slowest, and the latest; empty without trials."""
     if not len(times[0].durations):
         return []
-    slowest = [item.durations.argmax(1) for item in times]
-    latest = [item.late.argmax(1) for item in times]
+    slowest = [timing.durations.argmax(1) for timing in times]
+    latest = [timing.late.argmax(1) for timing in times]
     rows: list[dict[str, Any]] = []
     durations = []
-    for rank in dict.fromkeys(rank for item in times for rank in item.ranks):
-        indices = [(n, item.ranks.index(rank)) for n, item in enumerate(times) if rank in item.ranks]
+    for rank in dict.fromkeys(rank for timing in times for rank in timing.ranks):
+        indices = [(n, timing.ranks.index(rank)) for n, timing in enumerate(times) if rank in timing.ranks]
         durations.append(np.stack([times[n].durations[:, index] for n, index in indices], axis=1))
         counts = [sum(int((extremes[n] == index).sum()) for n, index in indices) for extremes in (slowest, latest)]
         rows.append({"rank": rank, "p50": None, "p99": None, "trials_slowest": counts[0], "trials_latest": counts[1]})
@@ -192,7 +192,7 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     compute = if_transfers_took([0.0] * len(transfers), overlap=False)
     other_overlap = measured  # without compute, there is nothing to overlap
     if compute:
-        other_overlap = computed_step(workload, [item.transfer for item in times], hosts, overlap=not overlap)
+        other_overlap = computed_step(workload, [timing.transfer for timing in times], hosts, overlap=not overlap)
     summary = Summary.from_samples(measured)
     medians = {overlap: summary.p50, not overlap: Summary.from_samples(other_overlap).p50}
     size = sum(t.bytes for t in workload.transfers)

@@ -292,7 +292,7 @@ def stalled_trials(run: Run) -> tuple[int, ...]:
 # -- run.json ----------------------------------------------------------------------------------------------------------
 
 _MAX_HOSTS = 10_000
-"""Of a run whose folder is read, of torchrun or of `--hosts`."""
+"""The most hosts in a run that can be read, whether started by torchrun or by `--hosts`."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 _Positive = Annotated[int, Field(ge=1, lt=1 << 40)]
 _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]

@@ -73,7 +73,7 @@ def correlation_time(samples: ArrayLike) -> float:
 
 
 def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns, for each quantile, how many independent samples these are worth when bounding it.
+    """Return, for each quantile, how many independent samples these are worth when bounding it.
 
     Whether a sample lies below a quantile depends less on its neighbors than its value does; the bivariate normal
     distribution says how much less. Because the correlation is only an estimate, intervals are widened as by Student's
@@ -172,7 +172,7 @@ class Summary:
         ordered = np.sort(values, axis=None)
         effective, mean = effective_counts(rows, tuple(PERCENTILES.values())), mean_interval(rows)
         pairs = zip(PERCENTILES.items(), effective, strict=True)
-        intervals = {name: quantile_interval(ordered, q, size) for (name, q), size in pairs}
+        intervals = {name: quantile_interval(ordered, q, n) for (name, q), n in pairs}
         percentiles = {name: intervals[name] and float(np.quantile(ordered, q)) for name, q in PERCENTILES.items()}
         return cls(
             count,
@@ -307,9 +307,9 @@ class WarmUp:
         self._max_trials = min(max(trials, self._window), _MAX_TRIALS)
         self._values: list[float] = []
 
-    def add(self, seconds: Sequence[float]) -> None:
+    def add(self, times: Sequence[float]) -> None:
         """Add one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
-        self._values.append(math.fsum(math.log(max(value, 1e-12)) for value in seconds) / len(seconds))
+        self._values.append(math.fsum(math.log(max(value, 1e-12)) for value in times) / len(times))
 
     @property
     def count(self) -> int:

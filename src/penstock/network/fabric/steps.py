@@ -40,12 +40,12 @@ receives from the previous one, so two ranks send to each other at once.
 REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 """Collectives that take a reduction op."""
 IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Those that divide the size among the ranks."""
+"""Collectives that divide the size among the ranks."""
 GATHERS = ("all_gather", "gather")
-"""Those whose size is the result's, of which each rank contributes a part."""
+"""Collectives whose size is the result's, of which each rank contributes a part."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
-"""Those for which torch.distributed has one buffer."""
+"""Collectives for which torch.distributed has one buffer."""
 
 PIECES = 8
 """Into how many pieces pipelined algorithms cut the data: more fill the ports better, but take more rounds."""

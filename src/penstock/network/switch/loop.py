@@ -231,7 +231,7 @@ def _enqueue(t: Tables, direction: Any, size: Any, at: Any) -> Any:
 
 @compiled
 def enqueue_background(t: Tables, host: Any, at: Any) -> None:
-    """Put the neighbors' frames that have come by then into the queue to a host."""
+    """Put the neighbors' frames that have arrived by then into the queue to a host."""
     line = t.lines[t.affects.shape[0] + host]
     while line[col.NEAR_USED] < line[col.NEAR_MADE]:
         frame = t.near[host, line[col.NEAR_USED] % t.near.shape[1]]
@@ -246,7 +246,7 @@ def enqueue_background(t: Tables, host: Any, at: Any) -> None:
 
 @compiled
 def enqueue_all_background(t: Tables) -> None:
-    """Do this up to now for all hosts, including those that nothing else sends to."""
+    """Do so up to now for all hosts, including those that nothing else sends to."""
     now = now_ns(t)
     for host in range(t.affects.shape[0]):
         enqueue_background(t, host, now)

@@ -52,7 +52,7 @@ class Background:
             room = t.near.shape[1] - int(line[columns.NEAR_MADE] - line[columns.NEAR_USED])
             at_ns, sizes = stream.until(end_ns - self._start_ns, room)
             slots = np.arange(line[columns.NEAR_MADE], line[columns.NEAR_MADE] + len(at_ns)) % t.near.shape[1]
-            t.near[host, slots, columns.AT_NS], t.near[host, slots, columns.SIZE] = (at_ns + self._start_ns, sizes)
+            t.near[host, slots, columns.AT_NS], t.near[host, slots, columns.SIZE] = at_ns + self._start_ns, sizes
             line[columns.NEAR_MADE] += len(at_ns)
 
 

@@ -40,12 +40,12 @@ def _log(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _ring(n: int) -> Terms:
+def _one_pass(n: int) -> Terms:
     """Return the terms of rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
     return Terms(n - 1, (n - 1) / n)
 
 
-def _two_rings(n: int) -> Terms:
+def _two_passes(n: int) -> Terms:
     return Terms(2 * (n - 1), 2 * (n - 1) / n)
 
 
@@ -126,26 +126,26 @@ def _send(_: int) -> Terms:
 
 _ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]] = {
     "all_reduce": {
-        "ring": (make.all_reduce_ring, _two_rings),
-        "ring2": (partial(make.all_reduce_ring, directions=2), _two_rings),
+        "ring": (make.all_reduce_ring, _two_passes),
+        "ring2": (partial(make.all_reduce_ring, directions=2), _two_passes),
         "halving-doubling": (make.all_reduce_halving_doubling, _halving_doubling),
         "recursive-doubling": (make.all_reduce_doubling, _doubling),
         "tree": (make.all_reduce_tree, _tree),
     },
     "all_gather": {
-        "ring": (make.all_gather_ring, _ring),
-        "ring2": (partial(make.all_gather_ring, directions=2), _ring),
+        "ring": (make.all_gather_ring, _one_pass),
+        "ring2": (partial(make.all_gather_ring, directions=2), _one_pass),
         "recursive-doubling": (make.all_gather_doubling, _halving),
         "bruck": (make.all_gather_bruck, _log_rounds),
     },
     "reduce_scatter": {
-        "ring": (make.reduce_scatter_ring, _ring),
-        "ring2": (partial(make.reduce_scatter_ring, directions=2), _ring),
+        "ring": (make.reduce_scatter_ring, _one_pass),
+        "ring2": (partial(make.reduce_scatter_ring, directions=2), _one_pass),
         "halving": (make.reduce_scatter_halving, _halving),
-        "pairwise": (make.reduce_scatter_pairwise, _ring),
+        "pairwise": (make.reduce_scatter_pairwise, _one_pass),
     },
     "all_to_all": {
-        "pairwise": (make.all_to_all_pairwise, _ring),
+        "pairwise": (make.all_to_all_pairwise, _one_pass),
         "direct": (make.all_to_all_direct, _single_round),
         "bruck": (make.all_to_all_bruck, _all_to_all_bruck),
     },
@@ -160,7 +160,7 @@ _ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]]
     "sendrecv": {"direct": (make.sendrecv, _send)},
     "send": {"direct": (make.send, _send)},
 }
-"""What makes the steps of each algorithm, and its cost; a collective's default comes first."""
+"""The generator of each algorithm's steps, and its cost; a collective's default comes first."""
 
 
 def algorithms(collective: str) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def emulate(
     Args:
         folder: the run's folder; anything left there by an earlier run is replaced.
         machines: one per host; None if the hosts are plain processes on this machine.
-        watch: told of each trial that has ended.
+        watch: called with the number of each trial that has ended.
         events: changes to the machines' network during the run; a step is a trial.
 
     Raises:
@@ -106,7 +106,7 @@ def _update_record(folder: Path, missing: str = "", **entries: Any) -> None:
 
 
 def _describe_saved(folder: Path) -> str:
-    """Say how many trials are in the file, the end of which may be long from its beginning."""
+    """Describe how many trials are in the file, which may be large: only its end is read."""
     path = folder / SAMPLES
     with contextlib.suppress(OSError, IndexError, ArgumentError):
         end = read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))

@@ -114,10 +114,10 @@ def measure(
     rank = dist.get_rank()
     if rank not in pair:
         return {}
-    first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
-    fastest = min(_trips(first, peer, wire, MIN_TRIPS))
-    count = _share_value(min(TRIPS_SECONDS / max(fastest, 1e-6), MAX_TRIPS), peer, decides=first)
-    trip = _share_value(min([fastest, *_trips(first, peer, wire, int(count))]), peer, decides=first)
+    is_first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
+    fastest = min(_trips(is_first, peer, wire, MIN_TRIPS))
+    count = _share_value(min(TRIPS_SECONDS / max(fastest, 1e-6), MAX_TRIPS), peer, decides=is_first)
+    trip = _share_value(min([fastest, *_trips(is_first, peer, wire, int(count))]), peer, decides=is_first)
     rates = {path: _rate(rank == path[0], peer, wire, trip) for path in (pair, pair[::-1])}
     return split_round_trip(trip, rates, ends or {path: Ends(rate, rate) for path, rate in rates.items()})
 
@@ -150,19 +150,19 @@ def compute_pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
     return Pace(half * chunk_bytes / gap if gap > 0 else float("inf"), took, steady)
 
 
-def next_chunk(chunk_bytes: int, compute_pace: Pace, trip_seconds: float) -> int:
+def next_chunk(chunk_bytes: int, pace: Pace, trip_seconds: float) -> int:
     """Return the chunk size of the next stream, which must be long enough for its later half to become steady."""
     target_seconds = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
-    factor = 8.0 if compute_pace.seconds <= 0 else min(max(target_seconds / compute_pace.seconds, 1.0), 8.0)
+    factor = 8.0 if pace.seconds <= 0 else min(max(target_seconds / pace.seconds, 1.0), 8.0)
     return min(int(chunk_bytes * factor), MAX_BYTES // CHUNKS)
 
 
-def is_long(compute_pace: Pace, trip_seconds: float) -> bool:
+def is_long(pace: Pace, trip_seconds: float) -> bool:
     """Whether the later half of a stream took long enough."""
-    return compute_pace.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
+    return pace.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
 
 
-def _trips(first: bool, peer: int, wire: Wire, count: int) -> list[float]:
+def _trips(is_first: bool, peer: int, wire: Wire, count: int) -> list[float]:
     """Return the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
     sends = [Message(buffer, peer)]
@@ -173,10 +173,10 @@ def _trips(first: bool, peer: int, wire: Wire, count: int) -> list[float]:
     seconds = []
     for message in receives:
         start = time.monotonic()
-        if first:
+        if is_first:
             wire.exchange(sends, [])
         wire.exchange([], message)
-        if not first:
+        if not is_first:
             wire.exchange(sends, [])
         seconds.append(time.monotonic() - start)
     return seconds

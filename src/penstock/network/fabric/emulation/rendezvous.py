@@ -56,7 +56,7 @@ class Members:
     control: dist.ProcessGroup | None
 
     def first_error(self, message: str) -> str:
-        """Return what the first host that met an error said. Called by every host that met one."""
+        """Return the message of the first host that met an error. Called by every host that met one."""
         try:
             return bytes(self.store.compare_set("error", "", message)).decode()
         except (RuntimeError, OSError):  # the store was on a host that is lost

@@ -54,7 +54,7 @@ class StartBoard:
     """
 
     def __init__(self, path: str, *, writes: bool, stall_seconds: float) -> None:
-        # How many announcements there were; what the last one says: sent_ns, due_ns and flags; the writer's process.
+        # How many announcements there were; the last one's values: sent_ns, due_ns and flags; the writer's process.
         with open(path, "r+b", buffering=0) as file:
             file.truncate(8 * 5)
             self._numbers = memoryview(mmap.mmap(file.fileno(), 8 * 5)).cast("q")
@@ -64,7 +64,7 @@ class StartBoard:
             self._numbers[4] = os.getpid()
 
     def announce(self, sent_ns: int, due_ns: int, flags: int) -> None:
-        """Announce a trial. Called on host 0, once every host has heard the previous announcement."""
+        """Announce a trial. Called on host 0, once every host has received the previous announcement."""
         self._seen += 1
         self._numbers[1], self._numbers[2], self._numbers[3] = sent_ns, due_ns, flags
         self._numbers[0] = self._seen  # last, because readers poll it
@@ -175,7 +175,7 @@ class Trial:
                     yield number, transfer, rank, start, end
 
     def longest_ns(self) -> list[int]:
-        """Returns, for each transfer, the longest time that a rank took, in nanoseconds."""
+        """Return, for each transfer, the longest time that a rank took, in nanoseconds."""
         longest: list[int] = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0).tolist()
         return longest
 

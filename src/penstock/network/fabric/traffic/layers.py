@@ -165,23 +165,23 @@ class _Uses(TorchFunctionMode):
             if name and (trains if parameter.requires_grad else outputs):
                 self.order.setdefault(name)
         if func in _MATRICES and outputs:
-            self._multiplied(func, args, kwargs or {}, outputs[0])
+            self._add_product(func, args, kwargs or {}, outputs[0])
         return result
 
-    def _multiplied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor) -> None:
+    def _add_product(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor) -> None:
         arguments, transposed = _MATRICES[func]
-        tensor, matrix = (args[at] if at < len(args) else kwargs.get(name) for at, name in arguments)
-        if not (isinstance(tensor, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
+        operand, matrix = (args[at] if at < len(args) else kwargs.get(name) for at, name in arguments)
+        if not (isinstance(operand, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
             return
-        name, looks_up = self._name(matrix), func is F.embedding
-        if self._matrices.setdefault((name, looks_up), matrix) is not matrix:
+        name, is_lookup = self._name(matrix), func is F.embedding
+        if self._matrices.setdefault((name, is_lookup), matrix) is not matrix:
             return
         attends = func is F.multi_head_attention_forward
         features = None if attends else (matrix.shape[1 - transposed], matrix.shape[int(transposed)])
-        layer, same_input = name.rpartition(".")[0] or "(model)", tensor is self._last_input
-        sizes = tensor.nbytes, output.nbytes
-        self.products.append(Product(layer, features, *sizes, tensor.requires_grad, same_input, name, looks_up))
-        self._last_input = tensor
+        layer, same_input = name.rpartition(".")[0] or "(model)", operand is self._last_input
+        sizes = operand.nbytes, output.nbytes
+        self.products.append(Product(layer, features, *sizes, operand.requires_grad, same_input, name, is_lookup))
+        self._last_input = operand
 
     def _name(self, parameter: nn.Parameter) -> str:
         if id(parameter) not in self._names:  # each recording makes its own fakes

@@ -120,7 +120,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def rank_figures(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """Returns, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
+    """Return, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
     all, and in which it was the last to start, so that the others waited for it; empty for a run without trials."""
     sums: dict[int, list[int]] = {}
     for transfer in results["transfers"]:

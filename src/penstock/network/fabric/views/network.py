@@ -84,7 +84,7 @@ def network_facts(
 
 
 def saturated(counters: Data, elapsed_seconds: float | None = None) -> str | None:
-    """Explains, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
+    """Explain, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
     late = counters["late"]["p99"]
     reasons = []
     if late is not None and late > MAX_LATE_SECONDS:
@@ -103,10 +103,10 @@ def saturated(counters: Data, elapsed_seconds: float | None = None) -> str | Non
 
 def _host(link: Data) -> str:
     parts = []
-    for verb, counted in (("out", link["up"]), ("in", link["down"])):
-        outcomes = [f"{counted[name]:,} {words}" for name, words in _FATES.items() if counted[name]]
-        fates_text = f" ({', '.join(outcomes)})" if outcomes else ""
-        parts.append(f"{verb} {counted['frames']:,} frames, {sized(counted['bytes'])}{fates_text}")
+    for verb, counters in (("out", link["up"]), ("in", link["down"])):
+        outcomes = [f"{counters[name]:,} {words}" for name, words in _FATES.items() if counters[name]]
+        suffix = f" ({', '.join(outcomes)})" if outcomes else ""
+        parts.append(f"{verb} {counters['frames']:,} frames, {sized(counters['bytes'])}{suffix}")
     if near := link["down"]["background_bytes"]:
         parts.append(f"neighbors {sized(near)}")
     return "; ".join(parts)

@@ -52,11 +52,11 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     workload = Workload.from_dict(run.record["workload"])
     all_groups = groups(workload)
     by_group = [[TransferTimes.from_run(run, workload, index) for index in group.indices] for group in all_groups]
-    times = [np.stack([transfer.completion for transfer in members], axis=1) for members in by_group]
+    times = [np.stack([timing.completion for timing in members], axis=1) for members in by_group]
     drawn = {"cdf": _cdf([group.name for group in all_groups], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
         pairs = zip(results["groups"], by_group, strict=True)
-        rated = [np.stack([transfer.rated(group["collective"]) for transfer in members]) for group, members in pairs]
+        rated = [np.stack([timing.rated(group["collective"]) for timing in members]) for group, members in pairs]
         drawn["busbw"] = _busbw(results, rated)
     return {**drawn, "timeline": _timeline(run)}
 
