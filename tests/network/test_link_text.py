@@ -83,7 +83,7 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("100mbit stall 2s", "stall", "needs its period"),
         ("100mbit slot 1ms", "slot", "not delayed"),
         ("100mbit delay 5ms seed 3", "seed", "--link-seed"),
-        ("netem delay 5ms", "netem", "leave that word out"),
+        ("netem delay 5ms", "netem", "omit that word"),
         ("1gbit up 5mbit down 1gbit", "up", "no direction"),
         ("up 5mbit", "up", "sets only one direction"),
         ("up 5mbit down", "down", "nothing follows"),

@@ -63,7 +63,7 @@ def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     program.chmod(0o755)
     find = reaper.tool
     monkeypatch.setattr(reaper, "tool", lambda name: str(program) if name == "tc" else find(name))
-    said = "reported no error when told to attach tbf to .* but shows qdisc noqueue"
+    said = "reported no error when attaching tbf to .* but shows qdisc noqueue"
     with pytest.raises(FabricError, match=said), Machines(2, PLAIN):
         pass
 

@@ -115,7 +115,7 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
         min_frame_bytes = math.ceil(burst / period * _MIN_GAP_SECONDS)
         return Neighbor(target, max(size, min_frame_bytes), burst_bytes=burst, period_seconds=period, text=text)
     if value <= 0:
-        raise ValueError("the rate is 0: pass a rate above 0, or leave this background out")
+        raise ValueError("the rate is 0: pass a rate above 0, or omit this background")
     return Neighbor(target, max(size, round(value * _MIN_GAP_SECONDS)), bytes_per_second=value, text=text)
 
 

@@ -117,7 +117,7 @@ class Machines:
         ArgumentError: as in `with`."""
         if (missing := why_not()) is not None:
             raise FabricError(missing)
-        only_switch = "only the switch can change links, and take hosts away for a time" if self._changes else None
+        only_switch = "only the switch can change links, and disconnect hosts for a time" if self._changes else None
         if self.background:
             only_switch = "only the switch models neighbors' traffic"
         if self.topology is not None:
@@ -277,7 +277,7 @@ class Machines:
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{reaper.tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
+                f"{reaper.tool('tc')} reported no error when attaching tbf to {device} of {namespace}, but shows "
                 f"{' '.join(shown.split()) or 'nothing'} there: is it the tc of iproute2?"
             )
 

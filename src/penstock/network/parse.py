@@ -22,7 +22,7 @@ _UNSUPPORTED = {
     "slot": "frames are not delayed to slots here: pass delay and jitter",
     "ecn": "frames are not marked here: pass loss alone",
     "seed": "the whole network has one seed: pass --link-seed",
-    "netem": "leave that word out: what follows it means the same here",
+    "netem": "omit that word: what follows it means the same here",
 }
 """netem's words that have no meaning here, and what to do instead."""
 
@@ -59,7 +59,7 @@ def parse_link(text: str) -> Link:
     up, down = links["up"], links["down"]
     if up.mtu != down.mtu:
         first = next(words[index + 1] for index in marks if words[index][0].lower() == "down")
-        raise _error(text, first, f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same")
+        raise _error(text, first, f"down has an mtu of {down.mtu} and up one of {up.mtu}: use the same for both")
     return replace(up, text=normalized, down=down)
 
 

@@ -124,7 +124,7 @@ def _event(table: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
             raise ValueError(f'at = {table["at"]!r} is not a time: use one like "step 50" or "12.5s"')
     link = parse_link(_text(table, "link")) if kinds == ["link"] else None
     if link is not None and link.mtu_is_given and link.mtu != topology.mtu:
-        raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
+        raise ValueError(f"the mtu cannot change from {topology.mtu}: omit it")
     text = ", ".join(f"{key} = {value}" for key, value in table.items() if key != "at")
     return Event(step, at_seconds, host, link, is_gone, tuple(background), duration, text)
 

@@ -60,7 +60,7 @@ def choose(topology: Topology, hosts: int, requested: str = AUTO, only_switch: s
     beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
     if requested == "tbf" or (requested == AUTO and beyond_tbf is None):
         if beyond_tbf is not None:
-            raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or pass --shaper switch")
+            raise ArgumentError(f"{beyond_tbf}; omit --shaper, or pass --shaper switch")
         return Shaper("tbf", topology)
     if (no_switch := why_no_switch()) is not None:
         raise FabricError(no_switch)
@@ -70,7 +70,7 @@ def choose(topology: Topology, hosts: int, requested: str = AUTO, only_switch: s
         return shaper
     remark = (
         "frames keep their order, so under load jitter turns into delay: a late frame holds up those behind it (with "
-        "the word overtaking they pass it, which TCP takes for loss)"
+        "the word overtaking they pass it, which TCP mistakes for loss)"
     )
     return replace(shaper, remarks=(*shaper.remarks, remark))
 

@@ -39,7 +39,7 @@ class Topology:
             if link.mtu != self.link.mtu:
                 raise ArgumentError(
                     f"the link of host {host} has an mtu of {link.mtu} and the others have one of {self.link.mtu}: "
-                    "frames cross links unchanged, so give every link the same mtu"
+                    "frames cross links unchanged, so use the same mtu for every link"
                 )
 
     @property

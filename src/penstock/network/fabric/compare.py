@@ -73,7 +73,7 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
             [TransferTimes.from_run(run, load, index).completion for index in group.indices]
             for run, load, group in zip((a, b), loads, pair, strict=True)
         ]
-        series = [np.stack(group, axis=1) for group in times]  # [trial, transfer]
+        series = [np.stack(transfers, axis=1) for transfers in times]  # [trial, transfer]
         algorithms = (algorithm_for(a.record, pair[0].indices[0]), algorithm_for(b.record, pair[1].indices[0]))
         rows.append(_compare(*key[:3], algorithms, series))
     same_transfers = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)

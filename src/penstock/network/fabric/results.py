@@ -195,7 +195,7 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
         other_overlap = computed_step(workload, [timing.transfer for timing in times], hosts, overlap=not overlap)
     summary = Summary.from_samples(measured)
     medians = {overlap: summary.p50, not overlap: Summary.from_samples(other_overlap).p50}
-    size = sum(t.bytes for t in workload.transfers)
+    size = sum(transfer.bytes for transfer in workload.transfers)
     bus = sum(t["bytes"] * busbw_factor(t["collective"], len(t["ranks"]), t["shares"]) for t in transfers)
     bounds, kinds = [t["bound_s"] for t in transfers], {t["collective"] for t in transfers}
     bound = None if None in bounds else if_transfers_took(bounds, overlap=overlap)

@@ -119,7 +119,7 @@ class Workload:
                     f"{self.element_bytes} bytes, above 0"
                 )
             if transfer.name in names:
-                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
+                raise ArgumentError(f"two transfers are called {transfer.name!r}: use a different name for each")
             names.add(transfer.name)
             for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
                 if not 0 <= seconds <= MAX_SECONDS:

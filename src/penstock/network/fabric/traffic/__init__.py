@@ -161,7 +161,7 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
     if checked_dtype(dtype) is None:
         return
     if traffic == "tensor":
-        raise ArgumentError(f"grad_dtype={dtype}: traffic='tensor' sends no gradients of parameters; leave it out")
+        raise ArgumentError(f"grad_dtype={dtype}: traffic='tensor' sends no gradients of parameters; omit it")
     lifted = [name for name, p in model.named_parameters() if gradient_dtype(p, dtype) != gradient_dtype(p)]
     if sharded and lifted:
         raise ArgumentError(

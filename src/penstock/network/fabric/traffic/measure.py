@@ -66,7 +66,7 @@ def _time_layers(
         results = leaf_tensors(model(*args, **kwargs))
         edges, make_gradients = ends_of(results)
         if not edges:
-            raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
+            raise ArgumentError("no result of the model takes a gradient, so there is no backward to measure")
         gradients = make_gradients()
         settle(gradients[0].device)
         forward_ended = at = time.perf_counter_ns()
@@ -105,6 +105,6 @@ def stage_seconds(
 def _check_weights(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
-            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or pass the "
+            "compute='measure' runs the model, whose parameters are on the meta device; load weights, or pass the "
             "seconds of a stage's forward"
         )
