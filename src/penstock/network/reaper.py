@@ -131,7 +131,7 @@ def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> 
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return what tells a namespace from others; None if it no longer exists."""
+    """Return the device and inode that identify a namespace; None if it no longer exists."""
     try:
         status = os.stat(path)
     except OSError:
@@ -140,7 +140,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _lift_limits(groups: Iterable[Path]) -> None:
-    """Lift the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
+    """Lift the cgroups' limits: even ending a process takes time, and with 600 MB at a share of 0.1% more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
