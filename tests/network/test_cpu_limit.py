@@ -244,7 +244,7 @@ def test_clean_removes_a_slow_host_whose_maker_and_reaper_were_killed(version: i
 @hosts_needed
 def test_where_nothing_works_no_host_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaper, "group_mounts", list)
-    monkeypatch.setattr(Machines, "_make", lambda self: pytest.fail("made hosts"))
+    monkeypatch.setattr(Machines, "_create", lambda self: pytest.fail("made hosts"))
     with pytest.raises(
         FabricError,
         match=r"no host can be slowed .*no cgroup v2 .*no cgroup v1 .*omit --slow",

@@ -88,7 +88,7 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("up 5mbit", "up", "sets only one direction"),
         ("up 5mbit down", "down", "nothing follows"),
         ("up 5mbit up 6mbit", "up 6mbit", "given twice"),
-        ("up 5mbit mtu 9000 down 6mbit", "6mbit", "both the same"),
+        ("up 5mbit mtu 9000 down 6mbit", "6mbit", "use the same for both"),
         ("up 5mbit delay 1ms down 6mbit delay 1x", "1x", "not a time"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "own", "wanted", "only_switch", "said"),
     [
-        ("100mbit delay 5ms", {}, "tbf", None, "tbf limits only the rate: 100mbit delay 5ms; leave --shaper"),
+        ("100mbit delay 5ms", {}, "tbf", None, "tbf limits only the rate: 100mbit delay 5ms; omit --shaper"),
         ("100mbit", {1: "10mbit"}, "tbf", None, "tbf limits only the rate"),
         ("up 100mbit down 10mbit", {}, "tbf", None, "tbf limits only the rate"),
         ("100mbit", {}, "tbf", "a scenario needs it", "a scenario needs it"),

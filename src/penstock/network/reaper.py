@@ -140,7 +140,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _lift_limits(groups: Iterable[Path]) -> None:
-    """Lift the cgroups' limits: even ending a process takes time, and with 600 MB at a share of 0.1% more than `SECONDS`."""
+    """Lift the cgroups' limits: ending a process takes time; with 600 MB at a share of 0.1%, more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
