@@ -15,7 +15,7 @@ import pytest
 from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure
 from penstock.distributed.launch.processes import Ended, Outcome, explain_end
-from penstock.network import keeper, nodes
+from penstock.network import nodes, reaper
 from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
@@ -66,7 +66,7 @@ def test_jobs_run_one_after_the_other_and_their_output_is_kept(bad_network: Make
         with pytest.raises(AssertionError, match=r"rank 1 ended with exit status 4\n(.*\n)*rank 1 fail"):
             failed.check()
         name = network.machines.id
-    assert keeper.names_of(name) == []
+    assert reaper.list_namespaces(name) == []
 
 
 @pytest.mark.distributed
@@ -78,7 +78,7 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
         with pytest.raises(TimeoutError, match=r"script\.py stay took more than 3 s"):
             network.run([str(script), "stay"], ranks=1, timeout=3)
         deadline = time.monotonic() + 30  # one that was killed takes its time to go on a crowded machine
-        while left := list(keeper._processes(network.machines.id, network.machines.hosts, [])):
+        while left := list(reaper._processes(network.machines.id, network.machines.hosts, [])):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 

@@ -118,7 +118,7 @@ class ClusterOptions:
 
     def kinds(self) -> tuple[DevicePool, ...]:
         """Return the devices of each type."""
-        from penstock.network.quantities import size_of
+        from penstock.network.quantities import parse_size
         from penstock.plan import DevicePool
 
         counts: dict[str, int] = {}
@@ -129,7 +129,7 @@ class ClusterOptions:
                     f"--devices {self.devices!r}: expected a number, or one per device type, as in 4xold,8xnew"
                 )
             counts[match[2] or ""] = check_count("--devices", int(match[1]))
-        sizes = _by_kind("--memory", self.memory, counts, size_of, math.inf)
+        sizes = _by_kind("--memory", self.memory, counts, parse_size, math.inf)
         speeds = _by_kind("--speed", self.speed, counts, _speed, 1.0)
         return tuple(DevicePool(name, number, sizes[name], speeds[name]) for name, number in counts.items())
 

@@ -68,18 +68,18 @@ def _traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
     """Return the rows. `times` counts all iterations of all transfers in the group; for the rest see `_busiest`."""
     rows = []
     for group in grouped:
-        first = spec.workload.transfers[group.places[0]]
+        first = spec.workload.transfers[group.indices[0]]
         rows.append(
             {
                 "name": group.name,
                 "kind": first.kind,
                 "collective": first.collective,
-                "algorithm": spec.algorithm_of(group.places[0]),
+                "algorithm": spec.algorithm_for(group.indices[0]),
                 "ranks": len(first.ranks) or spec.hosts,
                 "shares": list(first.shares),
                 "bytes": first.bytes,
-                "times": len(group.places) * spec.iterations,
-                **_busiest(spec, group.places),
+                "times": len(group.indices) * spec.iterations,
+                **_busiest(spec, group.indices),
             }
         )
     return rows
@@ -89,7 +89,7 @@ def _busiest(spec: Spec, indices: Iterable[int]) -> dict[str, int | None]:
     """Return the bytes that the busiest host sends and that pass the busiest port; None for the engine: unknown."""
     passed: Counter[tuple[int, bool]] = Counter()
     for index in indices:
-        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_of(index)
+        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_for(index)
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
         ranks = transfer.members(spec.hosts)

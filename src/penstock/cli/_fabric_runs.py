@@ -16,9 +16,9 @@ from penstock._base.files import write_json
 from penstock._base.words import counted
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.views.facts import rate_of
+from penstock.network.fabric.views.facts import format_rate
 from penstock.network.fabric.views.numbers import digits, seconds
-from penstock.network.quantities import size_text, sizes_of
+from penstock.network.quantities import parse_sizes, size_text
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def predict(
     from penstock.network.fabric.samples import Run
 
     numbers = HOSTS if hosts is None else integers("--hosts", hosts)
-    wanted = None if sizes is None else sizes_of(sizes)
+    wanted = None if sizes is None else parse_sizes(sizes)
     run = Run.read(folder)
     summary = results(run)
     transfers = [(transfer["collective"], transfer["bytes"]) for transfer in summary["transfers"]]
@@ -209,7 +209,7 @@ def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, An
 
 
 def _show_fit(fit: dict[str, Any], console: Console) -> None:
-    alpha, rate = seconds(fit["alpha_seconds"]), rate_of(fit["bytes_per_second"])
+    alpha, rate = seconds(fit["alpha_seconds"]), format_rate(fit["bytes_per_second"])
     console.print(Text(f"{fit['collective']}: alpha {alpha}/step, 1/beta {rate}", "bold"), soft_wrap=True)
     form = fit["form"]
     line = f"from the slowest measured link: {fit['lack']}"

@@ -98,7 +98,7 @@ class SplitOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return these options as arguments of `penstock.pipeline`."""
-        from penstock.network.quantities import size_of
+        from penstock.network.quantities import parse_size
 
         return {
             "schedule": self.schedule,
@@ -107,7 +107,7 @@ class SplitOptions:
             "cuts": names(self.cuts),
             "leaf_modules": names(self.leaf_modules),
             "split_inside": names(self.split_inside),
-            "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
+            "memory_limit": None if self.memory_limit is None else parse_size(self.memory_limit),
             "link_cost": link_of(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,
             "grad_dtype": dtype_named(self.gradient_dtype),

@@ -13,8 +13,8 @@ from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of, preset
-from penstock.network.quantities import size_of, sizes_of
+from penstock.network.fabric.workload import BYTES, Workload, parse_dtype, parse_op, preset
+from penstock.network.quantities import parse_size, parse_sizes
 
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
@@ -83,16 +83,16 @@ class TrafficOptions:
 
     def _by_size(self) -> Workload:
         """Return the workload of explicit sizes, or of a sweep."""
-        dtype = dtype_of(self.dtype or "float32")
-        op = op_of(self.reduce_op or "sum", dtype)
+        dtype = parse_dtype(self.dtype or "float32")
+        op = parse_op(self.reduce_op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
-            workload = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
+            workload = Workload.from_sizes(parse_sizes(self.sizes), collective, element_bytes)
         elif self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
         else:
             factor = 2 if self.factor is None else self.factor
-            workload = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
+            workload = Workload.sweep(parse_size(self.first), parse_size(self.last), factor, collective, element_bytes)
         return replace(workload, dtype=dtype, op=op)
 
     def _of_model(self, target: str, hosts: int) -> Workload:

@@ -23,7 +23,7 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._options import JSON, option, output_option, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.emulation.spec import Spec, Watch, usual_algorithm
+from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm
 from penstock.network.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RunOptions:
         return Spec(
             workload=workload,
             hosts=hosts,
-            algorithm=self.algorithm or usual_algorithm(workload),
+            algorithm=self.algorithm or default_algorithm(workload),
             trials=trials,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
@@ -103,9 +103,9 @@ def fabric(
     hosts = DEFAULT_HOSTS if how.hosts is None else how.hosts
     if by_torchrun:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
-        from penstock.network.fabric.emulation.joining import started
+        from penstock.network.fabric.emulation.rendezvous import read_torchrun_env
 
-        hosts = started()[1]
+        hosts = read_torchrun_env()[1]
     if by_torchrun and network.given():
         raise ArgumentError(
             f"{network.given()[0]} is for hosts created here; torchrun's hosts have their own network: omit it"
@@ -142,7 +142,7 @@ app.command("clean")(spread(clean_up))
 def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
     """Check the options as a run does, and show its transfers. Write nothing but requested traces."""
     if machines is not None:
-        machines.settle()
+        machines.check_support()
     folder, files = _folder(out, make=False), tuple[Path, ...]()
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
@@ -183,7 +183,7 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
     try:
         with hosts or nullcontext() as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
-                spec = replace(spec, network=machines.described())
+                spec = replace(spec, network=machines.describe())
             emulate(spec, output.folder, machines, watch, events=events)
     except FabricError as error:
         failure = error

@@ -109,10 +109,10 @@ def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: s
         script = job.command[job.command[0] == "-m"]
         _print_notes([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
     with machines:
-        described, began = machines.described(), time.monotonic()
+        described, began = machines.describe(), time.monotonic()
         outcome = nodes.run(job, machines, events=events)
         happened, seconds = [str(event) for event in outcome.happened], time.monotonic() - began
-        _print_notes(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
+        _print_notes(network_lines(described, counters=machines.counters(), events=happened, elapsed_seconds=seconds))
     return outcome.report()
 
 

@@ -12,7 +12,7 @@ What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
   machines.py     creates the hosts and joins them
-  keeper.py       removes everything, however its maker ends
+  reaper.py       removes everything, however its maker ends
 What runs on it
   fabric/         a training job's collectives: how long each takes
   nodes.py        a torchrun job across hosts, with an agent on each

@@ -24,7 +24,7 @@ from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
 from penstock.distributed.launch.user import User
 from penstock.network.machines import Machines
-from penstock.network.scenario import Event, playing
+from penstock.network.scenario import Event, play
 
 PORT = 29500
 """The port of the first host's store; nothing else listens in a namespace of our own."""
@@ -76,7 +76,7 @@ def run(
     seconds: float = float("inf"),
     forwards: bool = True,
     patience: Patience = PATIENCE,
-    added: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a job on hosts that exist, and are kept, and wait until all of it has ended.
 
@@ -85,7 +85,7 @@ def run(
         events: a scenario to play in the meantime.
         look: called some twenty times a second with the last step to have begun, -1 before the first.
         outputs, seconds, forwards, patience: as for `supervise`.
-        added: to the environment of the ranks.
+        env: added to the environment of the ranks.
 
     Raises:
         TimeoutError: the job took more than `seconds`.
@@ -93,25 +93,25 @@ def run(
     """
     with memory("failures", job.user) as failures, memory("step", job.user) as step:
 
-        def checked() -> None:
+        def poll() -> None:
             if machines is not None:
                 machines.check()
             look(read_step(step))
 
-        files = {**cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(added or {})}
-        with playing(machines, events, lambda: read_step(step)) as happened:
-            ended = supervise(
+        files = {**cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(env or {})}
+        with play(machines, events, lambda: read_step(step)) as happened:
+            outcome = supervise(
                 _commands(job, machines),
                 {**QUIET, **os.environ, **files},
                 outputs=outputs,
-                look=checked,
+                look=poll,
                 seconds=seconds,
                 forwards=forwards,
                 patience=patience,
             )
-        each = job.ranks // job.hosts
-        agents = [f"the agent of host {n} (ranks {n * each} to {(n + 1) * each - 1})" for n in range(job.hosts)]
-        return replace(explain_end(ended, failures, agents, job.user), happened=tuple(happened))
+        per_host = job.ranks // job.hosts
+        agents = [f"the agent of host {n} (ranks {n * per_host} to {(n + 1) * per_host - 1})" for n in range(job.hosts)]
+        return replace(explain_end(outcome, failures, agents, job.user), happened=tuple(happened))
 
 
 def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
@@ -119,8 +119,8 @@ def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={job.ranks}", *job.command])
         return
-    where = [f"--nnodes={job.hosts}", f"--nproc-per-node={job.ranks // job.hosts}", f"--master-port={PORT}"]
-    where += [f"--master-addr={machines.addresses[0]}", f"--rdzv-conf=timeout={job.join_seconds:.0f}"]
+    options = [f"--nnodes={job.hosts}", f"--nproc-per-node={job.ranks // job.hosts}", f"--master-port={PORT}"]
+    options += [f"--master-addr={machines.addresses[0]}", f"--rdzv-conf=timeout={job.join_seconds:.0f}"]
     for host in range(job.hosts):
-        command = agent_command([*where, f"--node-rank={host}", *job.command])
+        command = agent_command([*options, f"--node-rank={host}", *job.command])
         yield machines.command(host, job.user.command(command) if job.user else command)

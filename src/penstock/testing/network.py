@@ -118,7 +118,7 @@ class BadNetwork:
         `frames`; `links`, which for each host has `up` (from it) and `down` (to it), each with `frames`, `lost`,
         `reordered`, `queue_full` and more; and `late`, how late the switch was, in seconds.
         """
-        return self.machines.told() or {}
+        return self.machines.counters() or {}
 
 
 @also(own="host_links")

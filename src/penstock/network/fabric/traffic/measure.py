@@ -39,23 +39,23 @@ def layer_seconds(
         ArgumentError: the weights are missing, or no result takes a gradient.
     """
     _check_weights(model)
-    places = {id(p): place for place, one in enumerate(layers) for p in one.trained}
+    indices = {id(p): index for index, layer in enumerate(layers) for p in layer.trained}
     clones: dict[int, Any] = {}
     twin = copy.deepcopy(model, clones)
     ended = [0] * len(layers)
 
-    def note(place: int, parameter: Tensor) -> None:
+    def note(index: int, parameter: Tensor) -> None:
         settle(parameter.device)
-        ended[place] = time.perf_counter_ns()
+        ended[index] = time.perf_counter_ns()
 
-    for key, place in places.items():
-        clones[key].register_post_accumulate_grad_hook(partial(note, place))
-    runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
+    for key, index in indices.items():
+        clones[key].register_post_accumulate_grad_hook(partial(note, index))
+    runs = [_time_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
     return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
 
 
-def _backward_of_layers(
+def _time_layers(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ended: list[int]
 ) -> tuple[float, list[float]]:
     """Run once. A layer that ends before one ahead of it took no time itself."""
@@ -64,10 +64,10 @@ def _backward_of_layers(
     with untouched_generators():
         began = time.perf_counter_ns()
         results = leaf_tensors(model(*args, **kwargs))
-        edges, ones = ends_of(results)
+        edges, make_gradients = ends_of(results)
         if not edges:
-            raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
-        gradients = ones()
+            raise ArgumentError("no result of the model takes a gradient, so there is no backward to measure")
+        gradients = make_gradients()
         settle(gradients[0].device)
         forward_ended = at = time.perf_counter_ns()
         torch.autograd.backward(edges, gradients)
@@ -85,9 +85,9 @@ def stage_seconds(
     `layer_seconds`. Raise ArgumentError if the weights are missing."""
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
-    given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
+    inputs = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
     values: dict[tuple[int, str], Tensor] = {
-        (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)
+        (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, inputs, strict=True)
     }
     measured = []
     with torch.enable_grad(), untouched_generators():
@@ -105,6 +105,6 @@ def stage_seconds(
 def _check_weights(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
-            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or pass the "
+            "compute='measure' runs the model, whose parameters are on the meta device; load weights, or pass the "
             "seconds of a stage's forward"
         )

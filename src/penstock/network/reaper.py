@@ -37,30 +37,30 @@ _NAME = re.compile(r"(penstock-\d+-\d+-\d+)-(?:h\d+|switch)")
 _GROUP = re.compile(r"(penstock-\d+-\d+-\d+)-h\d+-cpu")
 
 
-def names_of(emulation: str | None = None) -> list[str]:
+def list_namespaces(emulation: str | None = None) -> list[str]:
     """Return the namespaces of an emulation, or of all emulations."""
-    names = sorted(os.listdir(FOLDER)) if FOLDER.exists() else []
-    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    entries = sorted(os.listdir(FOLDER)) if FOLDER.exists() else []
+    matches = [match for name in entries if (match := _NAME.fullmatch(name))]
     return [match[0] for match in matches if emulation in (None, match[1])]
 
 
-def groups_of(emulation: str | None = None) -> list[Path]:
+def list_cgroups(emulation: str | None = None) -> list[Path]:
     """Return the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
-    found = []
-    for _, place in group_mounts():
-        for folder, names, _ in os.walk(place):
+    cgroups = []
+    for _, mount in group_mounts():
+        for folder, names, _ in os.walk(mount):
             matches = [match for name in names if (match := _GROUP.fullmatch(name))]
-            found += [Path(folder, match[0]) for match in matches if emulation in (None, match[1])]
-    return found
+            cgroups += [Path(folder, match[0]) for match in matches if emulation in (None, match[1])]
+    return cgroups
 
 
 def group_mounts() -> list[tuple[int, Path]]:
     """Return the cgroup hierarchies that divide processor time, by version."""
-    found = [(2, place) for place in (GROUPS, GROUPS / "unified") if "cpu" in words_of(place / "cgroup.controllers")]
-    return [*found, (1, GROUPS / "cpu")] if (GROUPS / "cpu/cgroup.procs").exists() else found
+    mounts = [(2, mount) for mount in (GROUPS, GROUPS / "unified") if "cpu" in read_words(mount / "cgroup.controllers")]
+    return [*mounts, (1, GROUPS / "cpu")] if (GROUPS / "cpu/cgroup.procs").exists() else mounts
 
 
-def words_of(path: Path) -> list[str]:
+def read_words(path: Path) -> list[str]:
     """Return the words in a kernel file; none if it does not exist."""
     try:
         return path.read_text().split()
@@ -71,10 +71,10 @@ def words_of(path: Path) -> list[str]:
 def maker_lives(emulation: str) -> bool:
     """Whether the process that made the emulation is still running."""
     pid, start = emulation.split("-")[1:3]
-    return started(int(pid)) == int(start)
+    return start_ticks(int(pid)) == int(start)
 
 
-def started(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it does not exist or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -92,14 +92,14 @@ def remove(emulation: str) -> list[str]:
     deadline = time.monotonic() + SECONDS
     quiet = 0
     while quiet < 2:
-        names, groups = names_of(emulation), groups_of(emulation)
+        names, groups = list_namespaces(emulation), list_cgroups(emulation)
         processes = set(_processes(emulation, names, groups))
         late = time.monotonic() > deadline
         if not names and not groups and (not processes or late):
             quiet += 1
         else:
             quiet = 0
-            _free(groups)
+            _lift_limits(groups)
             for pid in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -116,9 +116,9 @@ def remove(emulation: str) -> list[str]:
 
 def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
     """Yield the processes in the namespaces and cgroups, and those that carry the mark."""
-    places = {place for name in names if (place := _place(FOLDER / name))}
-    places.discard(_place(Path("/proc/self/ns/net")))  # a name that was never attached to a namespace, or our own
-    held = {pid for group in groups for pid in words_of(group / "cgroup.procs")}
+    inodes = {inode for name in names if (inode := _inode(FOLDER / name))}
+    inodes.discard(_inode(Path("/proc/self/ns/net")))  # a name that was never attached to a namespace, or our own
+    group_pids = {pid for group in groups for pid in read_words(group / "cgroup.procs")}
     mark = f"{MARK}={emulation}".encode()
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
@@ -126,12 +126,12 @@ def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> 
         environment = b""
         with contextlib.suppress(OSError):  # it has ended
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-        if pid in held or _place(Path(f"/proc/{pid}/ns/net")) in places or mark in environment.split(b"\0"):
+        if pid in group_pids or _inode(Path(f"/proc/{pid}/ns/net")) in inodes or mark in environment.split(b"\0"):
             yield int(pid)
 
 
-def _place(path: Path) -> tuple[int, int] | None:
-    """Return what tells a namespace from others; None if it no longer exists."""
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode that identify a namespace; None if it no longer exists."""
     try:
         status = os.stat(path)
     except OSError:
@@ -139,8 +139,8 @@ def _place(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _free(groups: Iterable[Path]) -> None:
-    """Lift the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
+def _lift_limits(groups: Iterable[Path]) -> None:
+    """Lift the cgroups' limits: ending a process takes time; with 600 MB at a share of 0.1%, more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
@@ -184,7 +184,7 @@ def main(emulation: str, maker: int) -> int:
     if os.getppid() == maker:
         waiting.poll()
     remove(emulation)
-    return 1 if names_of(emulation) or groups_of(emulation) else 0
+    return 1 if list_namespaces(emulation) or list_cgroups(emulation) else 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _ANSWER_SECONDS = 3.0
 _START = "start every host with torchrun, or pass --hosts to make them here"
 
 
-def started() -> tuple[int, int]:
+def read_torchrun_env() -> tuple[int, int]:
     """Return this host's rank, and the number of hosts, as torchrun has set them. Raise ArgumentError if it has not."""
     size = number_of("WORLD_SIZE", 1, remedy=_START)
     rank = number_of("RANK", 0, size - 1, _START)
@@ -55,33 +55,33 @@ class Members:
     store: Any
     control: dist.ProcessGroup | None
 
-    def first_error(self, said: str) -> str:
-        """Return what the first host that met an error said. Called by every host that met one."""
+    def first_error(self, message: str) -> str:
+        """Return the message of the first host that met an error. Called by every host that met one."""
         try:
-            return bytes(self.store.compare_set("error", "", said)).decode()
+            return bytes(self.store.compare_set("error", "", message)).decode()
         except (RuntimeError, OSError):  # the store was on a host that is lost
-            return said
+            return message
 
-    def who_is_lost(self) -> tuple[int, ...]:
+    def find_lost_hosts(self) -> tuple[int, ...]:
         """Return the hosts that do not answer within a few seconds. Called by every host that met an error."""
-        deadline, left = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
+        deadline, silent = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
         try:
             self.store.set(f"still/{self.rank}", "here")
-            while left := [rank for rank in left if not self.store.check([f"still/{rank}"])]:
+            while silent := [rank for rank in silent if not self.store.check([f"still/{rank}"])]:
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
         except (RuntimeError, OSError):  # the store was on host 0, which is lost
             return (0,) if self.rank else ()
-        return tuple(left)
+        return tuple(silent)
 
 
 @contextmanager
-def joined(spec: Spec) -> Iterator[Members]:
+def join(spec: Spec) -> Iterator[Members]:
     """Join the other hosts, as torchrun's environment says, and leave them at the end. Raise ArgumentError: the
     environment is not torchrun's, or the wrong number of hosts was started. Raise FabricError: a host does not join in
     time."""
-    rank, size = started()
+    rank, size = read_torchrun_env()
     if size != spec.hosts:
         raise ArgumentError(
             f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
@@ -105,55 +105,55 @@ def joined(spec: Spec) -> Iterator[Members]:
 
 def first_line(error: BaseException) -> str:
     """Return an error's first line, without the source location and the advice that gloo adds."""
-    said = str(error).strip().split("\n", 1)[0]
-    return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]
+    line = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", line).partition(". This is typically caused by")[0]
 
 
 @contextmanager
-def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
+def record_run(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
     """Join the other hosts, yield the members and the record, and record how the run ended. Raise ArgumentError: the
     environment is not torchrun's. Raise FabricError: a host did not join or was lost, or the block raised an error."""
-    with joined(spec) as members:
+    with join(spec) as members:
         record: Record | None = None
         try:
             record = Record(spec, folder, members)
             yield members, record
             record.add(complete=True)
         except (RuntimeError, OSError) as error:
-            text = cause(members, first_line(error))
+            text = explain_failure(members, first_line(error))
             if record is not None:
                 record.add(missing=text.removeprefix(f"host {members.rank}: "))
             raise FabricError(text) from None
 
 
-def cause(members: Members, said: str) -> str:
+def explain_failure(members: Members, message: str) -> str:
     """Explain why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
 
     Later errors are often just lost connections to the host that failed first.
     """
-    own = f"host {members.rank}: {said}"
-    first = members.first_error(own)
-    silent = members.who_is_lost()
+    own_message = f"host {members.rank}: {message}"
+    first = members.first_error(own_message)
+    silent = members.find_lost_hosts()
     if silent:
         does = "does" if len(silent) == 1 else "do"
-        return f"host {members.rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {said}"
-    return own if first.endswith(f": {said}") else first
+        return f"host {members.rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {message}"
+    return own_message if first.endswith(f": {message}") else first
 
 
 class Record:
     """On host 0, run.json, which is always complete; on other hosts, nothing. Every host makes the same calls."""
 
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
-        hosts = told_apart(gathered(environment(), members))
+        hosts = unique_host_names(gather(environment(), members))
         self._path = folder / RUN if members.rank == 0 else None
-        self._found: dict[str, Any] = {
+        self._entries: dict[str, Any] = {
             "version": 1,
             **asdict(spec),
             "meets": spec.meets,
-            "algorithms": [spec.algorithm_of(place) for place in range(len(spec.workload.transfers))],
+            "algorithms": [spec.algorithm_for(index) for index in range(len(spec.workload.transfers))],
             "environment": hosts,
             "machine_cores": os.cpu_count(),
-            "shared_machine": clock.is_one(members.control),
+            "shared_machine": clock.is_shared(members.control),
             "complete": False,
             "missing": "",
         }
@@ -161,14 +161,14 @@ class Record:
             folder.mkdir(parents=True, exist_ok=True)
         self.add()
 
-    def add(self, **found: Any) -> None:
+    def add(self, **entries: Any) -> None:
         """Add entries to the record."""
-        self._found.update(found)
+        self._entries.update(entries)
         if self._path is not None:
-            write_json(self._path, self._found)
+            write_json(self._path, self._entries)
 
 
-def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def unique_host_names(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rename hosts that share their machine's name to their numbers, and keep the name as `machine`."""
     names = [host["host"] for host in hosts]
     return [
@@ -177,10 +177,10 @@ def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def gathered(mine: Any, members: Members) -> list[Any]:
+def gather(value: Any, members: Members) -> list[Any]:
     """Gather a value from every host, on all hosts."""
     values: list[Any] = [None] * members.size
-    dist.all_gather_object(values, mine, group=members.control)
+    dist.all_gather_object(values, value, group=members.control)
     return values
 
 
