@@ -172,7 +172,7 @@ class _Walk:
             return self._leaf(value, path)
         if depth >= DEPTH:
             return self._leaf_unseen(value, path)
-        leaves, numbers, tensors_before, unseen_before = (
+        leaves, numbers, tensors, unseen = (
             len(self.leaves),
             len(self._numbers),
             self._tensors,
@@ -184,11 +184,11 @@ class _Walk:
         names = tuple(fields(value))
         children = [self.visit(v, f"{path}.{k}", depth + 1) for k, v in fields(value).items()]
         open_anyway = self._empty and id(value) not in self._closed
-        if tensors_before == self._tensors and not open_anyway:  # no tensor in it: an ordinary value
+        if tensors == self._tensors and not open_anyway:  # no tensor in it: an ordinary value
             del self.leaves[leaves:], self.paths[leaves:]
             while len(self._numbers) > numbers:
                 self._numbers.popitem()
-            if unseen_before == self._unseen:
+            if unseen == self._unseen:
                 self._bare[id(value)] = value
             return self._leaf(value, path)
         return TreeSpec("object", (kind, base, names), (*contents, *children))
