@@ -19,7 +19,7 @@ from penstock.verification.comparison import (
     Verdict,
     VerificationReport,
     compare,
-    merged,
+    merge_rows,
 )
 
 KINDS = ["output", "loss", "gradient", "buffer"]
@@ -303,7 +303,7 @@ def test_of_several_ranks_and_steps_the_first_wrong_or_the_furthest_counts(
     verdicts: list[tuple[Verdict, float]], counts: tuple[Verdict, float]
 ) -> None:
     why = {"close": TIED}
-    (row,) = merged(
+    (row,) = merge_rows(
         Comparison("gradient", "a", (0,), word, far, 1.0, why.get(word, "")) for word, far in verdicts
     ).values()
     assert (row.verdict, row.max_difference) == counts

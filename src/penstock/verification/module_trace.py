@@ -18,10 +18,10 @@ FORWARD = ("what enters {}", "what leaves {}", "what leaves {} when it runs agai
 BACKWARD = "the gradient that reaches {}"
 
 
-class Place(NamedTuple):
+class ValueKey(NamedTuple):
     """A value: which of them, of which call of a module, in which microbatch."""
 
-    what: str
+    kind: str
     module: str
     call: int
     leaf: int
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
     @property
     def text(self) -> str:
-        return self.what.format(repr(self.module))
+        return self.kind.format(repr(self.module))
 
 
 @dataclass(slots=True)
-class Trail:
+class ModuleTrace:
     """What one of the two computed in one step.
 
     Attributes:
@@ -51,30 +51,30 @@ class Trail:
 
     step: int
     order: Sequence[str] = ()
-    values: dict[Place, Tensor] = field(default_factory=dict)
+    values: dict[ValueKey, Tensor] = field(default_factory=dict)
     terms: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     uses: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
-    stages: dict[Place, int] = field(default_factory=dict)
+    stages: dict[ValueKey, int] = field(default_factory=dict)
     random: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     notes_random: bool = False
     active: bool = True
     microbatch: int = 0
     _stage: int = 0
-    _again: bool = False
+    _is_recomputing: bool = False
     _calls: dict[int, Counter[str]] = field(default_factory=dict)
-    _begun: dict[tuple[int, int], Counter[str]] = field(default_factory=dict)
+    _calls_at_start: dict[tuple[int, int], Counter[str]] = field(default_factory=dict)
     _states: list[Tensor] = field(default_factory=list)
 
     def begin(self, microbatch: int, stage: int = 0, *, backward: bool = False) -> None:
         """Note what runs next; in a backward, the forward may run again."""
-        self.microbatch, self._stage, self._again = microbatch, stage, backward
+        self.microbatch, self._stage, self._is_recomputing = microbatch, stage, backward
         if backward:
-            self._calls[microbatch] = Counter(self._begun.get((microbatch, stage), Counter()))
+            self._calls[microbatch] = Counter(self._calls_at_start.get((microbatch, stage), Counter()))
         else:
-            self._begun[microbatch, stage] = Counter(self._calls.setdefault(microbatch, Counter()))
+            self._calls_at_start[microbatch, stage] = Counter(self._calls.setdefault(microbatch, Counter()))
 
     @contextmanager
-    def following(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    def attach(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """Wrap the step."""
         handles: list[Any] = []
         for name in {*self.order, *(name for name, *_ in self.random)}:
@@ -83,56 +83,56 @@ class Trail:
             handles.append(module.register_forward_hook(partial(self._leave, name)))
         for name, tensor in parameters.items():
             if tensor.requires_grad:
-                handles.append(tensor.register_hook(partial(self._add, name)))  # type: ignore[no-untyped-call]
+                handles.append(tensor.register_hook(partial(self._add_term, name)))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def forget(self) -> None:
+    def next_step(self) -> None:
         """Begin anew, with the next step."""
         self.step += 1
-        self.values, self.terms, self.stages, self.random, self._calls, self._begun = {}, {}, {}, {}, {}, {}
+        self.values, self.terms, self.stages, self.random, self._calls, self._calls_at_start = {}, {}, {}, {}, {}, {}
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.notes_random:
             self._states.append(torch.get_rng_state())
-        if self.active and not self._again:
-            self._note(FORWARD[0], name, (args, kwargs))
-            state = None if self.notes_random else self.random.get(self._call(name))
-            if state is not None:
-                torch.set_rng_state(state)
+        if self.active and not self._is_recomputing:
+            self._record(FORWARD[0], name, (args, kwargs))
+            saved_state = None if self.notes_random else self.random.get(self._call_key(name))
+            if saved_state is not None:
+                torch.set_rng_state(saved_state)
 
     def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
         state = self._states.pop() if self.notes_random else None
         if not self.active:
             return
-        if state is not None and not self._again and not torch.equal(state, torch.get_rng_state()):
-            self.random[self._call(name)] = state
-        for place, tensor in self._note(FORWARD[1 + self._again], name, result):
+        if state is not None and not self._is_recomputing and not torch.equal(state, torch.get_rng_state()):
+            self.random[self._call_key(name)] = state
+        for key, tensor in self._record(FORWARD[1 + self._is_recomputing], name, result):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._keep, place._replace(what=BACKWARD)))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._store, key._replace(kind=BACKWARD)))  # type: ignore[no-untyped-call]
         self._calls[self.microbatch][name] += 1
 
-    def _call(self, name: str) -> tuple[str, int, int]:
+    def _call_key(self, name: str) -> tuple[str, int, int]:
         return name, self._calls.setdefault(self.microbatch, Counter())[name], self.microbatch
 
-    def _note(self, what: str, name: str, value: Any) -> list[tuple[Place, Tensor]]:
-        call, tensors = self._call(name)[1], enumerate(leaf_tensors(value))
+    def _record(self, kind: str, name: str, value: Any) -> list[tuple[ValueKey, Tensor]]:
+        call, tensors = self._call_key(name)[1], enumerate(leaf_tensors(value))
         if name not in self.order:  # it is only followed to set the generator's state
             return []
-        found = [(Place(what, name, call, leaf, self.microbatch), tensor) for leaf, tensor in tensors]
-        for place, tensor in found:
-            self._keep(place, tensor)
-            self.stages[place] = self.stages[place._replace(what=BACKWARD)] = self._stage
-        return found
+        entries = [(ValueKey(kind, name, call, leaf, self.microbatch), tensor) for leaf, tensor in tensors]
+        for key, tensor in entries:
+            self._store(key, tensor)
+            self.stages[key] = self.stages[key._replace(kind=BACKWARD)] = self._stage
+        return entries
 
-    def _keep(self, place: Place, tensor: Tensor) -> None:
-        self.values[place] = tensor.detach().clone()
+    def _store(self, key: ValueKey, tensor: Tensor) -> None:
+        self.values[key] = tensor.detach().clone()
 
-    def _add(self, name: str, term: Tensor) -> None:
+    def _add_term(self, name: str, term: Tensor) -> None:
         if not self.active:
             return
-        terms, dense = self.terms.setdefault(name, {}), term.detach().clone()
-        terms[self.microbatch] = terms[self.microbatch] + dense if self.microbatch in terms else dense
+        terms, copied = self.terms.setdefault(name, {}), term.detach().clone()
+        terms[self.microbatch] = terms[self.microbatch] + copied if self.microbatch in terms else copied
