@@ -1,4 +1,4 @@
-"""What a proof consists of: tensors compared one by one, and the report of all of them."""
+"""Comparison of single tensors, and the report of all comparisons."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock._base.second_names import formerly
 from penstock.partition.values.memory import same_bits
 
 TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
-"""Largest difference if terms of several stages or replicas are added in another order, over the tensor's largest
-entry; or, for each entry, over the sum of its terms' sizes. In half precision, so many of its epsilons."""
+"""Largest difference if terms of several stages or replicas are added in another order, relative to the largest
+entry, or, for each entry, to the sum of its terms' sizes. In half precision, this number of epsilons."""
 
 DOUBLE = dict.fromkeys((torch.float64, torch.complex128), (1e-7, 1e-7))
 TOLERANCES = DOUBLE | {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
@@ -40,7 +40,7 @@ class Comparison:
     """One comparison.
 
     Attributes:
-        kind, name: output, loss, gradient or buffer, and which; held by `stages`.
+        kind, name: output, loss, gradient or buffer, and its name; held by `stages`.
         verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
             "missing" if only the reference has one; "unexpected" if the reference has none; "undefined" if both are
             alike but nothing in them is finite, which proves nothing about a loss or a gradient (about an output, if
@@ -50,8 +50,8 @@ class Comparison:
         max_reference: largest absolute finite entry of the reference.
         max_terms: largest sum of the sizes of an entry's terms, if they cancel so far that the difference must be
             judged against them; otherwise 0.
-        tolerance_reason: why it need not be equal to the bit; empty if it must.
-        step: the first step, from 1, in which it is not as promised; 0: none.
+        tolerance_reason: why it need not be bitwise identical; empty if it must.
+        step: the first failing step, from 1; 0: none.
     """
 
     kind: str
@@ -131,16 +131,16 @@ class FullBatchCheck:
 @formerly(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
+    """The result of `verify`: a row for every output, the loss, every parameter and every buffer of the unsplit model.
 
     Attributes:
         rows: each covers all steps.
         loss: the first step's.
-        exact: whether equality to the bit was demanded.
-        steps: how many were compared.
-        full_batch: whether microbatches make what the whole batch does; None if that was not asked.
-        notes: the pipeline's, including what runs again in backward.
-        first: where what is not as promised begins; None if all is, or if that could not be found.
+        exact: whether bitwise equality was demanded.
+        steps: the number of compared steps.
+        full_batch: the comparison with the full batch; None if it was not requested.
+        notes: the pipeline's, including what is recomputed in backward.
+        first: the first difference; None if there is none, or it could not be located.
     """
 
     rows: tuple[Comparison, ...] = field(repr=False)
@@ -167,7 +167,7 @@ class VerificationReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """Those that are another than they should be, by the step in which that begins, then in the model's order."""
+        """The failures with a different value, by their first step, then in the model's order."""
         return tuple(sorted((row for row in self.failures if row.verdict != "undefined"), key=lambda row: row.step))
 
     def __str__(self) -> str:
@@ -258,9 +258,9 @@ def compare(
         exact: demand equality to the bit. If not, `computed_in`, `rounded` and `noise` count.
         reordered: why terms may have been added in another order; empty if they must not be.
         terms: for each entry, the sum of the sizes of its terms; None if unknown.
-        computed_in: the dtype in which its terms were computed; None: the tensor's own.
-        rounded: for each entry, the sizes of all that adding its terms rounds; see `TermSizes`.
-        noise: how far the tensor of the unsplit model is from the same in full precision.
+        computed_in: the dtype in which its terms were computed; None: the tensor's dtype.
+        rounded: for each entry, the sum of the sizes that are rounded when its terms are added; see `RoundingBounds`.
+        noise: how far the tensor of the unsplit model is from its full-precision value.
     """
     result = partial(Comparison, kind, name, stages)
     if value is None or expected is None:
@@ -297,7 +297,7 @@ def compare(
 
 
 def measure_noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | None]) -> dict[Key, float]:
-    """Measure the largest difference of each floating-point value from the same in full precision; finite entries
+    """Measure the largest difference of each floating-point value from its full-precision value; finite entries
     only."""
     pairs = ((key, value, full.get(key)) for key, value in low.items())
     return {
@@ -308,7 +308,7 @@ def measure_noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | 
 
 
 def merge_rows(rows: Iterable[Comparison]) -> dict[Key, Comparison]:
-    """Merge rows to one for each value: the first that is not as promised, or the one that is furthest from equal."""
+    """Merge rows to one for each value: the first failing one, or the one with the largest difference."""
     by_key: dict[Key, Comparison] = {}
     for row in rows:
         earlier = by_key.setdefault((row.kind, row.name), row)
@@ -318,7 +318,7 @@ def merge_rows(rows: Iterable[Comparison]) -> dict[Key, Comparison]:
 
 
 def _is_conclusive(kind: str, values: Tensor) -> bool:
-    """Whether equality of these proves anything. NaN swallows whatever is wrong; masks may be infinite, and buffers NaN
+    """Whether equality of these values is conclusive. NaN hides any error; masks may be infinite, and buffers NaN
     until they are set."""
     if kind == "buffer" or not values.numel():
         return True
@@ -327,7 +327,7 @@ def _is_conclusive(kind: str, values: Tensor) -> bool:
 
 
 def _equal_bits(value: Tensor, expected: Tensor) -> bool:
-    """Equality of bits: tells -0 from 0. All NaNs count as equal, since hardware leaves their bits open."""
+    """Whether bits are equal, so that -0 differs from 0. All NaNs are equal, since hardware leaves their bits open."""
     if value.is_complex():
         value, expected = torch.view_as_real(value), torch.view_as_real(expected)
     if same_bits(value, expected) or not expected.is_floating_point():

@@ -1,6 +1,6 @@
-"""Sets the pipeline's random streams around a model's own forward, which knows nothing of them.
+"""Sets the pipeline's random streams around the unsplit model's own forward.
 
-The recording says which calls outside of units draw, from which streams, and in which order. Nothing is replayed: each
+The recording has the calls outside of units that draw, their streams and their order. Nothing is replayed: each
 draw of the forward is recognized by its line, each unit by its name, and only the generators are set.
 """
 
@@ -51,7 +51,7 @@ class ReferenceDraws(TorchFunctionMode):
 
     @contextmanager
     def drawing(self, *, backward: bool = False) -> Iterator[None]:
-        """Wrap the forward; `again`: its backward, in which checkpoints draw what they drew before."""
+        """Wrap the forward, or the `backward`, in which checkpoints draw the same numbers again."""
         self._in_backward = backward
         calls = {function: self._as_one_call(function) for function in self._single_calls}
         units = map(self._model.get_submodule, self._units.values())
@@ -88,7 +88,7 @@ class ReferenceDraws(TorchFunctionMode):
             self._streams.enter(stream)
 
     def _advance(self, matches: Callable[[_Event], Any]) -> str:
-        """Go on to the next such event, past branches that were left out, and return its stream."""
+        """Advance to the next matching event, past branches that did not run, and return its stream."""
         remaining = range(self._position, len(self._events))
         index = next((i for i in remaining if matches(self._events[i]) and self._may_run(i)), None)
         if index is None:
@@ -102,7 +102,7 @@ class ReferenceDraws(TorchFunctionMode):
         return reached_event.stream
 
     def _may_run(self, index: int) -> bool:
-        """Whether the event comes first in its branch, or that is known to run."""
+        """Whether the event comes first in its branch, or the branch is known to run."""
         gate = self._events[index].gate
         return gate is None or gate in self._entered_gates or not index or self._events[index - 1].gate is not gate
 
@@ -145,7 +145,7 @@ class ReferenceDraws(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees which of torch's operators draw, before they do."""
+    """Calls `draw` before operators of torch that draw."""
 
     supports_higher_order_operators = True
 
@@ -162,7 +162,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_library(function: FunctionType) -> bool:
-    """Whether torch or Penstock, which a forward's own files do not replace, have this function."""
+    """Whether the function is torch's or Penstock's."""
     return function.__module__.partition(".")[0] in ("torch", "penstock")
 
 

@@ -1,7 +1,7 @@
-"""Where a pipeline first differs from the unsplit model: in dataflow order, at the modules that run as a whole.
+"""Finds the first difference of a pipeline from the unsplit model: in dataflow order, at modules that run as units.
 
 Both take the same steps once more, with hooks on these modules. What enters and leaves them is compared forward, then
-the gradients that reach them backward, then what they accumulate.
+the gradients that reach them backward, then the accumulated gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Named = Mapping[str, Tensor]
 NONE: Named = {}
 ROUNDING = "no more than rounding"
 CLOSE = 1e-5
-"""How far from a multiple, or from another value, a difference may be, over the largest entry."""
+"""Tolerance, relative to the largest entry, for matching a multiple or another value."""
 
 
 def first_difference(
@@ -34,9 +34,9 @@ def first_difference(
     """Return the first value of a step that differs; None if none does this time.
 
     Args:
-        mine, other: of the pipeline and of the unsplit model.
+        trace, reference: of the pipeline and of the unsplit model.
         gradients: the pipeline's, of parameters.
-        rows: what was compared in the end.
+        rows: the final comparisons.
         factors: see `describe_difference`.
     """
     if (first := first_value(trace, reference, exact)) is not None:
@@ -61,7 +61,7 @@ def first_difference(
 
 
 def first_value(trace: ModuleTrace, reference: ModuleTrace, exact: bool) -> tuple[ValueKey, Comparison] | None:
-    """Return the first value that modules take or leave, or gradient that reaches them, that differs; None if none
+    """Return the first input, output or gradient of a module that differs; None if none
     does."""
     position = {name: index for index, name in reversed([*enumerate(trace.order)])}
     first_position = {
@@ -86,13 +86,13 @@ def first_value(trace: ModuleTrace, reference: ModuleTrace, exact: bool) -> tupl
 
 
 def reference_key(key: ValueKey) -> ValueKey:
-    """Return the same value of the unsplit model, in which a module that runs again leaves what it left."""
+    """Return the key of the same value in the unsplit model, which has no recomputed outputs."""
     return key._replace(kind=FORWARD[1]) if key.kind == FORWARD[2] else key
 
 
 def confusable_values(key: ValueKey, trace: ModuleTrace, reference: ModuleTrace) -> dict[str, Tensor]:
-    """Return what a value may have been taken for: the same of another microbatch, or what another module takes or
-    leaves."""
+    """Return values that may have been used instead: the same of another microbatch, or an input or output of
+    another module."""
     k, key, values = key.microbatch, reference_key(key), dict[str, Tensor]()
     for other_key, value in reference.values.items():
         j = other_key.microbatch
@@ -114,7 +114,7 @@ def confusable_values(key: ValueKey, trace: ModuleTrace, reference: ModuleTrace)
 
 
 def usual_factors(microbatches: int, replicas: int, rows: int, target: Any) -> dict[float, str]:
-    """Numbers by which a value is often off, and what these are."""
+    """Return factors by which values are often off, each with its name."""
     counts = {"microbatches": microbatches, "replicas": replicas, "rows": rows}
     for labels in leaf_tensors(target):
         if not labels.is_floating_point():
@@ -129,7 +129,7 @@ def usual_factors(microbatches: int, replicas: int, rows: int, target: Any) -> d
 def candidates(
     value: Tensor, expected: Tensor, factors: Mapping[float, str], similar: Named, terms: Named
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the usual shapes of a difference: a sentence for each, and what the value is if it is that."""
+    """Yield the usual shapes of a difference: a sentence for each, and the value that it implies."""
     yield "it is zero", torch.zeros_like(expected)
     yield ROUNDING, expected
     yield from similar.items()
@@ -149,9 +149,9 @@ def describe_difference(
     """Describe what a difference looks like; empty if that is unknown.
 
     Args:
-        factors: numbers by which the value may be off, and what these are.
-        others: values that it may be instead, each with a sentence that says so.
-        terms: what it may lack or have twice, each with a name.
+        factors: numbers by which the value may be off, with their names.
+        similar: values that it may be instead, by a sentence for each.
+        terms: terms that may be missing or there twice, by name.
     """
     if value is None:
         return "it is missing: the weight is frozen, or its backward did not run"

@@ -1,4 +1,4 @@
-"""Whether a batch is the sum of its microbatches, and if not, why.
+"""Checks whether a batch is the sum of its microbatches, and finds the reason if not.
 
 A pipeline's loss is made of its microbatches' losses. That equals the batch's loss only if rows do not depend on each
 other and the loss is a mean over them. Both are tested here on the unsplit model, with the whole batch at once: in
@@ -38,7 +38,7 @@ _REMEDY = (
     "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
     "as two inputs that are cut alike (chosen and rejected), or cut the batch yourself with split_fn="
 )
-"""What to do about samples that a loss or a model compares."""
+"""The remedy for samples that a loss or a model compares."""
 
 
 FLOATS = {torch.float64, torch.float32}
@@ -55,7 +55,7 @@ class _Results:
 
     @property
     def rounding(self) -> float:
-        """What rounding may change of a double loss, or of one that casts: `logits.float()` in transformers."""
+        """Relative rounding error of a double loss, or of one that casts: `logits.float()` in transformers."""
         return 1e-6 if self.dtype is torch.float32 else 1e-7
 
     def is_close(self, whole: _Results) -> bool:
@@ -67,7 +67,7 @@ class _Results:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullBatch:
-    """One replica's batch, uncut and in the pieces that `cutting` made of it, and the unsplit model in `single`."""
+    """One replica's batch, uncut and in the pieces of `cutting`, and the unsplit model as the pipeline `single`."""
 
     single: Pipeline
     batch: Microbatch
@@ -77,7 +77,7 @@ class FullBatch:
     reduction: Reduction
 
     def compare(self) -> FullBatchCheck | None:
-        """Return the verdict; None if there is no whole batch besides its pieces."""
+        """Return the verdict; None if the batch has a single piece, or is given in pieces."""
         leaves = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target)).leaves
         if len(self.pieces) < 2 or any(isinstance(leaf, Microbatches) for leaf in leaves):
             return None
@@ -124,7 +124,7 @@ class FullBatch:
             return FullBatchCheck(*losses, "warning", cause)
 
     def _find_cause(self, parts: _Results, full: _Results) -> tuple[str, str]:
-        """Return the verdict where nothing is left to chance."""
+        """Return the verdict of a model that is deterministic."""
         rows_depend, losses = self._depends_on_other_rows(parts.outputs, full.outputs[0]), [math.nan]
         for piece in self.pieces:
             with suppress(ArgumentError):  # no target counts in it
@@ -165,7 +165,7 @@ class FullBatch:
         return "warning", f"rows of the batch depend on each other{weights_reason}. {question} {_REMEDY}"
 
     def _depends_on_other_rows(self, parts: Sequence[Any], full: Any) -> bool | None:
-        """Whether outputs of microbatches differ from the whole's rows; None if that cannot be determined."""
+        """Whether outputs of microbatches differ from those of the full batch; None if that cannot be determined."""
         flat, merge, pairs = flatten(full), self.cutting.merge, list[tuple[Tensor, Tensor]]()
         with suppress(Exception):  # from the user's merge, or because outputs are not alike
             merged = leaf_tensors(merge(list(parts))) if merge is not None else []
@@ -183,7 +183,7 @@ class FullBatch:
         )
 
     def _is_batch_in_dim1(self, full: _Results) -> bool:
-        """Whether two halves along dimension 1 make what the whole batch does."""
+        """Whether two halves along dimension 1 reproduce the full batch."""
         flat = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target))
         rows = next((leaf.shape[1] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
         sizes = [rows - rows // 2, rows // 2]
@@ -200,7 +200,7 @@ class FullBatch:
         return False
 
     def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Results:
-        """Forward and loss of each piece, all from the same buffers, which are left as they were."""
+        """Compute forward and loss of each piece, all from the same buffers, which are restored."""
         alone, loss, outputs, losses = self.single, self.loss, list[Any](), list[Tensor]()
         buffers = [(buffer, buffer.detach().clone()) for buffer in alone.model.buffers() if not buffer.is_meta]
         is_wide = all(p.dtype == torch.float64 for p in alone.model.parameters() if p.is_floating_point())
@@ -245,7 +245,7 @@ def _in_double_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _copy_microbatch(piece: Microbatch, device: torch.device, is_wide: bool) -> Microbatch:
-    """Return the same in memory of its own, and in double precision if the model is."""
+    """Copy a microbatch, in double precision if the model is."""
     tree: Any = (piece.args, dict(piece.kwargs), piece.target)
     tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
     return Microbatch._make((*split(tree, (1,), "batch", device, _ALONG_DIM0)[0], piece.rows))

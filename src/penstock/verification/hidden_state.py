@@ -15,11 +15,11 @@ from penstock.partition.source import is_library
 from penstock.partition.state.reach import Holder, Reach
 
 LARGEST_TENSOR = 2**20
-"""Larger ones, in bytes, are taken for data."""
+"""In bytes; larger tensors are taken for data."""
 
 
 def find_hidden_state(values: Sequence[Any], excluded: Iterable[Tensor]) -> list[StateHolder]:
-    """Return the places that `held`, the objects that a model reaches, lead to; not the tensors in `own`."""
+    """Return the state behind `values`, the objects that a model reaches, except the tensors in `excluded`."""
     classes = {value if isinstance(value, type) else type(value) for value in values}
     own_classes = {base for kind in classes for base in kind.__mro__ if not is_library(base.__module__)}
     cells = _cells([*values, *(value for base in own_classes for value in vars(base).values())])
@@ -30,7 +30,7 @@ def find_hidden_state(values: Sequence[Any], excluded: Iterable[Tensor]) -> list
 
 
 class _Variable:
-    """A variable around a function."""
+    """A closure variable."""
 
     def __init__(self, cell: CellType) -> None:
         self._cell, self.before = cell, contents(cell)
@@ -72,7 +72,7 @@ class _Attributes:
 
 
 class _Values:
-    """The values of a tensor. They are put back without a new version, since graphs that saved it are its owner's."""
+    """A tensor's values. They are restored without a new version, since graphs that saved it belong to its owner."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version, self.before = tensor, tensor._version, tensor.detach().clone()
@@ -89,11 +89,11 @@ class _Values:
 
 
 StateHolder = Holder | _Variable | _Attributes | _Values
-"""Something that holds state. `before`: what it held when this was made."""
+"""An object that holds state. `before`: its initial contents."""
 
 
 def _cells(values: Iterable[Any]) -> dict[int, CellType]:
-    """Return the variables around functions, and around those that these hold."""
+    """Return the closure variables of functions, and of functions in these variables."""
     cells_by_id: dict[int, CellType] = {}
     pending = [*values]
     while pending:
@@ -108,7 +108,7 @@ def _cells(values: Iterable[Any]) -> dict[int, CellType]:
 
 
 def _small_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield what a value is, or holds if it is a module, of plain tensors that are not large, such as data sets."""
+    """Yield a value that is a plain tensor, or a module's tensors, without large ones, such as data sets."""
     tensors = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
     for tensor in tensors:
         plain = isinstance(tensor, Tensor) and tensor.is_leaf and tensor.layout == torch.strided and not tensor.is_meta
@@ -125,7 +125,7 @@ def build_reach(model: nn.Module, loss: Any) -> Reach:
 
 
 def initial_values(holder: Holder) -> Iterator[Any]:
-    """Yield what a place held at first."""
+    """Yield the initial contents of a holder."""
     entries = holder.before
     if isinstance(entries, dict):
         yield from entries.values()

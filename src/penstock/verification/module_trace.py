@@ -1,4 +1,4 @@
-"""Notes what modules take and leave in a step, and the gradients that reach them, of a pipeline or an unsplit model."""
+"""Records inputs, outputs and gradients of modules in a step of a pipeline or an unsplit model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKWARD = "the gradient that reaches {}"
 
 
 class ValueKey(NamedTuple):
-    """A value: which of them, of which call of a module, in which microbatch."""
+    """Identifies a value: its kind, the call of a module, the leaf and the microbatch."""
 
     kind: str
     module: str
@@ -34,19 +34,19 @@ class ValueKey(NamedTuple):
 
 @dataclass(slots=True)
 class ModuleTrace:
-    """What one of the two computed in one step.
+    """The values that the pipeline or the unsplit model computed in one step.
 
     Attributes:
-        step: which step.
-        order: the modules to follow, in dataflow order; one may come again.
-        values: what entered and left modules, and the gradients that reached them.
+        step: the step's number.
+        order: the modules to trace, in dataflow order; names may repeat.
+        values: inputs and outputs of modules, and the gradients that reached them.
         terms: for each parameter, each microbatch's term of its gradient.
         uses: for each tied parameter, the sum of each use's terms; the last use comes first.
-        stages: where a module's call was made.
+        stages: the stage of each value's call.
         random: states of the generator with which calls of modules begin, by module, call and microbatch.
-        notes_random: whether those are noted whose calls draw; if not, they are set, so that the same is drawn.
-        active: whether forwards and terms are noted.
-        microbatch: the one that runs.
+        notes_random: whether to record these states for calls that draw; if not, they are set, to draw the same.
+        active: whether forwards and terms are recorded.
+        microbatch: the running microbatch.
     """
 
     step: int
@@ -66,7 +66,7 @@ class ModuleTrace:
     _states: list[Tensor] = field(default_factory=list)
 
     def begin(self, microbatch: int, stage: int = 0, *, backward: bool = False) -> None:
-        """Note what runs next; in a backward, the forward may run again."""
+        """Set what runs next; in a backward, the forward may be recomputed."""
         self.microbatch, self._stage, self._is_recomputing = microbatch, stage, backward
         if backward:
             self._calls[microbatch] = Counter(self._calls_at_start.get((microbatch, stage), Counter()))
@@ -75,7 +75,7 @@ class ModuleTrace:
 
     @contextmanager
     def attach(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Wrap the step."""
+        """Attach the hooks for a step."""
         handles: list[Any] = []
         for name in {*self.order, *(name for name, *_ in self.random)}:
             module = model.get_submodule(name)
@@ -91,7 +91,7 @@ class ModuleTrace:
                 handle.remove()
 
     def next_step(self) -> None:
-        """Begin anew, with the next step."""
+        """Clear the trace for the next step."""
         self.step += 1
         self.values, self.terms, self.stages, self.random, self._calls, self._calls_at_start = {}, {}, {}, {}, {}, {}
 
@@ -120,7 +120,7 @@ class ModuleTrace:
 
     def _record(self, kind: str, name: str, value: Any) -> list[tuple[ValueKey, Tensor]]:
         call, tensors = self._call_key(name)[1], enumerate(leaf_tensors(value))
-        if name not in self.order:  # it is only followed to set the generator's state
+        if name not in self.order:  # it only has a hook to set the generator's state
             return []
         entries = [(ValueKey(kind, name, call, leaf, self.microbatch), tensor) for leaf, tensor in tensors]
         for key, tensor in entries:

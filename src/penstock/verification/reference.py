@@ -1,4 +1,4 @@
-"""What the unsplit model does with the pipeline's microbatches and random streams: the values to compare with."""
+"""The values to compare with: the unsplit model's, on the pipeline's microbatches and random streams."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Expected:
             the loss; gradients of parameters, and of buffers and inputs that require one; and buffers as the first
             replica's part leaves them, as in DistributedDataParallel.
         terms: how large the terms are of gradients that a pipeline adds up in another order.
-        rounded: what adding up rounds, of those to which a pipeline adds terms that it does not round first.
+        rounded: bounds on rounding, for gradients to which a pipeline adds terms that it does not round first.
         lowered, noise: if stages are compiled under autocast, its dtype, and how far values are from those without.
     """
 
@@ -66,8 +66,8 @@ class Expected:
 
 
 class Reference(NamedTuple):
-    """The steps of the unsplit model; an evaluation of the batch before the last, or what it raises; what
-    parameters are in the last step; and whether what a device computes may be the same to the bit."""
+    """The steps of the unsplit model; an evaluation of the batch before the last, or the error that it raises; the
+    parameters in the last step; and whether results may be bitwise identical."""
 
     steps: Sequence[Expected]
     evaluated: Expected | Exception
@@ -77,11 +77,11 @@ class Reference(NamedTuple):
 
 
 class SumRule:
-    """How a pipeline adds gradients up, as far as a reference depends on it.
+    """How a pipeline sums gradients, as far as a reference depends on it.
 
     Attributes:
         reordered: the gradients whose terms it adds up in another order than the unsplit model does, and why.
-        by_use: those of them of which each stage adds up its own uses.
+        by_use: those of them that each stage sums over its own uses.
         in_place: whether W adds terms to matrices' gradients in place, which shows if these are coarse.
     """
 
@@ -109,8 +109,8 @@ def reference(
     trace: ModuleTrace | None = None,
     full_batch: bool = False,
 ) -> Reference:
-    """Take the pipeline's steps by the model's own forward, microbatch by microbatch, on the same random streams.
-    `trace` notes what modules compute in one of them."""
+    """Take the pipeline's steps with the model's own forward, microbatch by microbatch, on the same random streams.
+    `trace` records module values in one of them."""
     # Hooks and draws of compiled code are others. Plain code may use `torch.cond`, which compiles to train.
     with States(unsplit) as states, torch.compiler.set_stance("force_eager" if compiles(pipe) else "default"):
         runner = _ReferenceRunner(unsplit, pipe, rule, states, batches[0], reduction, options)
@@ -207,7 +207,7 @@ class _ReferenceRunner:
         return Expected({**values, **grads, **buffers}, terms, self._terms.rounded)
 
     def _with_noise(self, run: Callable[[], Expected]) -> Expected:
-        """Runs. Where stages are compiled under autocast, adds what that costs the unsplit model itself."""
+        """Run. If stages are compiled under autocast, also measure the noise of autocast on the unsplit model."""
         device, buffers = self.single.device.type, self.single.named_buffers()
         if not (compiles(self._pipe) and torch.is_autocast_enabled(device)):
             return run()
@@ -258,10 +258,10 @@ class _ReferenceRunner:
         return values
 
     def _partitions(self, *, training: bool) -> Sequence[Partition]:
-        """Return how each microbatch was recorded, if that is needed to know which draws take which stream."""
+        """Return the recording of each microbatch, if it is needed to know which stream each draw takes."""
         session = self.single.session
         if not training and not self._draws_random:
-            return ()  # recording takes longer than anything else
+            return ()  # recording is the slowest part
         batch = session.cut(Batch(pieces=tuple(self._pieces)), "batch", session.device)
         self._states.enter(RECORDING)
         partitions = session.split.partitions(training=training, outline=Outline.of(batch))

@@ -1,4 +1,4 @@
-"""Two models that start alike and share nothing: one to split, and one to compare it with."""
+"""Makes two equal models that share nothing: one to split, and one to compare it with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelAndLoss(NamedTuple):
 def with_reference(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any], loss: Any
 ) -> tuple[ModelAndLoss, ModelAndLoss]:
-    """Return a model and one that starts alike: made twice from the same seeds, or made once and copied.
+    """Return a model and an equal one: made twice from the same seeds, or made once and copied.
 
     Args:
         model: a module or layers; or a function that returns them, or a tuple of them and a loss.
@@ -139,7 +139,7 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _find_shared(first: ModelAndLoss, second: ModelAndLoss) -> tuple[str, str] | None:
-    """Return a part of one that the other reaches by attributes, hooks, closures or bound methods, and where; or None.
+    """Return a part of `first` that `second` reaches by attributes, hooks, closures or methods, and the path; or None.
     Among globals, only those count that the loss names."""
     parts: dict[int, str] = {}
     for name, module in first.model.named_modules():
@@ -156,6 +156,6 @@ def _find_shared(first: ModelAndLoss, second: ModelAndLoss) -> tuple[str, str] |
 
 
 def _memory_key(value: Any) -> int:
-    """Return a key of a tensor's memory; for other values, and for tensors without any, one that nothing else has."""
+    """Return a key of a tensor's memory; for other values, and tensors without memory, a unique key."""
     has_storage = isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided and value.numel()
     return -storage_of(value) if has_storage else id(value)

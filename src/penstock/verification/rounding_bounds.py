@@ -1,4 +1,4 @@
-"""How large the terms are that backwards add up to a gradient, and the sums on the way.
+"""Bounds on the rounding of gradients: the sizes of the terms that backwards add, and of the partial sums.
 
 If they are added in another order, as for a parameter that several stages hold, the sum may differ by rounding of the
 terms: terms of 1e-2 that cancel, like those of a triplet loss in the last bias, leave a sum that is pure rounding, and

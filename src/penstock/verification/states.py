@@ -1,4 +1,4 @@
-"""What code keeps besides its results: each rank has its own, as it would in a process, and so has the unsplit model.
+"""State that code keeps besides its results, separately for each rank, as in processes, and for the unsplit model.
 
 One process that drives all ranks has one set of modules, globals and classes. Blocks that talk through them (a list in
 a file, `self.other.seen`, a shared cache) would find each other there, and not where each rank is a process. So what
@@ -18,18 +18,18 @@ from penstock.verification.hidden_state import StateHolder, build_reach, find_hi
 from penstock.verification.reference_copy import ModelAndLoss
 
 RECORDING = "recording"
-"""Owns what a recording between two steps leaves behind, such as a count in a class, which it does not put back."""
+"""The owner of what a recording between two steps changes and does not restore, such as a count in a class."""
 
 _WITH_HOOKS = OF_TORCH | {"_output_capturing_hooks_installed"}
 """Attributes of modules that stay as they are, as hooks do: transformers notes so that a model's blocks have them."""
 
 
 class States:
-    """The states of a model and its loss, by owner, all of which begin as it was at first. At first, the owner is None.
-    As a context, it leaves everything as it was.
+    """The states of a model and its loss, by owner; all begin with the initial one. At first, the owner is None.
+    As a context, it restores the initial state.
 
     Attributes:
-        home: the owner of what code outside of stages reads: the rank that has the loss.
+        home: the owner whose state code outside of stages reads: the rank that has the loss.
     """
 
     home: Hashable = None
@@ -51,7 +51,7 @@ class States:
         self._modules.restore()  # hooks, too, which go with attributes that say that they are there
 
     def enter(self, owner: Hashable) -> None:
-        """Keep the present owner's state, and put that of another in place."""
+        """Save the present owner's state, and restore that of another."""
         if owner == self._owner:
             return
         changed: list[StateHolder] = [*self._reach.changed(), *(h for h in self._hidden if h.is_changed())]
@@ -64,7 +64,7 @@ class States:
 
 
 def _put(holder: StateHolder, entries: Any) -> None:
-    """Replace what a place holds, but not a module's mode, hooks and registered parts, nor what compilers put in."""
+    """Replace a holder's contents, but not a module's mode, hooks and registered parts, nor entries of compilers."""
 
     if isinstance(holder, Holder) and holder.attributes:
         keep = _WITH_HOOKS if holder.module else ()

@@ -1,4 +1,4 @@
-"""The proof: pipelined steps against the unsplit model on the same microbatches, value by value.
+"""Verification: pipelined steps against the unsplit model on the same microbatches, value by value.
 
 Compares outputs, loss, every parameter's gradient and every buffer in every step, and skips none. What one stage
 holds must be equal to the bit when that can be promised (on CPU, in float32 or float64); what several stages hold is
@@ -54,15 +54,15 @@ from penstock.verification.reference_copy import ModelAndLoss, copy_values, set_
 from penstock.verification.states import States
 
 STEPS = 3
-"""The first step agrees on layouts, and its messages take a different path from all later ones. The second finds what
-the first left behind, on other values. In the third, weights have changed."""
+"""The first step agrees on layouts, and its messages take a different path from all later ones. The second finds state
+that the first left, on other values. In the third, weights have changed."""
 
 Batches = Sequence[Microbatch] | Callable[[int], Microbatch]
-"""What the steps after the first take."""
+"""The batches of the steps after the first."""
 
 
 Traces = tuple[ModuleTrace, ModuleTrace]
-"""Of the pipeline, and of the unsplit model."""
+"""The traces of the pipeline and of the unsplit model."""
 
 
 @also(**OF_PIPELINE)
@@ -122,8 +122,8 @@ def verify(
 
 @dataclass(slots=True)
 class Verification:
-    """Two models, and what both take, under one schedule after the other. What the unsplit model does is computed once
-    for those with as many microbatches that add gradients up alike; units are measured once for as many stages."""
+    """Verifies two equal models under one schedule after the other. The unsplit model's steps are computed once
+    per number of microbatches and summation rule; units are measured once per number of stages."""
 
     split: ModelAndLoss
     unsplit: ModelAndLoss
@@ -139,14 +139,14 @@ class Verification:
     cuts: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def report(self, schedule: str | Schedule) -> VerificationReport:
-        """Verify one. If anything differs, the same steps are taken again to find where that begins."""
+        """Verify a schedule. If anything differs, repeat the steps to find the first difference."""
         report, steps = self._run_steps(schedule, None)
         if not report.differing or not steps:
             return report
         step = report.differing[0].step or 1
         try:
             repeated, _ = self._run_steps(schedule, (ModuleTrace(step), ModuleTrace(step)))
-        except Exception:  # hooks are in the way: what is known is reported
+        except Exception:  # hooks may fail: report without the first difference
             return report
         first = repeated.first
         if first is None or repeated.differing[:1] != report.differing[:1]:  # it was by chance
@@ -161,7 +161,7 @@ class Verification:
         """Take all steps. Return each one's rows, too, if a second pass may find where differences begin.
 
         Args:
-            traces: note what modules compute, in the pipeline and in the unsplit model.
+            traces: record what modules compute, in the pipeline and in the unsplit model.
         """
         args, kwargs = self.first_batch.args, dict(self.first_batch.kwargs)
         options = {**self.options, "schedule": schedule, "loss_fn": self.split.loss, "reduction": self.reduction}
@@ -293,7 +293,7 @@ def _compare_all(
     exact: bool,
     label: str = "",
 ) -> list[Comparison]:
-    """Compare what all processes hold after a step or an evaluation, in the model's order. What none holds is
+    """Compare the values of all processes after a step or an evaluation, in the model's order. Values of none are
     missing."""
     rows: list[Comparison] = []
 
@@ -338,11 +338,11 @@ def _compare_all(
 
 
 _FIXED_OPTIONS = ("loss_fn", "cuts", "balance", "memory_limit", "link_cost", "seed", "run_dir")
-"""The options that the pipeline to verify has decided, or that do not concern what it computes."""
+"""Options that the pipeline has already decided, or that do not affect results."""
 
 
 def first_step(model: nn.Module, loss_fn: Any, mesh: DeviceMesh | None) -> Callable[..., None]:
-    """Return what verifies a pipeline with the batch of its first step, on copies of the model and its loss, made now.
+    """Return a function that verifies a pipeline with its first batch, on copies of model and loss that are made now.
 
     Every rank calls it, with the pipeline and the batch. It raises VerificationError on all of them if a value differs.
     """
@@ -373,7 +373,7 @@ def _gather_batch(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
 
 
 class _RankState(Feature):
-    """Enters the state of a stage's rank before each action, which stays until another rank computes, and notes it."""
+    """Enters the state of a stage's rank before each action, and begins the action in the trace."""
 
     def __init__(self, states: States, trace: ModuleTrace | None, stage: StageContext) -> None:
         self._states, self._trace, self._stage = states, trace, stage.index
@@ -387,7 +387,7 @@ class _RankState(Feature):
 
 
 def _unit_names(codes: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield the names of the modules that stages' code runs as a whole, in order; one may come again."""
+    """Yield the names of the modules that stages call as units, in order; names may repeat."""
     for code in codes:
         for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
             if node.op == "call_module":

@@ -1,4 +1,4 @@
-"""Why results of a step are wrong: the first value on the way to them that is, and what it looks like."""
+"""Finds the cause of a step's wrong results: the first wrong value on the way to them, and its shape."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, V
 
 NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
 MAX_ROWS = 64
-"""Of a batch, whose labels are tried for a microbatch."""
+"""Maximum number of samples of a batch whose labels are tried for a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Of one step.
+    """The possible causes in one step.
 
     Attributes:
-        mine: the pipeline's values, by the unsplit model's names.
-        right: the unsplit model's.
+        trace: the pipeline's values, by the unsplit model's names.
+        reference: the unsplit model's values.
         grads: each part's gradients before they are clipped, by its own names.
     """
 
@@ -79,7 +79,7 @@ class Causes:
         counts = first.microbatches(self.step), 1 + len(first.replicas), self.data.count
         return describe_difference(value, expected, usual_factors(*counts, self.data.target), similar, terms)
 
-    # -- what stages hold, and how often they run ---------------------------------------------------------------------
+    # -- the stages' layers, and their number of forwards -------------------------------------------------------------
 
     def _find_structure(self) -> Finding | None:
         """Find a layer that no stage has, or several have."""
@@ -142,7 +142,7 @@ class Causes:
         return part.make_finding(kind, text, action, comparison, microbatch=k, module=module)
 
     def _find_moved_module(self, k: int) -> Finding | None:
-        """Find a module that takes what another one should."""
+        """Find a module that takes another one's input."""
         inputs = {p: v for p, v in self.reference.trace.values.items() if p[0] == FORWARD[0] and p[2:] == (0, 0, k)}
         for key in filter(inputs.__contains__, self.trace.values):
             value, part = self.trace.values[key], self.job.parts[self.trace.stages[key]]
@@ -153,20 +153,20 @@ class Causes:
         return None
 
     def _is_edge(self, key: ValueKey, part: Part, index: int) -> bool:
-        """Whether a module takes what its part receives (0), or leaves what it sends (-1)."""
+        """Whether a module's input is what its part receives (0), or its output what the part sends (-1)."""
         names = [name for name in self.reference.trace.order if name in part.modules.values()]
         innermost = [name for name in names if not any(nested.startswith(f"{name}.") for nested in names)]
         return not key.module or f"{innermost[index]}.".startswith(f"{key.module}.")
 
     def _is_redrawn(self, part: Part, key: ValueKey) -> bool:
-        """Whether what draws right after a module was recomputed. A checkpoint ends before it leaves a value again."""
+        """Whether a random module right after this one was recomputed. Checkpoints do not recompute their last output."""
         record, order = self._part_step(part), self.reference.trace.order
         draws = {part.modules.get(name) for name, *_ in record.random}
         after = order[order.index(key.module) + 1 :][:1]
         return not draws.isdisjoint(after) and any(k.kind == FORWARD[2] for k in record.values)
 
     def _describe_mode(self, part: Part, module: str) -> str:
-        """Whether a module, or one in it, trains in one of the two and evaluates in the other."""
+        """Describe a module, or one in it, whose mode differs from the unsplit model's; empty if there is none."""
         for local_name, is_on in self._part_step(part).training.items():
             name = part.modules.get(local_name, local_name)
             is_inside = local_name in part.modules and f"{name}.".startswith(f"{module}.")
@@ -177,13 +177,13 @@ class Causes:
     # -- between stages -----------------------------------------------------------------------------------------------
 
     def _neighbor(self, part: Part, *, back: bool) -> Part:
-        """Return what sends to a part; itself, if nothing does."""
+        """Return the part that sends to this one; itself if there is none."""
         position = part.order + (1 if back else -1)
         sender = self.job.parts[position] if 0 <= position < len(self.job.parts) else part
         return part if sender.stage == part.stage else sender
 
     def _check_link(self, part: Part, k: int, *, back: bool) -> str:
-        """Describe what a stage received, or got back, if it is not what the one beside it computed; empty if it is."""
+        """Describe what a stage received if it is not what its neighbor computed; empty if it is."""
         sender = self._neighbor(part, back=back)
         received_kind, sent_kind = (BACKWARD, SENT) if back else FORWARD[:2]
         received = part.boundary(self.step, received_kind)
@@ -206,7 +206,7 @@ class Causes:
         return ""
 
     def _find_sent_gradient(self, part: Part, k: int, expected: Tensor, comparison: Comparison) -> Finding:
-        """Why a stage computes another gradient of what it received, though all in it are right."""
+        """Explain a wrong gradient of a stage's input, although all gradients inside the stage are right."""
         if k in self._part_step(part).overwritten:
             return _overwritten_finding(part, k, comparison)
         sent_gradients = part.boundary(self.step, SENT)
@@ -226,7 +226,7 @@ class Causes:
     # -- the loss -----------------------------------------------------------------------------------------------------
 
     def _describe_loss(self, value: Tensor, key: ValueKey) -> tuple[str, str]:
-        """Why the gradient of the loss is another one, and not only scaled."""
+        """Explain a wrong gradient of the loss that is not only scaled."""
         k = key.microbatch
         if labels := self._describe_labels(value, k):
             return "labels", f"the loss of microbatch {k} takes {labels}"
@@ -235,7 +235,7 @@ class Causes:
         return "loss", f"the gradient of the loss at {key.module!r} differs, and not by a factor"
 
     def _describe_labels(self, value: Tensor, k: int) -> str:
-        """Describe which other labels give a microbatch's loss this gradient; empty if none do."""
+        """Describe other labels that give a microbatch's loss this gradient; empty if there are none."""
         data, own_rows = self.data, self.data.rows[k].tolist()
         for offset, batch in ((0, ""), (-1, " of the batch before"), (1, " of the batch after")):
             if self.step + offset < 0 or (batch and "batches" not in self.spec.training):
@@ -265,7 +265,7 @@ class Causes:
         return ""
 
     def _find_weights(self) -> Finding | None:
-        """Microbatches whose losses weigh more than others."""
+        """Find microbatches whose losses have another weight."""
         scales = {k: scale for k, scale in self.reference.scales.items() if scale}
         if not scales or max(scales.values()) - min(scales.values()) <= TOLERANCE * max(map(abs, scales.values())):
             return None
@@ -280,10 +280,10 @@ class Causes:
                 text = f"all microbatches weigh the same, but have {', '.join(map(str, counts))} {reason}"
         return Finding("loss weight", text, "loss", microbatch=k)
 
-    # -- what accumulates ---------------------------------------------------------------------------------------------
+    # -- accumulated gradients, and buffers ---------------------------------------------------------------------------
 
     def _find_sum(self, rows: Sequence[Comparison]) -> Finding | None:
-        """Gradients that are not the sum of the right terms."""
+        """Find gradients that are not the sum of the right terms."""
         row_parts = [self.job.parts[row.stages[0]] for row in rows]
         for part in row_parts:
             if overwritten := self._part_step(part).overwritten:
@@ -318,7 +318,7 @@ class Causes:
         return first.make_finding(kind, subject + suffix, "gradients", rows[0], module=rows[0].name.rpartition(".")[0])
 
     def _describe_gradient(self, row: Comparison) -> tuple[str, str]:
-        """Return a kind and words for a wrong gradient."""
+        """Return the kind and the shape of a wrong gradient."""
         part, aliases = self.job.parts[row.stages[0]], self.replay.aliases(row.name)
         local_name = next(name for name, reference_name in part.tensors.items() if reference_name == row.name)
         value, expected = self.grads[part.order].get(local_name), self.reference.expected.get(row.name)
@@ -326,7 +326,7 @@ class Causes:
             return "gradient missing", "missing" if value is None else "not finite, or not to be there"
         before = part.steps[self.step - 1].grads.get(local_name) if self.step else None
         similar = {} if before is None else {NOT_ZEROED: expected + before}
-        if before is not None:  # a schedule divides what is there, too
+        if before is not None:  # a schedule divides old gradients, too
             similar[f"{NOT_ZEROED}, divided by the number of microbatches"] = expected + before / len(self.data.rows)
         uses, scales = self.reference.trace.uses.get(aliases[0], {}), [*filter(None, self.reference.scales.values())]
         mean = sum(scales) / len(scales) if scales else 1.0
@@ -351,7 +351,7 @@ class Causes:
 
 
 def is_scaled(value: Tensor, expected: Tensor) -> bool:
-    """Whether one is a positive multiple of the other."""
+    """Whether a value is a positive multiple of the expected one."""
     return (find_scale(value, expected) or 0) > 0
 
 
@@ -374,7 +374,7 @@ def _overwritten_finding(part: Part, k: int, row: Comparison | None = None) -> F
 
 
 def _describe_weights(value: Tensor, terms: Mapping[int, Tensor]) -> str:
-    """Describe which ks' terms do not count once in a gradient, if that explains it."""
+    """Describe microbatches whose terms have a weight other than 1 in a gradient, if that explains it."""
     columns, target = torch.stack([term.flatten() for term in terms.values()], 1), value.double().flatten()[:, None]
     weights = torch.linalg.lstsq(columns, target).solution
     if len(columns) < 2 * len(terms) or (columns @ weights - target).abs().max() > TOLERANCE * target.abs().max():
@@ -389,6 +389,6 @@ def _describe_weights(value: Tensor, terms: Mapping[int, Tensor]) -> str:
 
 
 def _count_labels(target: Any) -> int:
-    """Return how many labels count for `torch.nn.functional.cross_entropy`."""
+    """Return the number of labels that `torch.nn.functional.cross_entropy` counts."""
     labels = [t for t in leaf_tensors(target) if not t.is_floating_point()]
     return int((labels[0] != -100).sum()) if labels else 0

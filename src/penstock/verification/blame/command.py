@@ -1,4 +1,4 @@
-"""Starts somebody's training job so that each rank notes what it computes, and ends it when that is enough.
+"""Starts a training job so that each rank records what it computes, and ends it after the requested steps.
 
 Python imports a module `sitecustomize` when it starts, so one in PYTHONPATH reaches all ranks, whatever starts them.
 """
@@ -44,7 +44,7 @@ if sys.argv[:1] != ["-c"] or "--multiprocessing-fork" in sys.argv:  # no helper 
 
 
 class _EndError(Exception):
-    """The job need not go on; the argument says what is wrong with it."""
+    """Ends the job; the argument is the reason, or empty if all steps were recorded."""
 
 
 def blame(command: Sequence[str], spec: Target, steps: int, timeout: float = TIMEOUT_SECONDS) -> Blame:
@@ -66,10 +66,10 @@ def blame(command: Sequence[str], spec: Target, steps: int, timeout: float = TIM
 
 
 def run(command: Sequence[str], folder: Path, steps: int, timeout: float) -> str:
-    """Run it until all ranks have taken so many steps. Return what is wrong with the job itself, if anything.
+    """Run a job until all ranks have taken `steps` steps. Return how the job failed, or an empty string.
 
     Args:
-        timeout: the seconds that a step may take, and what comes before the first.
+        timeout: the seconds that a step may take, as may the start before the first.
 
     Raises:
         ArgumentError: it cannot be started.

@@ -1,4 +1,4 @@
-"""What the unsplit model trains on: the batches that TARGET returns, and which of their rows each microbatch has."""
+"""The unsplit model's data: the batches of TARGET, and the rows of each microbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.verification.module_trace import FORWARD
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a step trains on, cut into microbatches; `target` is None if unknown."""
+    """A step's data, cut into microbatches; `target` is None if unknown."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -36,12 +36,12 @@ class Data:
         return args, kwargs
 
     def cut(self, tree: Any, rows: Tensor) -> Any:
-        """Return the same with some rows of each tensor that has all."""
+        """Select rows of each tensor that has all of them."""
         return map_tensors(lambda x: x[rows.to(x.device)] if x.dim() and len(x) == self.count else x, tree)
 
 
 def get_batch(spec: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
-    """Args, kwargs and target of a step. Raise ArgumentError: it is something else."""
+    """Return args, kwargs and target of a step. Raise ArgumentError if `batches` returns something else."""
     batches = spec.training.get("batches")
     if batches is None:
         return spec.args, spec.kwargs, spec.target
@@ -56,7 +56,7 @@ def get_batch(spec: Target, step: int) -> tuple[tuple[Any, ...], Mapping[str, An
 
 
 def build_data(spec: Target, first_part: Part, step: int) -> tuple[Data, Finding | None]:
-    """Return a step's data, cut as the pipeline cut them; and, if it took others, what is wrong with them."""
+    """Return a step's data, cut as the pipeline cut them, and a finding if it took other data."""
     args, kwargs, target = get_batch(spec, step)
     by_microbatch: dict[int, list[Tensor]] = {}
     for (k, _), value in first_part.boundary(step, FORWARD[0]).items():
@@ -105,8 +105,8 @@ def _explain_mismatch(
 
 
 def _find_rows(inputs: Sequence[Tensor | None], batch: Tensor) -> list[list[int]]:
-    """Return which rows of a batch each microbatch has: -1 for one that is not there. Of rows that are alike, each
-    once."""
+    """Return the rows of a batch that each microbatch has; -1 for a row that the batch lacks. Equal rows are used
+    once each."""
     rows_by_digest, used = dict[str, list[int]](), set[int]()
     for number, row in enumerate(batch):
         rows_by_digest.setdefault(digest(row), []).append(number)

@@ -1,4 +1,4 @@
-"""What `penstock blame` reports, in words and as a page: the first wrong action, or that none is."""
+"""The report of `penstock blame`, as text and as a page: the first wrong action, if any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
         text: what is wrong.
         action: in torch's grammar, such as 1F2 or 1RECV_F2, or a word: gradients, clipping, update.
         step: from 1.
-        stage, rank, microbatch, module: where; None or empty if everywhere, or unknown.
+        stage, rank, microbatch, module: its location; None or empty if everywhere, or unknown.
         difference, largest: the largest absolute difference, and the right value's largest entry; None if unknown.
     """
 
@@ -50,13 +50,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What was compared.
+    """The result of `penstock blame`.
 
     Attributes:
         finding: the first wrong action; None: there is none.
-        compared: how many gradients, updates and buffers.
-        notes: what could not be compared.
-        timeline: what ranks did in the step of the finding, or in the first; None: not known.
+        compared: the number of compared gradients, updates and buffers.
+        notes: comparisons that were not possible.
+        timeline: that of the finding's step, or of the first; None if unknown.
     """
 
     finding: Finding | None
@@ -87,7 +87,7 @@ class Blame:
 
 
 def page(result: Blame) -> str:
-    """A page that needs no other file: the finding, and what ranks did in its step, the wrong action framed."""
+    """Return a self-contained page: the finding, and the timeline of its step with the wrong action framed."""
     finding, timeline, table = result.finding, result.timeline or Timeline(()), ""
     title, text, step_text = "trains as the unsplit model does", result.summary(), "step 1"
     marked = None
@@ -112,7 +112,7 @@ def _html_row(name: str, value: object) -> str:
 
 
 def _find_computation(timeline: Timeline, action_text: str) -> Action | None:
-    """Return the computation that an action is, or whose message; None if it is neither: an update, say."""
+    """Return the computation that an action is, or whose message it is; None for others, such as an update."""
     for span in timeline:
         action = span.action
         messages = (f"{action.stage}{op.value}{action.microbatch}" for op in _MESSAGES.get(action.op, ()))

@@ -1,7 +1,7 @@
-"""Holds what a pipeline did in its steps against the unsplit model, and names the first action that is wrong.
+"""Compares a pipeline's steps with the unsplit model, and finds the first wrong action.
 
-Only results accuse: gradients that an optimizer takes, its update, and buffers. If one is wrong, its cause is the first
-value on the way to it that is: forward, then the loss, then backward, then what accumulates.
+Only results are judged: gradients that an optimizer takes, its update, and buffers. If one is wrong, its cause is the
+first value on the way to it that is: forward, then the loss, then backward, then what accumulates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.verification.module_trace import ModuleTrace
 
 
 def judge(job: RecordedJob, model: nn.Module, spec: Target) -> Blame:
-    """Raise ArgumentError: there is nothing to compare."""
+    """Find the first wrong action of a job. Raise ArgumentError if there is nothing to compare."""
     torch.set_num_threads(int(job.files[min(job.files)][0]["threads"]))
     ranks = len(job.files)
     job, bad_replica = merge_replicas(job, model)
@@ -73,7 +73,7 @@ def _order_parts(parts: list[Part], replay: Replay, batch: tuple[Any, ...]) -> N
 
 
 def _build_timeline(job: RecordedJob, step: int) -> Timeline:
-    """Build the timeline of what ranks did in a step, on the clock of their hosts."""
+    """Build the timeline of a step, on the clocks of the ranks' hosts."""
     last_rank = max(replica.rank for part in job.parts for replica in (part, *part.replicas))
     rows: list[list[tuple[Action, Times]]] = [[] for _ in range(1 + last_rank)]
     for part in job.parts:
@@ -122,7 +122,7 @@ class _StepJudge:
         bad_update = None if wrong or bad_replica else self.updates.step(step, reference.expected)
         if not wrong and bad_replica is None and bad_update is None:
             return None
-        for key in [*trace.values]:  # a stage that leaves the loss leaves no more than a number
+        for key in [*trace.values]:  # the output of a stage that returns the loss is a number
             expected = reference.trace.values.get(reference_key(key))
             if expected is None or expected.dim() > trace.values[key].dim() == 0:
                 del trace.values[key]
@@ -138,7 +138,7 @@ class _StepJudge:
     def _compare(
         self, part: Part, step: int, grads: Mapping[str, Tensor], reference: Replayed, epsilon: float
     ) -> Iterator[Comparison]:
-        """Gradients before clipping, and buffers."""
+        """Compare gradients before clipping, and buffers."""
         for name, buffer in part.to_reference_names(part.steps[step].after).items():
             if name in reference.buffers:
                 yield compare("buffer", name, (part.order,), buffer, reference.buffers[name], exact=False)
@@ -152,7 +152,7 @@ class _StepJudge:
                 yield compare("gradient", ref, (part.order,), value, expected, False, "rounding", sizes, noise=noise)
 
     def _unclipped_gradients(self, part: Part, step: int, reference: Replayed) -> Mapping[str, Tensor]:
-        """Return the gradients by the part's own names, before they are clipped. Where clipping was not noted, as it is
+        """Return the gradients by the part's own names, before clipping. If clipping was not recorded, as it is
         the script's own code, its factor is taken from most of them."""
         record, clips = part.steps[step], self.job.files[part.rank][step]["clips"]
         if record.unclipped or "clip_grad_norm" not in self.spec.training or clips:

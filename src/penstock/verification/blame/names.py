@@ -1,4 +1,4 @@
-"""What ranks left in files, under the names of the unsplit model.
+"""Reads the ranks' records, and finds the unsplit model's names of their tensors.
 
 A stage's layers are often numbered anew. So a tensor is known by its shape and values in the first step; those that
 several share, as fresh layer norms do, by what is next to them. If no values agree, since the pipeline drew its own,
@@ -33,10 +33,10 @@ class Part:
     """A root of one rank: a stage, or a part of one.
 
     Attributes:
-        steps: what it did in each.
-        tensors: the unsplit model's name of each parameter and buffer; none if it has no such.
-        modules: that of each module.
-        place: its number in the order of dataflow.
+        steps: its record of each step.
+        tensors: the unsplit model's name of each parameter and buffer, if there is one.
+        modules: the unsplit model's name of each module.
+        order: its number in the order of dataflow.
         stage: its number among stages; consecutive parts of a rank are one, unless the pipeline says otherwise.
         replicas: the same of other ranks, if the pipeline is replicated; `steps` has the microbatches of all.
     """
@@ -55,33 +55,33 @@ class Part:
         return self.steps[step].count // (1 + len(self.replicas))
 
     def make_finding(self, kind: str, text: str, action: str, row: Comparison | None = None, **details: Any) -> Finding:
-        """A finding in it, because of a difference in it."""
+        """Return a finding in this part, with the difference of `row`."""
         finding = Finding(kind, text, action, stage=self.stage, rank=self.rank, **details)
         is_off = row is not None and 0 < row.max_difference < math.inf
         return replace(finding, difference=row.max_difference, largest=row.max_reference) if row and is_off else finding
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Those that are trained, as they are before the first step, by its own names."""
+        """The trained parameters before the first step, by the part's own names."""
         return {name: self.steps[0].before[name] for name in self.steps[0].trained}
 
     def boundary(self, step: int, kind: str) -> dict[tuple[int, int], Tensor]:
-        """What it takes or leaves as a whole, by microbatch and leaf; nothing before the first step."""
+        """Return the inputs or outputs of the part, by microbatch and leaf; empty before the first step."""
         values = self.steps[step].values if step >= 0 else {}
         return {(key.microbatch, key.leaf): value for key, value in values.items() if key[:3] == (kind, "", 0)}
 
     def to_reference_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a step, by the unsplit model's names."""
+        """Return tensors of a step by the unsplit model's names."""
         return {self.tensors[name]: value for name, value in tensors.items() if name in self.tensors}
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedJob:
-    """A job.
+    """The records of a job.
 
     Attributes:
-        steps: how many all ranks left.
-        files: by rank, those of each step.
+        steps: the number of steps that all ranks recorded.
+        files: by rank, the records of each step.
     """
 
     parts: list[Part]
@@ -90,10 +90,10 @@ class RecordedJob:
 
 
 def read(folder: Path, failure: str = "") -> RecordedJob:
-    """Read what ranks left. Of a job with a `failure`, only steps that all of them took.
+    """Read the ranks' records. For a job with a `failure`, only steps that all ranks took.
 
     Raises:
-        ArgumentError: no rank left anything.
+        ArgumentError: no rank recorded anything.
         RankFailedError: the job failed in its first step.
     """
     processes: dict[tuple[int, str], list[Any]] = defaultdict(list)
@@ -117,7 +117,7 @@ def read(folder: Path, failure: str = "") -> RecordedJob:
     first_roots = [root for saved in roots.values() for root in saved[0]]
     count = min((root.count for root in first_roots if root.grads), default=0)
     for root in first_roots:
-        if not root.grads and count:  # where nothing is trained, no update tells that a step has ended
+        if not root.grads and count:  # without training, no update ends a step
             root.count = count
             root.values = {key: value for key, value in root.values.items() if key.microbatch < count}
     parts = [
@@ -130,12 +130,12 @@ def read(folder: Path, failure: str = "") -> RecordedJob:
 
 
 def _is_complete(step: Mapping[str, Any], failure: str) -> bool:
-    """Whether a step ended: with an update, or, of a job that trains one step without one, with the job."""
+    """Whether a step ended: with an update, or with a job that trains one step without an update."""
     return bool(step["is_complete"] or (not failure and step["step"] == 0))
 
 
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
-    """Find the unsplit model's names. Raise ArgumentError: it has no such weights, or in another dtype."""
+    """Find the unsplit model's names. Raise ArgumentError if it has no such weights, or in another dtype."""
     reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
@@ -175,7 +175,7 @@ def _are_exchanged(entries: Sequence[tuple[Part, str, Tensor]], reference: Mappi
 
 
 def _map_names(entries: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
-    """Whether names are the unsplit model's own, and each is held once."""
+    """Take names as they are. Return whether the unsplit model has them, and each is held once."""
     holders: dict[int, tuple[Part, str]] = {}
     for part, name, value in entries:
         name = _stated_name(part.steps[0].names, name) or name
@@ -192,7 +192,7 @@ def _map_names(entries: Iterable[tuple[Part, str, Tensor]], reference: Mapping[s
 def _map_values(
     entries: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor], classes: Mapping[str, str]
 ) -> bool:
-    """Whether most tensors were found by their values."""
+    """Match tensors by their values. Return whether most were found."""
     names_by_digest: dict[str, list[str]] = defaultdict(list)
     for name, tensor in reference.items():
         names_by_digest[digest(tensor)].append(name)
@@ -216,7 +216,7 @@ def _map_values(
 
 
 def _map_order(entries: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
-    """Whether the order of shapes and last names tells most, as where layers are called one by one, and drawn anew."""
+    """Match tensors by the order of shapes and last names, as for new weights. Return whether most were found."""
     ordered = sorted(entries, key=lambda entry: (entry[0].steps[0].stage or 0, entry[0].rank, entry[0].index))
     keys = [(name.rpartition(".")[2], value.shape) for _, name, value in ordered]
     ref_keys, names = ([(name.rpartition(".")[2], tensor.shape) for name, tensor in reference.items()], [*reference])
@@ -229,7 +229,7 @@ def _map_order(entries: Iterable[tuple[Part, str, Tensor]], reference: Mapping[s
 
 
 def _match_prefixes(part: Part) -> dict[str, str]:
-    """Modules' names in the unsplit model, from those of their tensors, and of modules around them."""
+    """Return the names of modules in the unsplit model, from those of their tensors and of enclosing modules."""
     pairs: dict[str, str] = {}
     for name, reference_name in part.tensors.items():
         local, reference = name.rpartition("."), reference_name.rpartition(".")
@@ -240,7 +240,7 @@ def _match_prefixes(part: Part) -> dict[str, str]:
 
 
 def _map_by_prefix(pairs: Mapping[str, str], name: str) -> str | None:
-    """Return a name below the longest module that is known."""
+    """Return the unsplit model's name of a module, below the nearest enclosing module that is known."""
     if name in pairs:
         return pairs[name]
     parent, _, last = name.rpartition(".")

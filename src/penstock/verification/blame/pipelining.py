@@ -1,4 +1,4 @@
-"""Finds the stages and microbatches of `torch.distributed.pipelining`, whose schedules call stages by number."""
+"""Records the stages and microbatches of schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 class Schedules:
-    """Tells a `Watch` what stages of schedules do that are made from now on."""
+    """Makes schedules that are created from now on report their stages and microbatches to a `Watch`."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -47,7 +47,7 @@ class Schedules:
             stages = vars(schedule).get(_STAGES)
             if stages is None or watch.paused or not torch.is_grad_enabled():
                 return watch.without_recording(step, schedule, *args, **kwargs)
-            for stage in stages:  # what they run before they are given a microbatch is to find out shapes
+            for stage in stages:  # runs before the first microbatch only find shapes
                 watch.track(stage.submod, stage.stage_index)
             watch.enter_step()
             self._offset = max((root.record.count for root in watch.roots.values()), default=0)
@@ -80,6 +80,6 @@ class Schedules:
 
 
 def begin() -> None:
-    """What each Python process of a job calls first that `penstock blame` starts."""
+    """Begin to record. Each Python process of a job that `penstock blame` starts calls this first."""
     if (watch := get_watch()) is not None:
         Schedules(watch)

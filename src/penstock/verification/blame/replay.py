@@ -1,4 +1,4 @@
-"""One step of the unsplit model, microbatch by microbatch, from what the pipeline had before it.
+"""Replays one step of the unsplit model, microbatch by microbatch, from the pipeline's state before it.
 
 Its loss is that of the whole batch, so no rule for weights of microbatches is assumed. Backward begins with the
 pipeline's own gradient of the last module's output, once that is known to be the right one but for its scale: so all
@@ -23,17 +23,17 @@ from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, V
 from penstock.verification.rounding_bounds import RoundingBounds
 
 TOLERANCE = 1e-3
-"""How far the scales of two microbatches' losses may be apart."""
+"""Relative difference allowed between the scales of two microbatches' losses."""
 
 
 @dataclass(slots=True)
 class Replayed:
-    """What the unsplit model computes in a step.
+    """The unsplit model's values in a step.
 
     Attributes:
         trace: of all its modules, in dataflow order.
-        scales: for each microbatch, what the pipeline's gradient of the loss is times the right one; None if it is
-            another gradient, or none was noted.
+        scales: for each microbatch, the pipeline's gradient of the loss over the right one; None if it is
+            no multiple, or none was recorded.
         buffers: after the step.
         expected: gradients.
         sizes: for each entry of a gradient, the sum of its terms' sizes.
@@ -48,7 +48,7 @@ class Replayed:
     sizes: dict[str, Tensor] = field(default_factory=dict)
 
     def scaled(self, name: str) -> dict[int, Tensor]:
-        """Microbatches' terms of a gradient, by the right weights."""
+        """Return the microbatches' terms of a gradient, with the right weights."""
         return {k: t.double() / (self.scales.get(k) or 1.0) for k, t in self.trace.terms.get(name, {}).items()}
 
 
@@ -76,7 +76,7 @@ class Replay:
         parameters = dict(self.model.named_parameters())
         outputs = self.module_outputs(*data.inputs(0))
         order, keys = [*dict.fromkeys(key.module for key in outputs)], list[ValueKey]()
-        for key, value in gradients.items():  # but for a stage's that leaves the loss itself
+        for key, value in gradients.items():  # except those of a stage whose output is the loss itself
             reference = outputs.get(key._replace(kind=FORWARD[1], microbatch=0)) if key.kind == BACKWARD else None
             keys += [key] if reference is not None and reference.dim() == value.dim() else []
         last = max(keys, key=lambda p: (order.index(p.module), p.call), default=None)
@@ -105,7 +105,7 @@ class Replay:
                     result.outputs.append(self.model(*args, **kwargs))
                 roots = [_differentiable_leaves(output) for output in result.outputs]
                 grads = [[torch.ones_like(tensor) for tensor in root] for root in roots]
-                if data.target is not None or self._loss is None:  # else not known: whatever the pipeline's are
+                if data.target is not None or self._loss is None:  # else unknown: the pipeline's are used
                     grads = self.loss_gradients(result.outputs, data.cut(data.target, torch.cat([*data.rows])))
             result.buffers = {name: value.detach().clone() for name, value in self.model.named_buffers()}
             for k, (root, grad) in enumerate(zip(roots, grads, strict=True)):
@@ -130,7 +130,7 @@ class Replay:
         return result
 
     def module_outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[ValueKey, Tensor]:
-        """Return what modules leave, in the order in which they end."""
+        """Return the outputs of modules, in the order in which they end."""
         trace = ModuleTrace(0, [name for name, _ in self.model.named_modules()])
         with torch.no_grad(), trace.attach(self.model, {}):
             self.model(*args, **kwargs)
@@ -142,7 +142,7 @@ class Replay:
         return [alias for alias, tensor in tensors.items() if tensor is tensors[name]]
 
     def loss_gradients(self, outputs: Sequence[Any], target: Any) -> list[list[Tensor]]:
-        """Gradients of the loss of all these microbatches by the floating-point leaves of each one's output."""
+        """Return the gradients of these microbatches' loss with respect to the floating-point leaves of each output."""
         leaves = [[t.detach().requires_grad_() for t in _differentiable_leaves(output)] for output in outputs]
         merged = [torch.cat(g) if g[0].dim() else torch.stack(g).mean() for g in zip(*leaves, strict=True)]
         flat = flatten(outputs[0])
@@ -156,7 +156,7 @@ class Replay:
 
 
 def find_scale(value: Tensor, expected: Tensor) -> float | None:
-    """Return the factor by which one is the other's multiple, but for rounding; None if it is not."""
+    """Return the factor of which a value is a multiple of the expected one, up to rounding; None if it is none."""
     value, expected = value.detach().cpu(), expected.detach().cpu()
     if value.shape != expected.shape or not expected.any():
         return 1.0 if value.shape == expected.shape and not value.any() else None

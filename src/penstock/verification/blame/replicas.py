@@ -1,4 +1,4 @@
-"""Data-parallel replicas of a pipeline as one pipeline, whose microbatches are those of all.
+"""Merges data-parallel replicas of a pipeline into one pipeline, which has the microbatches of all.
 
 Microbatches of the second replica are numbered on from the first's, and so on. What ranks of several replicas hold in
 common, gradients and weights after a step, has to be alike.
@@ -47,7 +47,7 @@ def merge_replicas(job: RecordedJob, model: nn.Module) -> tuple[RecordedJob, Fin
 
 
 def compare_replicas(part: Part, step: int) -> Finding | None:
-    """Find what ranks of several replicas should have in common, and have not."""
+    """Find values that ranks of several replicas should have in common, but do not."""
     first = part.steps[step]
     for replica, second in ((replica, replica.steps[step]) for replica in part.replicas):
         for first_values, replica_values, text, action in (

@@ -1,4 +1,4 @@
-"""What happens to gradients once they are there: clipping, then the optimizer.
+"""Checks what happens to accumulated gradients: clipping, then the optimizer.
 
 An optimizer's update is checked from the pipeline's own gradients and weights, step by step, so rounding of gradients
 does not count, not even where Adam divides by it.
@@ -31,7 +31,7 @@ OptimizedParameter = tuple[Part, str, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Updates:
-    """Optimizers that follow the pipeline's, one for each of its own, and the unsplit model's."""
+    """Replays the pipeline's optimizers, one for each, and compares updates and options."""
 
     job: RecordedJob
     spec: Target
@@ -58,12 +58,12 @@ class Updates:
         )
 
     def _parameters(self, rank: int, group: Mapping[str, Any]) -> list[tuple[Part, str]]:
-        """The parameters of an optimizer's group."""
+        """Return the parameters of an optimizer's group."""
         parts = {part.index: part for part in self.job.parts if part.rank == rank}
         return [(parts[index], name) for index, name in group["params"] if index in parts]
 
     def _check_clipping(self, step: int, expected: Mapping[str, Tensor]) -> Finding | None:
-        """Gradients after clipping, against those clipped by the norm of all, in which a tie counts once."""
+        """Compare clipped gradients with those clipped by the norm of all, in which a tie counts once."""
         clips = [limit for files in self.job.files.values() for limit in files[step]["clips"]]
         limit = self.spec.training.get("clip_grad_norm", clips[0] if clips else None)
         if limit is None:
@@ -91,7 +91,7 @@ class Updates:
         return None
 
     def _check_missed(self, step: int, parameters: Sequence[OptimizedParameter]) -> Finding | None:
-        """Parameters with a gradient that no optimizer has, and that stay as they were."""
+        """Find parameters with a gradient that no optimizer has, and that did not change."""
         ranks = {rank for rank, files in self.job.files.items() if files[step]["updates"]}
         optimized = {(part.order, name) for part, name, _ in parameters}
         for part in self.job.parts if ranks else ():

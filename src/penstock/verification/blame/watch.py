@@ -1,4 +1,4 @@
-"""What a rank of somebody's pipeline computes in its first steps, without an edit of its script.
+"""Records what a rank of any pipeline computes in its first steps, without an edit of its script.
 
 Each module that is called from outside of any other, with gradients enabled, is a root: a stage, or a part of one. Its
 first call in a step is microbatch 0. A step ends when the weights have changed and a root is called again. Schedules of
@@ -28,29 +28,29 @@ from penstock.partition.values.memory import same_bits
 from penstock.verification.module_trace import FORWARD, ModuleTrace, ValueKey
 
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
-"""Of the environment: where ranks leave what they saw, and of how many steps."""
+"""Environment variables: the folder for ranks' records, and the number of steps to record."""
 SENT = "the gradient that {} sends back"
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
 @dataclass
 class Step:
-    """What a root did in one step.
+    """The record of a root in one step.
 
     Attributes:
-        stage, names: its number, and the unsplit model's names of its modules, as far as they are known.
+        stage, names: its number, and the unsplit model's names of its modules, if known.
         before, after: its parameters and buffers.
         modules: the class of each of its modules.
         trained: the parameters that take a gradient.
-        values: what modules took and left, and the gradients that reached them; in a file, as pairs.
+        values: inputs and outputs of modules, and the gradients that reached them; in a file, as pairs.
         count: its forwards; `extra`: those besides microbatches.
-        grads: what each parameter has accumulated; `unclipped`: before it was clipped, if torch did that.
-        overwritten: the microbatches whose inputs were others when their backward began.
+        grads: the accumulated gradients; `unclipped`: those before clipping, if torch clipped them.
+        overwritten: the microbatches whose inputs had changed when their backward began.
         lost: the parameters whose gradient is gone when an optimizer steps.
         random: the generator's state with which a call of a module began that drew, by module, call and microbatch.
         training: the mode of each module.
         autocast: its dtype, if it is on.
-        ran: what it did, as ("F" or "B", microbatch, start, end) in nanoseconds of its host's clock.
+        ran: its computations, as ("F" or "B", microbatch, start, end) in nanoseconds of its host's clock.
     """
 
     stage: int | None
@@ -77,7 +77,7 @@ class Step:
 
 
 class Root:
-    """A module that is called from outside of any other. `now`: its step."""
+    """A module that is called from outside of any other. `record`: its present step."""
 
     def __init__(self, module: nn.Module, stage: int | None, names: Mapping[str, str], hooks: ExitStack) -> None:
         self.module, self.stage, self.names = module, stage, dict(names)
@@ -102,18 +102,18 @@ class Root:
         return {name: _copy_to_cpu(tensor) for name, tensor in self.tensors.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """What has accumulated, as it is now."""
+        """Copy the accumulated gradients."""
         return {name: _copy_to_cpu(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
     def has_ended(self) -> bool:
-        """Whether weights have changed since the step began, or gradients that were there are gone."""
+        """Whether weights have changed since the step began, or its gradients are gone."""
         trained = [(name, tensor) for name, tensor in self.tensors.items() if tensor.requires_grad]
         if any(not same_bits(tensor, self.record.before[name].to(tensor.device)) for name, tensor in trained):
             return True
         return not any(t.grad is not None and t.grad.any() for name, t in trained if name in self.record.grads)
 
     def call(self, microbatch: int, run: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
-        """Note a forward."""
+        """Run and record a forward."""
         record = self.record
         self.trace.begin(microbatch, self.stage or 0)
         record.count += 1
@@ -123,7 +123,7 @@ class Root:
         for leaf, tensor in enumerate(inputs):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._record_sent, leaf))  # type: ignore[no-untyped-call]
-            if tensor.requires_grad and tensor.is_leaf:  # what a script sends is what has accumulated
+            if tensor.requires_grad and tensor.is_leaf:  # a script sends the accumulated gradient
                 tensor.register_post_accumulate_grad_hook(lambda t, leaf=leaf: self._record_sent(leaf, t.grad))  # type: ignore[no-untyped-call]
 
         def begin(_: Tensor) -> None:
@@ -142,7 +142,7 @@ class Root:
         return output
 
     def _record_time(self, op: str, microbatch: int) -> None:
-        """Note that it does so now: from when it first did, without another in between, until now."""
+        """Record that an op runs now: extend its latest entry, or add one."""
         times, now = self.record.ran, time.time_ns()
         entry = times.pop() if times and times[-1][:2] == (op, microbatch) else (op, microbatch, now, now)
         times.append((*entry[:3], now))
@@ -158,7 +158,7 @@ class Root:
             self.record.grads[name] = _copy_to_cpu(parameter.grad)
 
     def to_record(self) -> dict[str, Any]:
-        """Its step, for a file."""
+        """Return the present step as plain values for a file."""
         modules = {name: type(part).__name__ for name, part in self.submodules.items()}
         trained = [name for name, tensor in self.tensors.items() if tensor.requires_grad]
         values = [(tuple(key), value.cpu()) for key, value in self.trace.values.items()]
@@ -167,7 +167,7 @@ class Root:
 
 
 class Watch:
-    """Of one process."""
+    """The recorder of one process."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.step = folder, steps, 0
@@ -190,11 +190,11 @@ class Watch:
         atexit.register(self.flush)
 
     def track(self, module: nn.Module, stage: int | None = None, names: Mapping[str, str] | None = None) -> Root | None:
-        """Return the root that a module is; None if it is a part of one, or has no parameters."""
+        """Record a module as a root; return it. None if it is part of another root, or has no parameters."""
         owners = [part for part in module.modules() if [*part.parameters(recurse=False)]]
         outer = next((r for r in self.roots.values() if owners and all(id(part) in r.ids for part in owners)), None)
         if outer is not None and outer.module is not module and (stage is not None or not outer.record.grads):
-            outer.trace.active = False  # a run of the whole model that trained nothing, to see shapes, say
+            outer.trace.active = False  # a run of the whole model without training, e.g. to find shapes
             del self.roots[id(outer.module)]
             outer = None
         if outer is None and owners:
@@ -202,7 +202,7 @@ class Watch:
         return self.roots.get(id(module))
 
     def enter_step(self) -> None:
-        """Note that forwards begin: if the weights have changed since the last ones, so does a step."""
+        """Call this when forwards begin: if the weights have changed since the last ones, begin a step."""
         if self._has_ended():
             self.flush()
             self.step += 1
@@ -217,7 +217,7 @@ class Watch:
         return self._updated or any(root.record.grads and root.has_ended() for root in self.roots.values())
 
     def without_recording(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call something that trains nothing."""
+        """Call something that does not train."""
         was_paused, self.paused = self.paused, True
         try:
             return call(*args, **kwargs)
@@ -225,7 +225,7 @@ class Watch:
             self.paused = was_paused
 
     def flush(self) -> None:
-        """Leave the present step in a file."""
+        """Write the present step to a file."""
         if distributed.is_initialized():  # torch.multiprocessing sets no environment
             self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         if any(root.record.count for root in self.roots.values()) and self.step < self.steps:
@@ -268,7 +268,7 @@ class Watch:
         return clip(parameters, max_norm, *args, **kwargs)
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note the gradients that an optimizer takes, and how it updates which parameters."""
+        """Record the gradients, parameters and options of an optimizer's step."""
         roots = [*self.roots.values()]
         slots = {id(tensor): (i, name) for i, root in enumerate(roots) for name, tensor in root.tensors.items()}
         for root in [] if self._updated else roots:
@@ -283,15 +283,15 @@ class Watch:
 
     def _after_update(self, *_: Any) -> None:
         self._updated = True
-        self.flush()  # whoever started this may end it now, and a job that hangs is judged by it
+        self.flush()  # the job may be ended now, and one that hangs is judged by this
 
 
 WATCH: list[Watch] = []
-"""The one of this process, if any."""
+"""The watch of this process, if any."""
 
 
 def get_watch() -> Watch | None:
-    """Note what this process computes from now on, if the environment says where; None if it does not."""
+    """Return this process's watch, which records from now on; None if the environment names no folder."""
     if not WATCH and (folder := os.environ.get(FOLDER)):
         WATCH.append(Watch(Path(folder), int(os.environ.get(STEPS, "3"))))
     return WATCH[0] if WATCH else None
