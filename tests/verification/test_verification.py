@@ -59,7 +59,7 @@ def test_a_loss_that_is_nan_proves_nothing(monkeypatch: pytest.MonkeyPatch, fact
     assert not report.ok
     assert {row.verdict for row in report.rows if row.kind in ("loss", "gradient")} == {"undefined"}
     assert {row.verdict for row in report.rows if row.kind == "output"} == {"equal"}, "which are finite"
-    assert "nothing is proven, since on one device, too, the loss is not finite, 12 of 12 gradients" in report.summary()
+    assert "inconclusive: on one device, too, the loss is not finite, 12 of 12 gradients" in report.summary()
     assert report.full_batch is not None
     assert report.full_batch.verdict == "explained"
 

@@ -116,8 +116,8 @@ class PipelineStrategy(ParallelStrategy):
             )
         if self.precision_plugin.precision != "32-true":
             raise ArgumentError(
-                f"Trainer(precision={self.precision_plugin.precision!r}) does not reach the pipeline's stages; leave "
-                "it out, and use torch.autocast in training_step"
+                f"Trainer(precision={self.precision_plugin.precision!r}) does not reach the pipeline's stages; omit "
+                "it, and use torch.autocast in training_step"
             )
         _ = self.pipe
         super().setup(trainer)

@@ -43,7 +43,7 @@ class Comparison:
         kind, name: output, loss, gradient or buffer, and its name; held by `stages`.
         verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
             "missing" if only the reference has one; "unexpected" if the reference has none; "undefined" if both are
-            alike but nothing in them is finite, which proves nothing about a loss or a gradient (about an output, if
+            alike but nothing in them is finite, which is inconclusive for a loss or a gradient (about an output, if
             all is NaN).
         max_difference: largest absolute difference of finite entries; infinite if an entry is finite in only one of
             them, or NaN or infinite in another way.
@@ -181,7 +181,7 @@ class VerificationReport:
         if self.failures:
             return self._undefined_text()
         if self.full_batch is not None and not self.full_batch.ok:
-            return f"the batch is not the sum of its microbatches: {self.full_batch.text}"
+            return f"microbatches do not reproduce the full batch: {self.full_batch.text}"
         has_warning = self.full_batch is not None and self.full_batch.verdict in ("missing", "warning")
         return self._success_text() + (f"; warning: {self.full_batch.text}" if self.full_batch and has_warning else "")
 
@@ -209,7 +209,7 @@ class VerificationReport:
         check = self.full_batch
         suffix = f"; {check.text}" if check is not None and check.verdict in ("warning", "different") else ""
         return (
-            f"nothing is proven, since on one device, too, {', '.join(problems)}{step}: such values compare equal "
+            f"inconclusive: on one device, too, {', '.join(problems)}{step}, and such values compare equal "
             f"whatever the pipeline does. Pass weights, a batch and a loss that leave them finite{suffix}"
         )
 

@@ -159,7 +159,7 @@ class Causes:
         return not key.module or f"{innermost[index]}.".startswith(f"{key.module}.")
 
     def _is_redrawn(self, part: Part, key: ValueKey) -> bool:
-        """Whether a random module right after this one was recomputed. Checkpoints do not recompute their last output."""
+        """Whether a random module right after this one was recomputed. Checkpoints never redo their last output."""
         record, order = self._part_step(part), self.reference.trace.order
         draws = {part.modules.get(name) for name, *_ in record.random}
         after = order[order.index(key.module) + 1 :][:1]

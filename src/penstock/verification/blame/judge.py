@@ -57,7 +57,7 @@ def judge(job: RecordedJob, model: nn.Module, spec: Target) -> Blame:
     compared, notes = step_judge.compared + step_judge.updates.compared, [*dict.fromkeys(step_judge.updates.notes)]
     if different:
         subject = f"{shortened(different)}: the pipeline begins with other values than the unsplit model's"
-        notes.append(f"{subject}; these were taken over, so that an initialization that is wrong is not seen")
+        notes.append(f"{subject}; the pipeline's are used, so a wrong initialization is not detected")
     return Blame(finding, *sizes, compared, tuple(notes), _build_timeline(job, finding.step - 1 if finding else 0))
 
 
