@@ -1,4 +1,4 @@
-"""The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, what autograd saved, and the
+"""The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, saved tensors, and the
 device and limit of a process group have no public home yet.
 
 If a new torch moves one, the tests of what uses it fail; `tests/test_compat.py` has what these do not show. Other
@@ -152,13 +152,13 @@ def holders(tensor: Tensor, node: Node | None) -> int:
     it, saved of its own result. A number above 1 if torch does not report it."""
     try:
         storage = tensor.untyped_storage()
-        held = 2 if _USE_COUNT is None else int(_USE_COUNT(storage._cdata)) - 1  # without `storage`
+        count = 2 if _USE_COUNT is None else int(_USE_COUNT(storage._cdata)) - 1  # without `storage`
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return 1
-    if held > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
-        saved = getattr(raw, "data", None)  # what hooks on saved tensors made of it, if there were any
-        held -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
-    return held
+    if count > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
+        saved = getattr(raw, "data", None)  # the result of hooks on saved tensors, if there are any
+        count -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
+    return count
 
 
 _USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -190,20 +190,20 @@ def cpu_allocations(run: Callable[[], None]) -> list[tuple[str, int]] | None:
 
     The older of torch's profilers: the newer one takes a second to start, and writes to the terminal.
     """
-    old: Any = torch.autograd
+    api: Any = torch.autograd
     try:
-        if old.profiler._is_profiler_enabled:
+        if api.profiler._is_profiler_enabled:
             return None
-        more = torch._C._profiler._ExperimentalConfig()
-        old._enable_profiler_legacy(old.ProfilerConfig(old.ProfilerState.CPU, False, True, False, False, False, more))
+        config = torch._C._profiler._ExperimentalConfig()
+        api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, False, True, False, False, False, config))
     except (AttributeError, TypeError, RuntimeError):
         return None
     try:
         run()
     finally:
-        found = old._disable_profiler_legacy()
+        threads = api._disable_profiler_legacy()
     kinds: tuple[Any, ...] = "memory_alloc", "push"
-    return [(each.name(), each.cpu_memory_usage()) for one in found for each in one if each.kind() in kinds]
+    return [(event.name(), event.cpu_memory_usage()) for events in threads for event in events if event.kind() in kinds]
 
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
@@ -219,8 +219,8 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def autocast_kinds() -> tuple[str, ...]:
     """Return the types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is
     another."""
-    here = torch.accelerator.current_accelerator()
-    return tuple(dict.fromkeys(("cpu", "cuda", *(() if here is None else (here.type,)))))
+    accelerator = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys(("cpu", "cuda", *(() if accelerator is None else (accelerator.type,)))))
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -262,7 +262,7 @@ def reduction_dtype(part: nn.Module) -> torch.dtype | None:
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """`torch.autograd.graph.get_gradient_edge`; that takes longer, because it asks first what kind of node it finds."""
+    """`torch.autograd.graph.get_gradient_edge` without its check of the node's type, which takes longer."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf, or the node of a function in Python
         return get_gradient_edge(tensor)
@@ -270,7 +270,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward`, without its checks of what it is given, which take longer than a small stage does.
+    """`torch.autograd.backward` without its checks of arguments, which take longer than a small stage.
 
     The engine itself checks shapes, dtypes and devices of the gradients against the roots. On the CPU, where it runs in
     this thread, torch's settings for other threads are left out too.
@@ -352,5 +352,5 @@ def in_checkpoint() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a backward, where a checkpoint runs forwards again; torch's own asks so."""
+    """Whether this thread computes a backward, in which checkpoints recompute forwards; torch's own check."""
     return torch._C._current_graph_task_id() != -1

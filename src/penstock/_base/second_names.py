@@ -93,7 +93,7 @@ _PEERS = {
     "LayerSpec TiedLayerSpec build_stage Pipe GPipe initialize PipelineEngine",
     "set it before you call penstock.pipeline": "cuda to half bfloat16 double float requires_grad_ apply compile",
 }
-"""What to do here in place of options and methods of other libraries: of torch.distributed.pipelining, torchgpipe,
+"""Remedies for options and methods of other libraries: torch.distributed.pipelining, torchgpipe,
 FairScale, DeepSpeed, Megatron-LM, NeMo, Lightning, Accelerate, ColossalAI, torchtitan and nnScaler."""
 
 _SCHEDULES = {
@@ -110,62 +110,62 @@ _SCHEDULES = {
     "'zb-v'": "zbv_zero_bubble zero_bubble_v_pipe_scheduler zbv zbvpp",
     "penstock.schedule.read_csv('order.csv')": "interleaved_zero_bubble",
 }
-"""What to pass here for schedules of other libraries and papers, without "schedule" around their names."""
+"""Arguments for schedules of other libraries and papers, without "schedule" around their names."""
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     """Normalize a name: drop case, hyphens and underscores."""
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def _by_name(table: Mapping[str, str]) -> dict[str, str]:
-    return {_plain(name): remedy for remedy, names in table.items() for name in names.split()}
+def _index_by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {_normalize(name): remedy for remedy, names in table.items() for name in names.split()}
 
 
-_OF_PEERS, _OF_SCHEDULES = _by_name(_PEERS), _by_name(_SCHEDULES)
+_PEER_REMEDIES, _PEER_SCHEDULES = _index_by_name(_PEERS), _index_by_name(_SCHEDULES)
 
 
 def of_peer(name: str) -> str:
-    """Return what to do here in place of an option or a method of another library; empty if it is unknown."""
-    return _OF_PEERS.get(_plain(name), "")
+    """Return the remedy for an option or a method of another library; empty if it is unknown."""
+    return _PEER_REMEDIES.get(_normalize(name), "")
 
 
 def schedule_of_peer(name: str) -> str | None:
-    """Return what to pass for a schedule of another library, as code; None if it is unknown."""
-    return _OF_SCHEDULES.get(_plain(name).removeprefix("schedule").removesuffix("schedule"))
+    """Return the argument for a schedule of another library, as code; None if it is unknown."""
+    return _PEER_SCHEDULES.get(_normalize(name).removeprefix("schedule").removesuffix("schedule"))
 
 
-def nearest(name: str, known: Iterable[str], names: Mapping[str, str] = {}) -> str:
-    """Return the end of a message about an unknown argument: what to do instead, or the known one that it resembles."""
+def nearest(name: str, names: Iterable[str], aliases: Mapping[str, str] = {}) -> str:
+    """Return the end of a message about an unknown argument: the remedy, or which of `names` it resembles."""
     if remedy := of_peer(name):
         return f"; {remedy}"
-    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.7)
-    return f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
+    close = difflib.get_close_matches(name, [*names], n=1, cutoff=0.7)
+    return f"; did you mean {aliases.get(close[0], close[0])}=?" if close else ""
 
 
 def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
-    The function raises ArgumentError if both are given, and TypeError for a name that it does not know, with the
-    nearest one that it does.
+    The function raises ArgumentError if both are passed, and TypeError for an unknown name, with the
+    nearest known one.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        second_names = {second: name for second, name in names.items() if takes_any or name in parameters}
-        known = [*parameters, *second_names]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        aliases = {alias: name for alias, name in names.items() if takes_any or name in parameters}
+        accepted = [*parameters, *aliases]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            given: dict[str, Any] = kwargs
-            for name in () if takes_any else given.keys() - set(known):
-                raise TypeError(f"{function.__name__}() has no argument {name}={nearest(name, known, second_names)}")
-            for second in second_names.keys() & given.keys():
-                name = second_names[second]
-                if name in given:
-                    raise ArgumentError(f"{second}= and {name}= are one argument by two names: pass one of them")
-                given[name] = given.pop(second)
+            arguments: dict[str, Any] = kwargs
+            for name in () if takes_any else arguments.keys() - set(accepted):
+                raise TypeError(f"{function.__name__}() has no argument {name}={nearest(name, accepted, aliases)}")
+            for alias in aliases.keys() & arguments.keys():
+                name = aliases[alias]
+                if name in arguments:
+                    raise ArgumentError(f"{alias}= and {name}= are one argument by two names: pass one of them")
+                arguments[name] = arguments.pop(alias)
             return function(*args, **kwargs)
 
         return call

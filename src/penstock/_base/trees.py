@@ -49,7 +49,7 @@ class Leaf:
 
 
 class Flat(NamedTuple):
-    """A flattened value: `leaves[i]` is found at `paths[i]`, written as in Python; `structure` is the rest."""
+    """A flattened value: `leaves[i]` is at `paths[i]`, written as in Python; `structure` is all but the leaves."""
 
     leaves: list[Any]
     paths: list[str]
@@ -125,23 +125,23 @@ class _Walk:
         self._empty, self._closed, self._is_leaf = empty, closed, is_leaf
         self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict inside one -> its number
         self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids are not reused
-        self._held = 0  # tensors, and references to values met before
-        self._cut = 0  # values too deep to look at
-        self._left = BUDGET
+        self._tensors = 0  # number of tensors, and of references to values seen before
+        self._unseen = 0  # number of values too deep to look at
+        self._budget = BUDGET
 
     def visit(self, value: Any, path: str, depth: int) -> TreeSpec:
         """Return the structure of a value. `depth`: how many objects enclose it."""
         kind = type(value)
         if isinstance(value, Tensor):
-            self._held += 1
+            self._tensors += 1
             return self._leaf(value, path)
         if kind in PLAIN:
             return self._leaf(value, path)
-        if self._left <= 0:
+        if self._budget <= 0:
             return self._leaf_unseen(value, path)
-        self._left -= 1
+        self._budget -= 1
         if self._is_leaf is not None and self._is_leaf(value, path):
-            self._held += 1
+            self._tensors += 1
             return self._leaf(value, path)
         if kind is tuple:
             return TreeSpec("tuple", None, self._items(value, path, depth))
@@ -154,10 +154,10 @@ class _Walk:
                 return TreeSpec("list", depth > 0, self._items(value, path, depth))
             children = tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in value.items()])
             return TreeSpec("dict", (depth > 0, *value), children)
-        known = opened(value)
-        if known is not None:
-            pairs = zip(known.children, known.keys, strict=True)
-            rebuild = Rebuild(kind, known.context, known.rebuild)
+        opened_value = opened(value)
+        if opened_value is not None:
+            pairs = zip(opened_value.children, opened_value.keys, strict=True)
+            rebuild = Rebuild(kind, opened_value.context, opened_value.rebuild)
             return TreeSpec("known", rebuild, tuple([self.visit(c, path + key, depth) for c, key in pairs]))
         if kind is weakref.ref:
             number = self._numbers.get(id(value()))
@@ -172,21 +172,26 @@ class _Walk:
             return self._leaf(value, path)
         if depth >= DEPTH:
             return self._leaf_unseen(value, path)
-        leaves, numbers, held, cut = len(self.leaves), len(self._numbers), self._held, self._cut
+        leaves, numbers, tensors, unseen = (
+            len(self.leaves),
+            len(self._numbers),
+            self._tensors,
+            self._unseen,
+        )
         if base is not tuple:  # a tuple can be made only after its contents
             self._number(value)
-        inside = (self._inside(value, base, path, depth + 1),)
+        contents = (self._inside(value, base, path, depth + 1),)
         names = tuple(fields(value))
         children = [self.visit(v, f"{path}.{k}", depth + 1) for k, v in fields(value).items()]
-        wanted = self._empty and id(value) not in self._closed
-        if held == self._held and not wanted:  # no tensor in it: an ordinary value
+        open_anyway = self._empty and id(value) not in self._closed
+        if tensors == self._tensors and not open_anyway:  # no tensor in it: an ordinary value
             del self.leaves[leaves:], self.paths[leaves:]
             while len(self._numbers) > numbers:
                 self._numbers.popitem()
-            if cut == self._cut:
+            if unseen == self._unseen:
                 self._bare[id(value)] = value
             return self._leaf(value, path)
-        return TreeSpec("object", (kind, base, names), (*inside, *children))
+        return TreeSpec("object", (kind, base, names), (*contents, *children))
 
     def _inside(self, value: Any, base: type, path: str, depth: int) -> TreeSpec:
         """Return the structure of the contents of a subclass of tuple, list or dict."""
@@ -208,62 +213,62 @@ class _Walk:
         return LEAF
 
     def _leaf_unseen(self, value: Any, path: str) -> TreeSpec:
-        self._cut += 1
+        self._unseen += 1
         return self._leaf(value, path)
 
     def _number(self, value: Any) -> None:
         self._numbers[id(value)] = len(self._numbers)
 
     def _back(self, op: str, number: int) -> TreeSpec:
-        self._held += 1
+        self._tensors += 1
         return TreeSpec(op, number)
 
 
-def _build(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
-    """Rebuild a value. `made`: the numbered objects so far, in the order in which they were met."""
-    op, context, children = plan
+def _build(spec: TreeSpec, leaves: Iterator[Any], objects: list[Any]) -> Any:
+    """Rebuild a value. `objects`: the numbered objects so far, in the order in which they were met."""
+    op, context, children = spec
     if op == "leaf":
         return next(leaves)
     if op == "tuple":
-        return tuple([_build(child, leaves, made) for child in children])
+        return tuple([_build(child, leaves, objects) for child in children])
     if op == "list":
         items: list[Any] = []
         if context:
-            made.append(items)
-        items.extend([_build(child, leaves, made) for child in children])
+            objects.append(items)
+        items.extend([_build(child, leaves, objects) for child in children])
         return items
     if op == "dict":
         numbered, *keys = context
         mapping: dict[Any, Any] = {}
         if numbered:
-            made.append(mapping)
+            objects.append(mapping)
         for key, child in zip(keys, children, strict=True):
-            mapping[key] = _build(child, leaves, made)
+            mapping[key] = _build(child, leaves, objects)
         return mapping
     if op == "known":
         assert isinstance(context, Rebuild)
-        return context.function([_build(child, leaves, made) for child in children], context.context)
+        return context.function([_build(child, leaves, objects) for child in children], context.context)
     if op in ("ref", "weak"):
-        target = made[context]
+        target = objects[context]
         return target if op == "ref" else weakref.ref(target)
-    return _build_object(plan, leaves, made)
+    return _build_object(spec, leaves, objects)
 
 
-def _build_object(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
-    kind, base, names = plan.context
-    inside, *children = plan.children
+def _build_object(spec: TreeSpec, leaves: Iterator[Any], objects: list[Any]) -> Any:
+    kind, base, names = spec.context
+    contents, *children = spec.children
     if base is tuple:
-        value = tuple.__new__(kind, _build(inside, leaves, made))
+        value = tuple.__new__(kind, _build(contents, leaves, objects))
     else:
         value = base.__new__(kind)
-        made.append(value)
+        objects.append(value)
         if base is list:
-            list.extend(value, _build(inside, leaves, made))
+            list.extend(value, _build(contents, leaves, objects))
         elif base in (dict, OrderedDict):
-            for key, item in _build(inside, leaves, made).items():
+            for key, item in _build(contents, leaves, objects).items():
                 base.__setitem__(value, key, item)
     for name, child in zip(names, children, strict=True):
-        set_field(value, name, _build(child, leaves, made))
+        set_field(value, name, _build(child, leaves, objects))
     return value
 
 
@@ -292,14 +297,14 @@ def base_of(kind: type) -> type | None:
 
 def fields(value: Any) -> dict[str, Any]:
     """Return an object's own attributes by name: those in its `__dict__`, and its slots that are set."""
-    found = dict(_attributes(value) or {})
+    values = dict(_attributes(value) or {})
     kind: Any = type(value)
     for name, slot in _slots(kind).items():
         try:
-            found[name] = slot.__get__(value)
+            values[name] = slot.__get__(value)
         except AttributeError:  # not set
             continue
-    return found
+    return values
 
 
 def set_field(value: Any, name: str, new: Any) -> None:
@@ -314,25 +319,25 @@ def set_field(value: Any, name: str, new: Any) -> None:
     attributes[name] = new
 
 
-def overwrite(old: Any, new: Any, seen: dict[int, Any] | None = None) -> None:
+def overwrite(old: Any, new: Any, visited: dict[int, Any] | None = None) -> None:
     """Give an object, list or dict the contents of another of its type, recursively where the types agree."""
-    seen = {} if seen is None else seen
-    seen[id(old)] = old
+    visited = {} if visited is None else visited
+    visited[id(old)] = old
 
-    def merged(before: Any, after: Any) -> Any:
+    def merge(before: Any, after: Any) -> Any:
         kind: Any = type(before)
         if type(before) is not type(after) or not (kind in (list, dict) or base_of(kind)):
             return after
-        if id(before) not in seen:
-            overwrite(before, after, seen)
+        if id(before) not in visited:
+            overwrite(before, after, visited)
         return before
 
     if isinstance(old, list):
-        kept = [merged(a, b) for a, b in zip(old, new, strict=False)]
-        list.__setitem__(old, slice(None), [*kept, *list.__getitem__(new, slice(len(kept), None))])
+        shared = [merge(a, b) for a, b in zip(old, new, strict=False)]
+        list.__setitem__(old, slice(None), [*shared, *list.__getitem__(new, slice(len(shared), None))])
     elif isinstance(old, dict):
         base = OrderedDict if isinstance(old, OrderedDict) else dict
-        items = {k: merged(dict.get(old, k), v) for k, v in base.items(new)}
+        items = {k: merge(dict.get(old, k), v) for k, v in base.items(new)}
         base.clear(old)
         for key, item in items.items():
             base.__setitem__(old, key, item)
@@ -341,15 +346,15 @@ def overwrite(old: Any, new: Any, seen: dict[int, Any] | None = None) -> None:
         return
     before = fields(old)
     for name, value in fields(new).items():
-        set_field(old, name, merged(before.get(name), value))
+        set_field(old, name, merge(before.get(name), value))
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found
+    return attributes
 
 
 @functools.lru_cache(maxsize=4096)

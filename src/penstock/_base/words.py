@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """`1 stage`, `1,024 stages`, `3 microbatches`."""
     if number != 1:
-        what = f"{what[:-1]}ies" if what.endswith("ry") else f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
-    return f"{number:,} {what}"
+        noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
+    return f"{number:,} {noun}"
 
 
 def sized(size: float) -> str:
@@ -25,39 +25,39 @@ def sized(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def a(what: str) -> str:
+def a(noun: str) -> str:
     """`a Tensor`, `an int`."""
-    return f"{'an' if what[:1] in tuple('aeioAEIO') else 'a'} {what}"
+    return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
 
 
-def shortened(names: Collection[str], most: int = 4) -> str:
+def shortened(names: Collection[str], max_items: int = 4) -> str:
     """List names in a message: the first few, then how many more there are."""
-    shown = ", ".join(map(repr, list(names)[:most]))
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+    shown = ", ".join(map(repr, list(names)[:max_items]))
+    return f"{shown} and {len(names) - max_items} more" if len(names) > max_items else shown
 
 
 def in_ranges(names: Iterable[str]) -> list[str]:
     """Merge numbered names, such as `blocks.0`, `blocks.1` and `blocks.2` into `blocks.0-2`; keep the others."""
-    found: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text after it
+    ranges: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text after it
     for name in names:
         match = re.fullmatch(r"(.*?)(0|[1-9]\d*|)(\D*)", name)
-        before, number, behind = match.groups() if match else (name, "", "")
-        last = found[-1] if found else ("", "", "", "")
-        if number and last[2] and (last[0], int(last[2]) + 1, last[3]) == (before, int(number), behind):
-            found[-1] = before, last[1], number, behind
+        before, number, after = match.groups() if match else (name, "", "")
+        last = ranges[-1] if ranges else ("", "", "", "")
+        if number and last[2] and (last[0], int(last[2]) + 1, last[3]) == (before, int(number), after):
+            ranges[-1] = before, last[1], number, after
         else:
-            found.append((before, number, number, behind))
-    return [f"{before}{first if first == last else f'{first}-{last}'}{behind}" for before, first, last, behind in found]
+            ranges.append((before, number, number, after))
+    return [f"{before}{first if first == last else f'{first}-{last}'}{after}" for before, first, last, after in ranges]
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`did you mean 'ring'? `, if a name that is unknown resembles a known one; otherwise nothing."""
-    near = difflib.get_close_matches(name, [*known], 1, cutoff)
-    return f"did you mean {near[0]!r}? " if near else ""
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """`did you mean 'ring'? `, if an unknown name resembles one of `names`; otherwise an empty string."""
+    close = difflib.get_close_matches(name, [*names], 1, cutoff)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def named(function: Any) -> Any:
-    """Return what gives a callable its name: a partial's function, or the class of an object that can be called."""
+    """Return the object that names a callable: a partial's function, or the class of a callable object."""
     function = function.func if isinstance(function, partial) else function
     return function if hasattr(function, "__qualname__") else type(function)
 
@@ -68,20 +68,20 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def line_of(text: str, most_characters: int) -> str:
-    """Format a text from elsewhere as one printable line, cut to a length."""
-    return printable(" ".join(text[: 2 * most_characters].split()))[:most_characters]
+def line_of(text: str, max_characters: int) -> str:
+    """Format untrusted text as one printable line, cut to a length."""
+    return printable(" ".join(text[: 2 * max_characters].split()))[:max_characters]
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal would take as orders: what came from elsewhere is shown, never obeyed."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    """Replace characters that a terminal would interpret, so that untrusted text is only shown."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def all_printable(value: Any) -> Any:
-    """Plain values of a file with each text in them printable."""
+    """Make each text in the plain values of a file printable."""
     if isinstance(value, dict):
-        return {key: all_printable(one) for key, one in value.items()}
+        return {key: all_printable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [all_printable(one) for one in value]
+        return [all_printable(item) for item in value]
     return printable(value) if isinstance(value, str) else value

@@ -40,7 +40,7 @@ def blame(
     check_suffix("--out", out, ".html", ".htm")
     check_writable(out, f"--out {out}")
     command = command[1:] if command[:1] == ["--"] else command
-    job.checked(command)  # raises before anything is loaded
+    job.resolve_command(command)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as loaded_target:
         report = job.blame(command, loaded_target, steps, timeout)
     if out is not None:

@@ -146,7 +146,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those
     that do not work with these numbers and this model. Until the last one, output goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
-    from penstock.verification.twins import twins
+    from penstock.verification.reference_copy import with_reference
     from penstock.verification.verify import Verification
 
     refusal, has_passed = "", False
@@ -171,7 +171,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
         if case.reduction is not None and target.reduction is not None:
             raise ArgumentError(f"--reduction {case.reduction}: {case.target} sets a reduction; pass only one")
         reduction = target.reduction or case.reduction or "mean"
-        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.full_batch)
+        verification = Verification(*with_reference(make, None), part, options, reduction, case.exact, case.full_batch)
         for number, schedule in enumerate(schedules, 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)

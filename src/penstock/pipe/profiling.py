@@ -102,7 +102,7 @@ def profile(
             such a size, or the model cannot be run (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
-    check_seconds(budget_seconds=budget_seconds, most=math.inf)
+    check_seconds(budget_seconds=budget_seconds, limit=math.inf)
     check_counts(required=False, microbatches=microbatches)
     example, cutting, kind = checked_inputs(args, kwargs), Cutting.of(batch_dims, split_fn), specified(device)
     if kind is None and calibrate:

@@ -110,7 +110,7 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 def _read(file: Path, number: int, own: re.Pattern[str] | None) -> TraceData:
     if file.name.removesuffix(".gz").endswith(".csv"):
         return read_columns(read_text(file), str(file), own)
-    given = read_json(file, thinned=None if own else without_operations)
+    given = read_json(file, thin=None if own else without_operations)
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]

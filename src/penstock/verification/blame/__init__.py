@@ -1,4 +1,4 @@
-"""Why a pipeline that somebody else wrote trains wrongly.
+"""Finds why a pipeline, written with anything, trains wrongly.
 
 In comes what its ranks compute in a few steps, noted by hooks on modules (`watch`, `pipelining`) and left in files.
 The unsplit model takes the same steps in one process, each from the weights and buffers that the pipeline had before

@@ -15,22 +15,22 @@ from penstock.partition.source import is_library
 from penstock.partition.state.reach import Holder, Reach
 
 LARGEST_TENSOR = 2**20
-"""Larger ones, in bytes, are taken for data."""
+"""In bytes; larger tensors are taken for data."""
 
 
-def places_beside(held: Sequence[Any], own: Iterable[Tensor]) -> list[Place]:
-    """Return the places that `held`, the objects that a model reaches, lead to; not the tensors in `own`."""
-    kinds = {value if isinstance(value, type) else type(value) for value in held}
-    bases = {base for kind in kinds for base in kind.__mro__ if not is_library(base.__module__)}
-    cells = _cells([*held, *(value for base in bases for value in vars(base).values())])
-    known = {id(tensor) for tensor in own}
-    found = (tensor for value in (*held, *map(contents, cells.values())) for tensor in _tensors(value))
-    tensors = {id(tensor): tensor for tensor in found if id(tensor) not in known}
-    return [*map(_Cell, cells.values()), *map(_Class, bases), *map(_Values, tensors.values())]
+def find_hidden_state(values: Sequence[Any], excluded: Iterable[Tensor]) -> list[StateHolder]:
+    """Return the state behind `values`, the objects that a model reaches, except the tensors in `excluded`."""
+    classes = {value if isinstance(value, type) else type(value) for value in values}
+    own_classes = {base for kind in classes for base in kind.__mro__ if not is_library(base.__module__)}
+    cells = _cells([*values, *(value for base in own_classes for value in vars(base).values())])
+    excluded_ids = {id(tensor) for tensor in excluded}
+    candidates = (tensor for value in (*values, *map(contents, cells.values())) for tensor in _small_tensors(value))
+    by_id = {id(tensor): tensor for tensor in candidates if id(tensor) not in excluded_ids}
+    return [*map(_Variable, cells.values()), *map(_Attributes, own_classes), *map(_Values, by_id.values())]
 
 
-class _Cell:
-    """A variable around a function."""
+class _Variable:
+    """A closure variable."""
 
     def __init__(self, cell: CellType) -> None:
         self._cell, self.before = cell, contents(cell)
@@ -48,7 +48,7 @@ class _Cell:
             del self._cell.cell_contents
 
 
-class _Class:
+class _Attributes:
     """The attributes of a class."""
 
     def __init__(self, kind: type) -> None:
@@ -59,20 +59,20 @@ class _Class:
         return {key: value for key, value in vars(self._kind).items() if not key.startswith("__")}
 
     def is_changed(self) -> bool:
-        now = self.copied()
-        return now.keys() != self.before.keys() or any(value is not self.before[key] for key, value in now.items())
+        new = self.copied()
+        return new.keys() != self.before.keys() or any(value is not self.before[key] for key, value in new.items())
 
     def put(self, entries: dict[str, Any]) -> None:
-        now = self.copied()
-        for key in now.keys() - entries.keys():
+        new = self.copied()
+        for key in new.keys() - entries.keys():
             delattr(self._kind, key)
         for key, value in entries.items():
-            if now.get(key, EMPTY) is not value:
+            if new.get(key, EMPTY) is not value:
                 setattr(self._kind, key, value)
 
 
 class _Values:
-    """The values of a tensor. They are put back without a new version, since graphs that saved it are its owner's."""
+    """A tensor's values. They are restored without a new version, since graphs that saved it belong to its owner."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version, self.before = tensor, tensor._version, tensor.detach().clone()
@@ -88,45 +88,45 @@ class _Values:
         self._version = self._tensor._version if entries is self.before else -1
 
 
-Place = Holder | _Cell | _Class | _Values
-"""Something that holds state. `before`: what it held when this was made."""
+StateHolder = Holder | _Variable | _Attributes | _Values
+"""An object that holds state. `before`: its initial contents."""
 
 
 def _cells(values: Iterable[Any]) -> dict[int, CellType]:
-    """Return the variables around functions, and around those that these hold."""
-    found: dict[int, CellType] = {}
-    todo = [*values]
-    while todo:
-        value = todo.pop()
+    """Return the closure variables of functions, and of functions in these variables."""
+    cells_by_id: dict[int, CellType] = {}
+    pending = [*values]
+    while pending:
+        value = pending.pop()
         if isinstance(value, MethodType):  # no getattr: MONAI's stand-ins for missing modules raise ImportError for any
             value = value.__func__
         cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
-        new = {id(cell): cell for cell in cells if id(cell) not in found}
-        found |= new
-        todo += map(contents, new.values())
-    return found
+        new = {id(cell): cell for cell in cells if id(cell) not in cells_by_id}
+        cells_by_id |= new
+        pending += map(contents, new.values())
+    return cells_by_id
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield what a value is, or holds if it is a module, of plain tensors that are not large, such as data sets."""
-    found = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
-    for tensor in found:
+def _small_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield a value that is a plain tensor, or a module's tensors, without large ones, such as data sets."""
+    tensors = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
+    for tensor in tensors:
         plain = isinstance(tensor, Tensor) and tensor.is_leaf and tensor.layout == torch.strided and not tensor.is_meta
         if plain and (tensor.requires_grad or tensor.nbytes <= LARGEST_TENSOR):
             yield tensor
 
 
-def reach_of(model: nn.Module, loss: Any) -> Reach:
+def build_reach(model: nn.Module, loss: Any) -> Reach:
     """Return all that a model and its loss can reach."""
-    around = nn.Module()
-    around.model = model
-    around.loss = loss
-    return Reach(around)
+    root = nn.Module()
+    root.model = model
+    root.loss = loss
+    return Reach(root)
 
 
-def held_by(place: Holder) -> Iterator[Any]:
-    """Yield what a place held at first."""
-    entries = place.before
+def initial_values(holder: Holder) -> Iterator[Any]:
+    """Yield the initial contents of a holder."""
+    entries = holder.before
     if isinstance(entries, dict):
         yield from entries.values()
     else:

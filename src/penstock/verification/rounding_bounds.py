@@ -1,4 +1,4 @@
-"""How large the terms are that backwards add up to a gradient, and the sums on the way.
+"""Bounds on the rounding of gradients: the sizes of the terms that backwards add, and of the partial sums.
 
 If they are added in another order, as for a parameter that several stages hold, the sum may differ by rounding of the
 terms: terms of 1e-2 that cancel, like those of a triplet loss in the last bias, leave a sum that is pure rounding, and
@@ -19,7 +19,7 @@ from torch import Tensor
 Sums = dict[Any, Tensor]
 
 
-class TermSizes:
+class RoundingBounds:
     """The terms of gradients, entry by entry, in float64.
 
     Args:
@@ -45,48 +45,48 @@ class TermSizes:
     def measuring(self) -> Iterator[Sums]:
         """Wrap the forwards and backwards of one step; the yielded sums of |term| are filled in at the end."""
         self.uses: dict[str, Sums] = {name: {} for name in self._by_use.values()}
-        self.rounded, self._sizes, self._of_uses, self._sums, found = Sums(), Sums(), Sums(), Sums(), Sums()
-        hooks: list[Any] = [t.register_hook(partial(self._note, n)) for n, t in self._tensors.items()]  # type: ignore[no-untyped-call]
+        self.rounded, self._sizes, self._use_sizes, self._sums, largest = Sums(), Sums(), Sums(), Sums(), Sums()
+        hooks: list[Any] = [t.register_hook(partial(self._add_term, n)) for n, t in self._tensors.items()]  # type: ignore[no-untyped-call]
         try:
-            yield found
+            yield largest
         finally:
             for hook in hooks:
                 hook.remove()
         for name, size in self._sizes.items():
             # A use in a separate backward (a reentrant checkpoint) is not found in the graph: the larger one holds.
-            found[name] = torch.maximum(size, self._of_uses.get(name, size))
+            largest[name] = torch.maximum(size, self._use_sizes.get(name, size))
 
     def watch(self, root: Tensor) -> None:
         """Call this before a backward from `root`: watches what each use of a parameter will contribute."""
-        todo = [root.grad_fn] if self._by_use and root.grad_fn is not None else []
-        seen, counts = {*todo}, Counter[str]()
-        for node in todo:
-            for position, (after, _) in enumerate(node.next_functions):
-                name = self._by_use.get(id(getattr(after, "variable", None)))
+        nodes = [root.grad_fn] if self._by_use and root.grad_fn is not None else []
+        visited, counts = {*nodes}, Counter[str]()
+        for node in nodes:
+            for position, (next_node, _) in enumerate(node.next_functions):
+                name = self._by_use.get(id(getattr(next_node, "variable", None)))
                 if name is not None:
-                    node.register_hook(partial(self._note_use, name, counts[name], position))
+                    node.register_hook(partial(self._add_use, name, counts[name], position))
                     counts[name] += 1
-                elif after is not None and after not in seen:
-                    seen.add(after)
-                    todo.append(after)
+                elif next_node is not None and next_node not in visited:
+                    visited.add(next_node)
+                    nodes.append(next_node)
 
-    def _note(self, name: str, term: Tensor) -> None:
-        value = _wide(term)
+    def _add_term(self, name: str, term: Tensor) -> None:
+        value = _to_double(term)
         _add(self._sizes, name, value.abs())
         if name in self._rounding:
             is_first = name not in self._sums
             _add(self._sums, name, value)
             _add(self.rounded, name, value * 0 if is_first else value.abs() + self._sums[name].abs())
 
-    def _note_use(self, name: str, use: int, position: int, gradients: tuple[Tensor | None, ...], _: Any) -> None:
+    def _add_use(self, name: str, use: int, position: int, gradients: tuple[Tensor | None, ...], _: Any) -> None:
         if (term := gradients[position]) is not None:
-            _add(self._of_uses, name, _wide(term).abs())
-            _add(self.uses[name], use, _wide(term))
+            _add(self._use_sizes, name, _to_double(term).abs())
+            _add(self.uses[name], use, _to_double(term))
 
 
 def _add(sums: Sums, key: str | int, value: Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _wide(term: Tensor) -> Tensor:
+def _to_double(term: Tensor) -> Tensor:
     return (term.detach() if term.layout == torch.strided else term.detach().to_dense()).double().cpu()
