@@ -21,7 +21,7 @@ from penstock.runtime.transport.protocol import (
     PointToPoint,
     Transport,
     TransportFactory,
-    missing,
+    missing_methods,
 )
 from penstock.testing.transport_scripts import CPU, Rank, scripts_for
 
@@ -46,10 +46,10 @@ def check_transport(transports: Mapping[int, PointToPoint], device: torch.device
 def _run(transports: Mapping[int, PointToPoint], device: torch.device, begins: Callable[[str], None]) -> list[str]:
     """Run the scripts, and call `begins` with the name of each."""
     for rank, transport in transports.items():
-        lacking = missing(transport, POINT_TO_POINT)
+        lacking = missing_methods(transport, POINT_TO_POINT)
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
-    both = not any(missing(transport, COLLECTIVES) for transport in transports.values())
+    both = not any(missing_methods(transport, COLLECTIVES) for transport in transports.values())
     for program, script in enumerate(scripts_for(collectives=both, one_process=len(transports) > 1)):
         begins(script.__name__)
         ranks = {rank: Rank(cast(Transport, transport), program, device) for rank, transport in transports.items()}

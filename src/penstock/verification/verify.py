@@ -32,7 +32,7 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
-from penstock.runtime.gradients.distribution import copy_into, whole
+from penstock.runtime.gradients.distribution import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
@@ -165,7 +165,7 @@ class Verification:
         options = {**self.options, "schedule": schedule, "loss_fn": self.mine.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
         if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
-            options["microbatches"] = cutting.usual((args, kwargs))
+            options["microbatches"] = cutting.default_count((args, kwargs))
         for made in (self.mine, self.other) if self.initial else ():
             set_values(made.model, self.initial)
         for mine, other in zip(self.mine.model.modules(), self.other.model.modules(), strict=True):
@@ -274,7 +274,7 @@ def _batches(first: Microbatch, more: Batches | None, cutting: Cutting, microbat
         if step > 1 and more is not None:
             batch = more(step) if callable(more) else more[(step - 2) % len(more)]
         elif step == 2:
-            batch = cutting.rotated(first, microbatches)
+            batch = cutting.rotate(first, microbatches)
         leaves = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (batch.args, dict(batch.kwargs)))
         yield batch._replace(args=leaves[0], kwargs=leaves[1])
 
@@ -307,12 +307,12 @@ def _rows(
     holders: dict[str, tuple[int, ...]] = own | ties(pipe.stages)
     if not label:
         for name, tensor in trained(pipe.named_parameters(), pipe).items():
-            grad = None if tensor.grad is None else whole(tensor.grad)
+            grad = None if tensor.grad is None else gather_full(tensor.grad)
             judge("gradient", name, holders[name], grad, tensor.dtype)
         for name, tensor in inputs_of(batch).items() if pipe.needs_inputs and pipe.world.data_parallel == 1 else ():
             judge("gradient", name, (0,), tensor.grad, None)
         for name, buffer in pipe.named_buffers():
-            judge("buffer", name, holders[name], whole(buffer), None)
+            judge("buffer", name, holders[name], gather_full(buffer), None)
     found = merged(row for part in pipe.all_gather_object(rows) for row in part)
     keys = dict.fromkeys((*expected.values, *found))
     return [found.get(key) or compare(*key, (), None, expected.values[key], True) for key in keys]
@@ -348,7 +348,7 @@ def _given_to_all(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
     """Return the batch of this replica, from those of its processes that read it."""
     mine = ((args, kwargs) if pipe.needs_inputs else None, target if pipe.needs_targets else None)
     there = map_tensors(lambda x: x.detach().cpu().requires_grad_(x.requires_grad), mine)
-    line = pipe.session.control.gather_line(there)
+    line = pipe.session.control.gather_pipeline(there)
     args, kwargs = next(inputs for inputs, _ in line if inputs is not None)
     return args, kwargs, next((label for _, label in line if label is not None), None)
 

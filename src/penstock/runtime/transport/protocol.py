@@ -176,12 +176,12 @@ COLLECTIVES = ("reduce", "broadcast", "close")
 """The methods of each protocol, by which an object without a base class is recognized."""
 
 
-def missing(given: object, methods: Sequence[str]) -> list[str]:
+def missing_methods(instance: object, methods: Sequence[str]) -> list[str]:
     """Return which of these methods an object lacks."""
-    return [name for name in methods if not callable(getattr(given, name, None))]
+    return [name for name in methods if not callable(getattr(instance, name, None))]
 
 
-class Paired:
+class Combined:
     """One rank's side. Both parts may be one object."""
 
     def __init__(self, rank: int, ranks: int, messages: PointToPoint, collectives: Collectives) -> None:
