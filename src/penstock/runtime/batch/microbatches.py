@@ -99,9 +99,7 @@ def cut(
         sizes = sizes_for(count_rows(tree, label, dims, raw, sizes_for))
     flat, leaves = _split_leaves(tree, sizes, label, device, dims)
     if has_pieces or flat.structure != raw.structure or any(map(is_block_mask, raw.leaves)):
-        pieces = [
-            flatten(unflatten(part, flat.structure)) for part in leaves
-        ]  # pieces of one leaf may differ in theirs
+        pieces = [flatten(unflatten(part, flat.structure)) for part in leaves]  # structures may differ within a leaf
     else:
         pieces = [Flat(part, flat.paths, flat.structure) for part in leaves]
     return CutBatch(tuple(pieces), sizes, input_signature(raw))

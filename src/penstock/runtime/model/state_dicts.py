@@ -17,9 +17,7 @@ from penstock.runtime.model.split_model import SplitModel
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
     """Wrap an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
     extra = loss if isinstance(loss, nn.Module) else nn.Module()
-    modes = {
-        m: m.training for m in (*split.modules, *split.model.modules(), *extra.modules())
-    }  # a forward may add some
+    modes = {m: m.training for m in (*split.modules, *split.model.modules(), *extra.modules())}  # some may come later
     kept_buffers = [*(buffer for _, buffer in split.held_buffers()), *extra.buffers()]
     buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in kept_buffers]
     try:

@@ -211,9 +211,8 @@ class BoundSchedules:
         first_metas = (partition.stages[0].meta for partition in cached.bound.partitions)
         has_copies = cached.bound.schedule.placement.pipelines > 1
         if has_copies and any(value.meta.requires_grad for meta in first_metas for value in meta.inputs):
-            gradients = dict(
-                ChainMap(*self._engine.control.gather_pipeline(gradients))
-            )  # each first stage has some microbatches'
+            # Each first stage has those of some microbatches.
+            gradients = dict(ChainMap(*self._engine.control.gather_pipeline(gradients)))
         if cut is None or not gradients:
             return
         numbered = enumerate(zip(cached.positions, self.inputs(cached, cut), strict=True))

@@ -241,21 +241,19 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, broad
     """
     world, control, schedule, head = engine.world, engine.control, bound.schedule, bound.head
     last_stages = [stage for stage in range(schedule.placement.stages) if schedule.placement.is_last(stage)]
-    numbers = {
-        schedule.placement.rank_of[stage]: schedule.numbers_on(stage) for stage in last_stages
-    }  # of microbatches
+    microbatches_on = {schedule.placement.rank_of[stage]: schedule.numbers_on(stage) for stage in last_stages}
     replicas, terms_per_loss = world.data_parallel if broadcast else 1, 1 + len(head.names)
     terms: list[Tensor | None] = [None] * terms_per_loss
     lengths = [terms_per_loss]
     if replicas > 1:  # each microbatch has its own place in a sum over all processes
         terms *= microbatches * replicas
-        for owned in (owned for rank, owned in numbers.items() if rank in engine.ranks and world.tp_rank == 0):
+        for owned in (owned for rank, owned in microbatches_on.items() if rank in engine.ranks and world.tp_rank == 0):
             start = (world.replica * microbatches + owned.start) * terms_per_loss
             terms[start : start + len(owned) * terms_per_loss] = head.terms(owned)
-    elif len(numbers) > 1 and not world.is_local:
-        terms = [term for owned in numbers.values() for term in head.terms(owned)]
-        lengths = [len(owned) * terms_per_loss for owned in numbers.values()]
-    elif not numbers.keys().isdisjoint(engine.ranks):
+    elif len(microbatches_on) > 1 and not world.is_local:
+        terms = [term for owned in microbatches_on.values() for term in head.terms(owned)]
+        lengths = [len(owned) * terms_per_loss for owned in microbatches_on.values()]
+    elif not microbatches_on.keys().isdisjoint(engine.ranks):
         terms = head.totals()
     shared = SharedLoss(terms, replicas, head.names)
     if not broadcast or world.is_local:
@@ -271,7 +269,7 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, broad
     elif replicas > 1:
         shared.expect(control.broadcast_sum(shared.fill(shared.terms)))
     else:
-        for rank, rows in zip(numbers, torch.split(shared.fill(shared.terms), lengths), strict=True):
+        for rank, rows in zip(microbatches_on, torch.split(shared.fill(shared.terms), lengths), strict=True):
             shared.expect(engine.broadcast(rows, rank))
     return shared
 

@@ -244,10 +244,7 @@ class SharedMemoryChannel:
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
         local_end, remote_end = socket.socketpair()
-        with (
-            remote_end,
-            contextlib.suppress(BrokenPipeError, ConnectionResetError),
-        ):  # a receiver may have closed already
+        with remote_end, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed
             self._neighbors.hand_over(self._peer, _KEY.pack(*self._key, size), memory, remote_end)
         return _SlotRing(memory, local_end, size, self.agreement)
 
