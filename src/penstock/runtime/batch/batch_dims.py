@@ -88,7 +88,7 @@ class Dims:
         for stated_path, _ in self.stated:
             if stated_path not in _ROOT_PATHS and not any(path.startswith(stated_path) for path in existing):
                 available = ", ".join(self.label + path for path in existing) or "none"
-                raise ArgumentError(f"batch_dims speaks of {self.label}{stated_path}, but there is only {available}")
+                raise ArgumentError(f"batch_dims names {self.label}{stated_path}, but there is only {available}")
 
 
 _ROOT_PATHS = ("", "[0]", "[1]")
@@ -99,8 +99,8 @@ def check_dim(dim: int, tensor: Any, label: str) -> int:
     """Return a dimension counted from the front. Raise ShapeError if the tensor has no such dimension."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ShapeError(
-            f"{label} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
-            "state another one for it, or None to give it whole to each microbatch"
+            f"{label} has shape {list(tensor.shape)}, but batch_dims puts the batch in its dimension {dim}; "
+            "pass another one for it, or None to pass it whole to each microbatch"
         )
     return dim % int(tensor.ndim)
 
@@ -217,7 +217,7 @@ def iter_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 SizesFor = Callable[[int], Sequence[int]]
-"""The sizes of the microbatches of a batch of so many rows."""
+"""Returns the sizes of the microbatches, from the number of rows of the batch."""
 
 
 def count_rows(
@@ -247,8 +247,8 @@ def count_rows(
     suggestion = suggest_microbatches(max(names), sizes_for(min(names)) if min(names) > 1 else ())
     raise ShapeError(
         f"{label}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the "
-        "batch in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
-        f"batch_dims= (None: whole to each microbatch); where one has several rows for each of another, {suggestion} "
+        "batch in its first dimension (scalars and plain values are repeated). If it is elsewhere, set "
+        f"batch_dims= (None: whole to each microbatch); if one has several rows for each of another, {suggestion} "
         "what no dimension describes (graphs, packed sequences), cut with a function: split_fn="
     )
 
@@ -261,8 +261,9 @@ def _is_image_list(value: Any) -> bool:
 
 
 def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: str, dims: Dims) -> bool:
-    """Whether all of so many tensors, whose first dimension is 3, are images, of which `batch_dims` says that each is
-    a row. Raise ShapeError if it does not say so, nor in which dimension Qwen2-VL's positions [3, 3, S] have rows."""
+    """Whether all `num_tensors` tensors, whose first dimension is 3, are images that are one row each.
+
+    Raise ShapeError if `batch_dims` does not state that, or the batch dimension of Qwen2-VL's positions [3, 3, S]."""
     images = [pair for pair in pairs if _is_image_list(pair[0])]
     if sum(len(leaf) for leaf, _ in images) == num_tensors:
         for leaf, path in images:
@@ -280,7 +281,7 @@ def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: s
 
 
 def _check_stated(value: Any, path: str, label: str, dims: Dims) -> None:
-    """Raise ShapeError for a list that may have an entry per row or not, if `batch_dims` does not say so."""
+    """Raise ShapeError for a list that may or may not have one entry per row, if `batch_dims` states neither."""
     if not dims.is_stated(path):
         first = value[0]
         kind = f"tensors like {[*first.shape]}" if isinstance(first, Tensor) else f"{type(first).__name__}s"

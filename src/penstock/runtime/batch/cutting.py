@@ -138,7 +138,7 @@ class Cutting:
         Raises:
             ArgumentError: it returned something other than microbatches, too many or too few, or rows that are not a
                 number.
-            ShapeError: it did not say how many rows a piece has, and tensors disagree.
+            ShapeError: a piece has no `rows`, and its tensors disagree on their number.
         """
         if self.split is None:
             return batch
@@ -284,7 +284,7 @@ class Cutting:
                 rows = count_rows((piece.args, dict(piece.kwargs)), label, self.inputs)
             except ShapeError as error:
                 raise ShapeError(
-                    f"{label} does not say how many rows it counts for, and its inputs do not tell ({error}); return "
+                    f"{label} has no rows=, and its inputs do not determine it ({error}); return "
                     "Microbatch(..., rows=...)"
                 ) from None
         if not (is_integer(rows) and rows >= 1):
@@ -292,7 +292,7 @@ class Cutting:
         return piece._replace(rows=rows)
 
 
-_PASS_WHOLE = "pass batch_dims= with None for it (0 says that it is cut)"
+_PASS_WHOLE = "pass batch_dims= with None for it (0 confirms the cut)"
 _UNCUT = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 

@@ -154,8 +154,8 @@ def _split_leaf(
         raise ShapeError(
             f"{label} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
-            f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} if it is to go whole to each microbatch, batch_dims= "
-            "says so"
+            f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} to pass it whole to each microbatch, set "
+            "batch_dims= to None for it"
         )
     plain = not dim and device is None and not leaf.requires_grad
     if plain and (parts := exact.copy_parts_aligned(leaf, sizes)) is not None:
@@ -211,7 +211,7 @@ def _piece_sizes(raw: Flat, microbatches: int, label: str, pipelines: int, dims:
     lengths = sorted({len(leaf) for leaf, _ in divided})
     if len(lengths) > 1:
         raise ShapeError(
-            f"{label}: one Microbatches has {lengths[0]} pieces, another {lengths[-1]}; give all the same number"
+            f"{label}: one Microbatches has {lengths[0]} pieces, another {lengths[-1]}; pass the same number in all"
         )
     check_count(lengths[0], microbatches, label, pipelines)
     pieces = [[flatten(leaf.pieces[k]) for leaf, _ in divided] for k in range(lengths[0])]
@@ -337,7 +337,7 @@ def _merge(column: Sequence[Any], sizes: Sequence[int], label: str, dim: Dim, st
         return _reduce(column, sizes, label, dim)
     if dim is None:
         if not all(torch.equal(value, column[0]) for value in column[1:]):
-            raise ShapeError(f"{label} is not the same in all microbatches, as batch_dims says; {_REMEDY}")
+            raise ShapeError(f"{label} is not the same in all microbatches, as batch_dims states; {_REMEDY}")
         return column[0]
     shapes = [list(value.shape) for value in column]
     if dim or column[0].dim():
@@ -362,7 +362,7 @@ def _merge(column: Sequence[Any], sizes: Sequence[int], label: str, dim: Dim, st
 def _reduce(column: Sequence[Tensor], sizes: Sequence[int], label: str, reduction: str) -> Tensor:
     shapes = [list(value.shape) for value in column]
     if any(shape != shapes[0] for shape in shapes):
-        raise ShapeError(f"{label} has shapes {shapes}, of which there is no {reduction}; {_REMEDY}")
+        raise ShapeError(f"{label} has shapes {shapes}, which have no {reduction}; {_REMEDY}")
     weights = exact.seeds([float(size) for size in sizes]) if reduction == "mean" else [1.0] * len(sizes)
     total = column[0] * weights[0]
     for value, weight in zip(column[1:], weights[1:], strict=True):

@@ -93,7 +93,7 @@ class SingleRowError(PartitionError):
 
 @contextmanager
 def explaining_cut(outline: Outline) -> Iterator[None]:
-    """Wrap a recording of microbatches: an error of the model's own tells how the batch was cut.
+    """Wrap a recording of microbatches: add a note on how the batch was cut to an error of the model.
 
     Raises:
         SingleRowError: batch norm gets a single row.
@@ -114,7 +114,7 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
             f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "
             "batch_dims=, or None for what goes whole to each microbatch. A tensor for the whole batch that is no "
             "input (a default argument, a buffer) is not cut: pass it as an input. Cut what no dimension describes, "
-            "such as a list of pictures, with a function: split_fn="
+            "such as a list of images, with a function: split_fn="
         )
         if ONE_VALUE not in str(error) or min(sizes) > 1:
             raise

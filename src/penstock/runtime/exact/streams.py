@@ -120,7 +120,7 @@ class Streams:
         """Set the stream of the next call of `name`."""
         if self._base is None:
             return
-        # Checkpointing restores the generator's state: its seed tells which of a module's calls runs again.
+        # Checkpointing restores the generator's state: its seed identifies which of a module's calls runs again.
         key = name, self.generator_seed
         seed = self._drawn.get(key) if self._is_rerun else None
         if seed is None:

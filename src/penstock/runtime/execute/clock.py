@@ -130,7 +130,7 @@ class StreamClock:
         """Return a mark after all others, and when it was on the host's clock.
 
         The first waits for the step's work. The host may lose its processor between a mark and its own clock, so this
-        is the mark of which the host can tell best.
+        is the mark with the smallest uncertainty.
         """
         anchors = []
         for _ in range(_ANCHORS):
@@ -180,7 +180,7 @@ def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
 
 @contextmanager
 def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Clock]) -> Iterator[None]:
-    """Wrap a timed step: clocks that can tell when messages traveled are told of each.
+    """Wrap a timed step: clocks that can record when messages traveled get each.
 
     Where torch is told to block in every wait, that would wait for the message itself.
 
@@ -239,7 +239,7 @@ class Progress:
     def behind(self) -> Behind | None:
         """Return where the device is, if it has not passed the last mark. Never wait for it.
 
-        If the device has failed, as all calls then say, the answer is the last one from before.
+        If the device has failed, so that all calls raise, return the previous answer.
         """
         marked = self._marked
         first = max(self._passed, marked - RING_SIZE + 1)

@@ -1,6 +1,6 @@
 """What the processes of a mesh exchange besides the messages of a schedule, and how a process reports its failure.
 
-The watchdog knows of every wait: if another process is lost or has failed, the wait ends with the first cause.
+The watchdog has every wait: if another process is lost or has failed, the wait ends with the first cause.
 """
 
 from __future__ import annotations
@@ -199,14 +199,14 @@ class Control:
 
     @contextmanager
     def waiting_for(self, activity: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a wait outside a program: the watchdog knows of it, and an error names the first cause."""
+        """Wrap a wait outside a program: register it with the watchdog, so that an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(activity, peers)
         with self.reporting((RuntimeError, OSError)):
             yield
         self.watchdog.position = before
 
     def waiting(self, activity: str) -> AbstractContextManager[None]:
-        """Wrap a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
+        """Wrap a wait for all other ranks outside a step: if one is lost, this rank reports it and ends."""
         return self.waiting_for(activity, self.mesh_peers)
 
     @contextmanager
@@ -255,7 +255,7 @@ class Control:
         *,
         close: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """Wrap this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
+        """Wrap this rank's own work: if it raises one of these, report it to the others, and raise the first cause.
 
         Args:
             close: called before that, to release what is held.
@@ -271,7 +271,7 @@ class Control:
             raise cause from None  # the cause is on another rank; its effect on this one would only hide it
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others that this rank raised, unless they know; return the error to raise: the first cause."""
+        """Report to the others that this rank raised, unless they know; return the error to raise: the first cause."""
         position = self.watchdog.position
         local_failure = Failure.of(self.world.number, position.action or None, error)
         # Most likely a neighbor left. But outside a wait it may just as well be the model's own error.
@@ -313,11 +313,11 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What other ranks send. A call waits for it, and the watchdog knows.
+    """What other ranks send. A call waits for it, registered with the watchdog.
 
     Attributes:
         activity, sources: for the watchdog.
-        pending: waits for it and tells nobody.
+        pending: waits for it without the watchdog.
     """
 
     control: Control

@@ -368,8 +368,8 @@ class Engine:
         return Arrival(self.control, activity, source, pending)
 
     def _close_at_exit(self) -> None:
-        """Close the engine: what was sent must arrive even if a script does not call `close`. If it raised, tell the
-        others."""
+        """Close the engine: what was sent must arrive even if a script does not call `close`. If it raised, report
+        that to the others."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not self.control.failed:
             self.control.fail(error)

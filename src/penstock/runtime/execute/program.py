@@ -70,7 +70,7 @@ def run_timed(
     allocated.
 
     Args:
-        clocks, counters: by rank; `counters` for those whose device tells.
+        clocks, counters: by rank; `counters` for those whose device can count.
     """
     marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     allocated: dict[int, list[int]] = {rank: [] for rank in counters}
@@ -260,7 +260,7 @@ def _surround(
 def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[BoundAction]:
     """Return one rank's row, whose actions make its device the current one, in a process that drives several ranks.
 
-    Tensors say where they are, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
+    Tensors carry their device, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
     """
     if device.type in ("cpu", "meta"):
         return list(actions)
@@ -283,7 +283,7 @@ def model_inputs(meta: StageMeta) -> list[int]:
 def is_profiling() -> bool:
     """Whether torch's profiler, or `emit_nvtx`, is on.
 
-    Torch has no public way to ask. Its own optimizers check `_is_profiler_enabled`; in a torch without it, every step
+    Torch has no public query. Its own optimizers check `_is_profiler_enabled`; in a torch without it, every step
     has ranges, which cost about 15 microseconds per action.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", True))

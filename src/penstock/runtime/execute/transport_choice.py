@@ -109,7 +109,7 @@ def _check_same(names: Sequence[str], number: int) -> None:
 
 
 def accelerator_id(device: torch.device) -> str:
-    """Return what tells an accelerator from all others, even if each process sees only its own, as number 0; "" for a
+    """Return an id that is unique among accelerators, even if each process sees only its own, as number 0; "" for a
     CPU."""
     if not is_accelerator(device):
         return ""
@@ -119,7 +119,7 @@ def accelerator_id(device: torch.device) -> str:
 
 
 def check_distinct_accelerators(accelerators: Sequence[str]) -> None:
-    """Raise ArgumentError if two ranks compute on one accelerator, unless NCCL is told to allow it."""
+    """Raise ArgumentError if two ranks compute on one accelerator, unless NCCL_MULTI_RANK_GPU_ENABLE allows it."""
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
     sharing = {name: [r for r, n in enumerate(accelerators) if n == name] for name in accelerators if name}

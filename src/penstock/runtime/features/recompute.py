@@ -36,7 +36,7 @@ from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.activations import run_again
 
 ChooseKept = Callable[[Sequence[int]], Collection[int]]
-"""From a stage's microbatches, in the order in which they run, chooses those that keep their forward."""
+"""Chooses, from a stage's microbatches in the order in which they run, those that keep their forward."""
 
 KEPT_FORWARDS: Mapping[str, ChooseKept] = {
     "except_last": lambda forwards: forwards[-1:],
@@ -127,7 +127,7 @@ class RecomputedStage(Feature):
     @classmethod
     def keeping(cls, kept: ChooseKept) -> MakeFeature:
         """Build a kind of recomputation, for `recompute=`: run all forwards again but those that `kept` chooses, and
-        those that their backward follows at once."""
+        those directly followed by their backward."""
 
         def of(stage: StageContext) -> Feature | None:
             return cls.rerunning(stage, run_again(kept, stage.row, stage.index))

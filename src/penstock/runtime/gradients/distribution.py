@@ -1,7 +1,7 @@
 """Distributed tensors, of which each process holds a part, stages that `fully_shard` was applied to, and the dtype in
 which gradients accumulate.
 
-torch's `DTensor` is slow to import. `_base.gradients` says what follows from `grad_dtype=`."""
+torch's `DTensor` is slow to import. See `_base.gradients` for the consequences of `grad_dtype=`."""
 
 from __future__ import annotations
 

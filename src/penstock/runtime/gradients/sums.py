@@ -41,7 +41,7 @@ class GradientSum:
 
     From the second step on, the gradients that the step before had accumulate in the buffer: `.grad` are views of it,
     and nothing is copied before the sum, nor after it. A gradient that is new, or that someone replaced, is copied into
-    the buffer; one that does not come is told by its view, which was never written to.
+    the buffer; a gradient that was not computed is recognized by its view, which was never written to.
 
     Args:
         parameters: the same parameters, in the same order, on each process.

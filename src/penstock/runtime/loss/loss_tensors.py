@@ -30,7 +30,7 @@ PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")
 _DEPTH = 5
 """How many functions, objects or containers deep to look for what a loss is made of."""
 _MAX_ENTRIES = 64
-"""Of a container: a longer one has data, not losses."""
+"""Maximum number of entries of a container to search: a longer one has data, not losses."""
 
 
 def collect_tensors(loss: Callable[..., Any] | None) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ def _release(module: nn.Module, path: str, local_ids: set[int], released: dict[i
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
             if tensor is None or id(tensor) in local_ids or isinstance(tensor, RemoteTensor):
-                continue  # an earlier pipeline over the same modules knows its stand-ins
+                continue  # made by an earlier pipeline over the same modules
             if id(tensor) not in released:
                 released[id(tensor)] = make_remote(tensor, path + name)
             setattr(module, name, released[id(tensor)])

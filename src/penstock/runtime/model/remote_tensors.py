@@ -1,6 +1,6 @@
 """Parameters and buffers whose values are on other ranks: a training script that computes with them gets an error.
 
-They are on the meta device, and torch does not always complain: `mine.add_(theirs)` leaves `mine` as it is. A teacher's
+They are on the meta device, and torch does not always raise: `local.add_(remote)` leaves `local` as it is. A teacher's
 moving average of a student on another rank would merely shrink.
 """
 
@@ -26,7 +26,7 @@ WRITE_ALL = (
 
 
 class RemoteTensor(Tensor):
-    """A tensor on the meta device, or one computed from it; it knows the name of the missing tensor."""
+    """A tensor on the meta device, or one computed from it; it carries the name of the missing tensor."""
 
     penstock_name = "a parameter"
 

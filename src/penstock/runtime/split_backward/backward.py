@@ -4,7 +4,7 @@ In a forward whose backward is split, a call whose weight gradient can wait (`we
 its graph, so the backward at I skips it. What W needs, the call's input and the gradient of its output, is kept;
 everything else is freed at I. All other gradients are computed by plain autograd at I: those of biases, norms, weights
 in other calls, and weights whose use cannot be seen (inside attention modules and LSTMs, blocks that the model
-compiles, recomputed segments). Compiled stages say themselves what can wait (`compiled_products`). If nothing in a
+compiles, recomputed segments). Compiled stages report what can wait (`compiled_products`). If nothing in a
 stage can wait, it has a full backward at I and an empty W.
 
 The first microbatch runs unsplit, to learn which parameters can wait: those whose uses were all seen. The gradient of a

@@ -2,7 +2,7 @@
 
 While a forward runs, weight matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their
 uses. Unlike a mode, this costs nothing in calls without weights, and nothing in backward. A compiler would compile anew
-for another class; compiled code says by itself which weights it uses (`begin_compiled`).
+for another class; compiled code reports which weights it uses (`begin_compiled`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the bound schedule for a batch: one for each kind of batch and mode, under a number that all ranks know.
 
 Only the first stage's rank looks at inputs. It begins every step with an announcement: the number of the bound schedule
-to run, or that a new one is needed, followed by what the other ranks must know about the batch to record it too. The
+to run, or that a new one is needed, followed by what the other ranks need of the batch to record it too. The
 announcement includes everything that ranks must agree on in a step: a rank that disagrees gets an error, and no rank
 waits for another in vain.
 """
@@ -56,8 +56,8 @@ class CachedSchedule:
     Attributes:
         sizes: the rows of each microbatch.
         mode: whether it is for training, and what a recording depends on besides inputs.
-        signature: the kind of batch; None if this process does not look at inputs, or not at those that were announced.
-        plain_values: the plain values of the batch, whose identity may be part of its kind.
+        signature: the input signature; None if this process does not look at inputs, or not at the announced ones.
+        plain_values: the plain values of the batch, whose identity may be part of its signature.
         positions: those of the model's inputs among the first stage's, for each microbatch.
         overwritten: the paths of the inputs that some microbatch's forward updates in place.
     """
@@ -79,7 +79,7 @@ class BoundSchedules:
         binding: makes a binding, with the user's choices that are the same for all batches.
         compile: what the user asks for.
         sharded: the sharded stages, as they are to be gathered.
-        norms: batch norms whose statistics are deferred in training, if that is asked for.
+        norms: batch norms whose statistics are deferred in training, if any.
     """
 
     def __init__(

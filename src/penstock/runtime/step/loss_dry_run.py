@@ -1,4 +1,4 @@
-"""Tries a loss before anything runs: on a made-up output, with the target of a real microbatch.
+"""Tries a loss before anything runs: on a synthetic output, with the target of a real microbatch.
 
 The output's values are meaningless, so an error counts only if it does not depend on them: that is, if fake tensors,
 which have no values, raise it too.
@@ -42,7 +42,7 @@ def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
         loss: the user's loss.
 
     Returns:
-        Why nothing can be said about this loss; None if it is fine.
+        Why this loss cannot be checked; None if it is fine.
 
     Raises:
         ArgumentError: it raises whatever the values are, or does not return a scalar that takes a gradient.

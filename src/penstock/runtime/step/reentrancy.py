@@ -21,7 +21,7 @@ def one_at_a_time(owner: Hashable) -> Iterator[None]:
     """Wrap a step, or the making of a pipeline.
 
     Args:
-        owner: tells it from others that may run within it, such as a step of another pipeline.
+        owner: distinguishes it from others that may run within it, such as a step of another pipeline.
 
     Raises:
         ArgumentError: another thread is within one, or this thread is within the same.

@@ -1,4 +1,4 @@
-"""What ranks get of a step: the model's outputs if they ask for them, the batch's loss, and the timeline.
+"""What ranks receive of a step: the outputs if requested, the batch's loss, and the timeline.
 
 The loss goes to every rank: a step starts that, and only those who read the loss wait for it. On the CPU it is there at
 the end of a step, and travels as other small values do. A device computes it later, so it travels once it has been
@@ -63,8 +63,9 @@ def describe_outputs(code: int) -> str:
 def collect_outputs(
     engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, code: int
 ) -> tuple[Any, ...] | None:
-    """Bring each microbatch's output, in order, to the ranks that want it; return None on the others. Every rank calls
-    it.
+    """Bring each microbatch's output, in order, to the ranks that requested it; return None on the others.
+
+    Every rank calls it.
 
     Args:
         outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
@@ -183,7 +184,7 @@ class SharedLoss:
         return self._totals()
 
     def read_quietly(self) -> Tensor | None:
-        """Return what `read` returns, for a thread of a run that has failed: the watchdog is not told of its waits.
+        """Return what `read` returns, for a thread of a failed run: its waits are not registered with the watchdog.
         They may raise, or never end."""
         for pending in [*self._arriving]:
             pending.wait()

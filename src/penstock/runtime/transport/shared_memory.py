@@ -59,8 +59,8 @@ class Neighbors:
 
     All ranks of a pipeline create them together. `ranks`: the ranks that can be reached.
 
-    Every user of the machine sees the names of their sockets and can connect. So the kernel is asked whose process is
-    at the other end, and a rank shows the secret of the one that it connects to.
+    Every user of the machine sees the names of their sockets and can connect. So the kernel reports the process at the
+    other end, and a rank shows the secret of the one that it connects to.
     """
 
     def __init__(self, rank: int, gather: Gather) -> None:
@@ -282,7 +282,7 @@ class _SlotRing:
         self._size = size
         self._agreement = agreement
         self._pinned = pinned
-        self._empty: Callable[..., Tensor] = torch.empty_strided  # in pinned memory, it takes longer to be asked
+        self._empty: Callable[..., Tensor] = torch.empty_strided  # passing pin_memory takes longer
         if pinned:
             self._empty = partial(torch.empty_strided, pin_memory=True)
         self._entries: dict[int, list[_SlotEntry | None]] = {}
