@@ -66,14 +66,14 @@ def test_own_loss(output: Any, found: bool) -> None:
     assert (model_loss(output) is SCALAR) == found
 
 
-def head(loss: Any, *, needed: bool = True, microbatches: int = 2) -> LossHead:
+def head(loss: Any, *, required: bool = True, microbatches: int = 2) -> LossHead:
     def leaving(leaves: Any) -> Any:
         return nullcontext()
 
     partition: Any = SimpleNamespace(
         build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={}, stages=(), left=()
     )
-    return LossHead(loss, [partition] * microbatches, Streams(0), required=needed)
+    return LossHead(loss, [partition] * microbatches, Streams(0), required=required)
 
 
 def test_head_without_a_target_has_a_loss_only_if_the_model_has() -> None:

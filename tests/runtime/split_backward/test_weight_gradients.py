@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.exact.rules import SavedTensor
-from penstock.runtime.split_backward.weight_gradients import PLANNERS, Product, value_of
-from penstock.runtime.split_backward.weight_uses import DeferredGrads, _node_of, keys_of
+from penstock.runtime.split_backward.weight_gradients import PLANNERS, Product, evaluate
+from penstock.runtime.split_backward.weight_uses import DeferredGrads, _find_node, parameter_ids
 
 SIZES = st.integers(1, 70)
 LAYOUTS = ["plain", "transposed", "shifted", "narrowed"]
@@ -56,7 +56,7 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
     others = [leaf for leaf in leaves if all(leaf is not weight for weight in plan.weights)]
     kept: list[Tensor] = []
     if result.requires_grad:
-        node = _node_of(result, plan)
+        node = _find_node(result, plan)
         assert node is not None
         node.register_prehook(lambda grads: kept.append(grads[0]))
     else:
@@ -67,9 +67,9 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
     for other, grad in zip(others, torch.autograd.grad(AFTERWARDS[after](result), others, seed), strict=True):
         assert same_bits(grad, wanted[id(other)])
     with torch.no_grad():
-        found = plan.gradients(kept[0], *plan.kept)
+        found = plan.gradients(kept[0], *plan.saved)
     for weight, term in zip(plan.weights, found, strict=True):
-        grad = value_of(term)
+        grad = evaluate(term)
         assert same_bits(grad, wanted[id(weight)])
         assert grad.stride() == wanted[id(weight)].stride()
         if isinstance(term, Product):
@@ -196,7 +196,11 @@ def test_an_input_that_was_updated_in_place_is_refused() -> None:
     plan = PLANNERS[F.linear](x, weight)
     assert plan is not None
     call = DeferredGrads(
-        plan.weights, keys_of(plan.weights), plan.gradients, tuple(map(SavedTensor.of, plan.kept)), torch.ones(3, 5)
+        plan.weights,
+        parameter_ids(plan.weights),
+        plan.gradients,
+        tuple(map(SavedTensor.of, plan.saved)),
+        torch.ones(3, 5),
     )
     call.terms()
     x.view(-1)[0] = 1

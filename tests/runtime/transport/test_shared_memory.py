@@ -34,7 +34,7 @@ def ends() -> Iterator[tuple[_SlotRing, _SlotRing]]:
     agreement = Agreement(LINK)
     for k in range(6):
         agreement.learn(k, [None if tensor is None else Layout.of(tensor) for tensor in message(k)])
-    size = max(map(_SlotRing.size_of, agreement.all()))
+    size = max(map(_SlotRing.slot_bytes, agreement.all()))
     memory = os.memfd_create("test")
     os.ftruncate(memory, size * SLOTS)
     mine, theirs = socket.socketpair()

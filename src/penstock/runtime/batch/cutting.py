@@ -326,9 +326,9 @@ def check_aliases(overwritten: Collection[str], batch: Batch) -> None:
         candidates = [*inputs[:index], *inputs[index + 1 :], *targets]
         alias = next((name for name, candidate in candidates if overlap(tensor, candidate)), None)
         if alias is not None:
-            it = f"{alias} of another microbatch" if alias == path else alias
+            text = f"{alias} of another microbatch" if alias == path else alias
             raise ArgumentError(
-                f"the forward updates input {path} in place, and {it} shares memory with it: on one device {it} would "
-                "change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
+                f"the forward updates input {path} in place, and {text} shares memory with it: on one device {text} "
+                "would change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
                 "(x.clone()), or have the model not update its input in place"
             )

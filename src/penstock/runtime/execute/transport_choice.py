@@ -49,7 +49,7 @@ def make_transport(
     on_host = device.type == "cpu" or staging is not None
     can_share = choice in ("auto", "staged") and on_host and Neighbors.supported()
     gathered: list[tuple[str, bool, str]] = control.gather(
-        (_name_of(choice), can_share, accelerator_id(device)), "its transport"
+        (_choice_name(choice), can_share, accelerator_id(device)), "its transport"
     )
     with control.agreed():
         _check_same([name for name, _, _ in gathered], control.world.number)
@@ -89,7 +89,7 @@ def staged_note(choice: TransportChoice, device: torch.device) -> str:
     return f"transport: staged: {payload} from {device} through the host's memory, {reason}"
 
 
-def _name_of(choice: TransportChoice) -> str:
+def _choice_name(choice: TransportChoice) -> str:
     """Return a name that all ranks can compare; for a factory, the name of its code."""
     if isinstance(choice, str):
         return repr(choice)
@@ -157,7 +157,7 @@ def _make_custom(factory: TransportFactory, rank: int, device: torch.device, con
             # It may wait for other ranks, so any error it raises ends the run immediately.
             transport = factory(Endpoint(rank, world.members, device, gather))
         with control.agreed():
-            _check_custom(transport, _name_of(factory))
+            _check_custom(transport, _choice_name(factory))
     except BaseException:
         with contextlib.suppress(Exception):
             if transport is not None:

@@ -165,8 +165,8 @@ class SplitModel:
         """Return every parameter of the unsplit model, without duplicates, in the model's order."""
         names = self._partitioner.names()
         named = [(names[name], parameter) for name, parameter in self.model.named_parameters()]
-        taken, loss_tensors = set(names.values()), (self._loss_only or {}).items()
-        return named + [(name, p) for name, p in loss_tensors if is_trained(p) and name not in taken]  # type: ignore[misc]
+        model_names, loss_tensors = set(names.values()), (self._loss_only or {}).items()
+        return named + [(name, p) for name, p in loss_tensors if is_trained(p) and name not in model_names]  # type: ignore[misc]
 
     def all_names(self) -> list[str]:
         """Return the names of every parameter and persistent buffer of the unsplit model, without duplicates."""

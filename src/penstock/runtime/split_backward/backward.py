@@ -30,8 +30,8 @@ from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import DeferredGrads, WeightUses, base_of
+from penstock.runtime.split_backward.weight_gradients import Product, Term, evaluate, sum_terms
+from penstock.runtime.split_backward.weight_uses import DeferredGrads, WeightUses, get_base
 
 
 class SplitBackward:
@@ -164,7 +164,7 @@ class SplitBackward:
                     remaining[key] -= 1
                     if not remaining[key] and key not in terms and _adds_in_place(weight, term):
                         continue
-                    terms[key].append((weight, value_of(term)))
+                    terms[key].append((weight, evaluate(term)))
                     if not remaining[key]:
                         _accumulate(terms.pop(key))
 
@@ -206,7 +206,7 @@ def _adds_in_place(weight: Tensor, term: Term) -> bool:
 
 def _needs_autograd(weight: Tensor) -> bool:
     """Whether autograd must add a weight's terms: it runs the backward of views in its usual order, and calls hooks."""
-    parameter = base_of(weight)
+    parameter = get_base(weight)
     sparse = parameter.grad is not None and parameter.grad.is_sparse
     hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return parameter is not weight or bool(hooked) or sparse
@@ -219,7 +219,7 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
         grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], grads)
         return
-    _add(weight, total_of(weight, [term for _, term in terms]) if others else total)
+    _add(weight, sum_terms(weight, [term for _, term in terms]) if others else total)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:

@@ -24,8 +24,15 @@ from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
 from penstock._base.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import SavedTensor
-from penstock.runtime.split_backward.weight_gradients import PLANNERS, DeferredCall, Term, cast_back, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import RUNNING, DeferredGrads, WeightUses, keys_of
+from penstock.runtime.split_backward.weight_gradients import (
+    PLANNERS,
+    DeferredCall,
+    Term,
+    cast_back,
+    evaluate,
+    sum_terms,
+)
+from penstock.runtime.split_backward.weight_uses import RUNNING, DeferredGrads, WeightUses, parameter_ids
 
 Compiler = Callable[..., Callable[..., Any]]
 """A backend of `torch.compile`: takes a graph and examples of its inputs."""
@@ -168,14 +175,14 @@ class _Run:
                     continue
                 weights = tuple(self.weights[index] for index in product.weights)
                 saved = [SavedTensor.of(sources[kind][index]) for kind, index in product.sources]
-                call = DeferredGrads(weights, keys_of(weights), partial(product.terms, weights), saved, grad)
+                call = DeferredGrads(weights, parameter_ids(weights), partial(product.terms, weights), saved, grad)
                 if self.put_off is not None and product.weights[0] in self.waiting:
                     self.put_off.append(call)
                     continue
                 with exact.outside_autocast(grad.device.type):
                     for index, term in zip(product.weights, call.terms(), strict=True):
-                        terms[index].append(value_of(term))
-            sums = {index: total_of(self.weights[index], values) for index, values in terms.items()}
+                        terms[index].append(evaluate(term))
+            sums = {index: sum_terms(self.weights[index], values) for index, values in terms.items()}
         return [sums.get(index) for index in self.code.weights if index not in self.waiting]
 
 

@@ -44,7 +44,7 @@ Term = Tensor | Product
 """A term of a weight's gradient."""
 
 
-def value_of(term: Term) -> Tensor:
+def evaluate(term: Term) -> Tensor:
     """Return a term's value."""
     return term.value() if isinstance(term, Product) else term
 
@@ -192,11 +192,11 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
             return call(input, w, b, shifts.stride, shifts.padding, shifts.dilation, groups)
 
         def gradients(grad: Tensor, x: Tensor, kernel: Tensor) -> Sequence[Tensor]:
-            _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            _, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
                 grad, x, kernel, bias_sizes, shifts.stride, shifts.padding, shifts.dilation, transposed,
                 shifts.output_padding, groups, [False, True, with_bias],
             )  # fmt: skip
-            return (of_weight, of_bias) if with_bias else (of_weight,)
+            return (weight_grad, bias_grad) if with_bias else (weight_grad,)
 
         weights = (weight, bias) if bias is not None and with_bias else (weight,)
         return DeferredCall(input, (input, weight), weights, run, _CONVOLUTION, gradients)
@@ -249,10 +249,10 @@ def cast_back(terms: Sequence[Term], weights: Sequence[Tensor], dtype: torch.dty
     casts."""
     is_exact = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in weights]
     pairs = zip(terms, weights, is_exact, strict=True)
-    return [term if fits else value_of(term).to(weight.dtype) for term, weight, fits in pairs]
+    return [term if fits else evaluate(term).to(weight.dtype) for term, weight, fits in pairs]
 
 
-def total_of(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
+def sum_terms(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of a parameter's terms in one microbatch, in the dtype in which its gradient accumulates."""
     total = terms[0]
     if len(terms) > 1:

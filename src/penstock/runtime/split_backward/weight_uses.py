@@ -69,8 +69,8 @@ class WeightUses(AbstractContextManager[None]):
         self.decided = False
         self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
-        plain = (p for p in parameters if type(p) is nn.Parameter and p.layout is torch.strided)
-        self.candidates = {id(p): p for p in plain if p.is_floating_point()}
+        strided = (p for p in parameters if type(p) is nn.Parameter and p.layout is torch.strided)
+        self.candidates = {id(p): p for p in strided if p.is_floating_point()}
         self._watched = [p for p in self.candidates.values() if p.dim() > 1 and id(p) not in compiled]
         self._of_parameters = self._watched_class(nn.Parameter)
         self._of_views = self._watched_class(Tensor)
@@ -137,13 +137,13 @@ class WeightUses(AbstractContextManager[None]):
         """
         noted, self._learned, self.decided = [] if self._ran_backward else self._learned, [], True
         weights = [weight for call in noted for weight in call]
-        uses = Counter(id(base_of(weight)) for weight in weights)
+        uses = Counter(id(get_base(weight)) for weight in weights)
         views = {node for weight in weights for node in _view_nodes(weight)}
         path_counts = _count_paths(roots, views | self._casts)
         self._casts.clear()
-        viewed = {key: {w._is_view() for w in weights if base_of(w) is self.candidates.get(key)} for key in uses}
+        viewed = {key: {w._is_view() for w in weights if get_base(w) is self.candidates.get(key)} for key in uses}
         can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and path_counts.get(key) == count}
-        calls = [{id(base_of(weight)) for weight in call} for call in noted]
+        calls = [{id(get_base(weight)) for weight in call} for call in noted]
         while rejected := set[int]().union(*(call & can_wait for call in calls if not call <= can_wait)):
             can_wait -= rejected  # one kernel computes the gradients of a call's weights: both wait or neither
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
@@ -188,7 +188,7 @@ class WeightUses(AbstractContextManager[None]):
             if result is not None:
                 return result
         result = func(*args, **kwargs)
-        if self._noted is not None and (node := _node_of(result, plan)) is not None:
+        if self._noted is not None and (node := _find_node(result, plan)) is not None:
             if lowers and not self._notes_casts(func, plan, args, kwargs, result, node):
                 return result
             self._noted.append(plan.weights)
@@ -229,7 +229,7 @@ class WeightUses(AbstractContextManager[None]):
 
     def waits(self, weight: Tensor) -> bool:
         """Whether a weight's gradient waits in a forward that puts off gradients."""
-        return weight.requires_grad and self.can_wait.get(id(base_of(weight))) is weight._is_view()
+        return weight.requires_grad and self.can_wait.get(id(get_base(weight))) is weight._is_view()
 
     def _watch_views(self, result: Any) -> Any:
         for part in result if isinstance(result, (tuple, list)) else (result,):
@@ -242,12 +242,12 @@ class WeightUses(AbstractContextManager[None]):
         save = SavedTensor.of if self._keeper is None else self._keeper.save
         saved = [save(tensor) for tensor in plan.saved]
         result = plan.run(*[weight.detach() for weight in plan.weights])
-        keys = keys_of(plan.weights)
+        keys = parameter_ids(plan.weights)
         keep = partial(self._keep, waiting, partial(DeferredGrads, plan.weights, keys, plan.gradients, saved))
         if not result.requires_grad:  # none of the inputs takes a gradient
             box = [exact.share_memory(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
             result = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
-        elif (node := _node_of(result, plan)) is not None:
+        elif (node := _find_node(result, plan)) is not None:
             node.register_prehook(keep)
         else:
             return None
@@ -262,14 +262,14 @@ class WeightUses(AbstractContextManager[None]):
             waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if shared else grad))
 
 
-def base_of(weight: Tensor) -> Tensor:
+def get_base(weight: Tensor) -> Tensor:
     """Return the parameter of which a weight is a view, or the weight itself."""
     return weight if weight._base is None else weight._base
 
 
-def keys_of(weights: Iterable[Tensor]) -> list[int]:
+def parameter_ids(weights: Iterable[Tensor]) -> list[int]:
     """The `id` of each weight's parameter."""
-    return [id(base_of(weight)) for weight in weights]
+    return [id(get_base(weight)) for weight in weights]
 
 
 class _Tap(torch.autograd.Function):
@@ -305,7 +305,7 @@ def _casts_below(node: Node) -> Iterator[Node]:
             yield child
 
 
-def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
+def _find_node(result: Tensor, plan: DeferredCall) -> Node | None:
     """Autograd's node for a call, below the view that ends a product of more than two dimensions."""
     node = result.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
@@ -324,7 +324,7 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
 def _count_paths(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
     """Return, for each parameter in a graph, by id, the number of paths to it, counted up to the first node not in
     `views`."""
-    into: defaultdict[Node, list[Node]] = defaultdict(list)
+    parents: defaultdict[Node, list[Node]] = defaultdict(list)
     visited, stack = set(roots), list(dict.fromkeys(roots))
     while stack:
         node = stack.pop()
@@ -332,13 +332,13 @@ def _count_paths(roots: Sequence[Node], views: Collection[Node]) -> dict[int, in
             return {}  # it runs its own backward, whose uses of parameters are not in this graph
         for child, _ in node.next_functions:
             if child is not None:
-                into[child].append(node)
+                parents[child].append(node)
                 if child not in visited:
                     visited.add(child)
                     stack.append(child)
 
     def count_paths(node: Node) -> int:
-        return roots.count(node) + sum(count_paths(above) if above in views else 1 for above in into[node])
+        return roots.count(node) + sum(count_paths(parent) if parent in views else 1 for parent in parents[node])
 
     return {id(node.variable): count_paths(node) for node in visited if _is_accumulator(node)}  # type: ignore[attr-defined]
 

@@ -240,7 +240,7 @@ class SharedMemoryChannel:
     def _open(self) -> _SlotRing:
         """Set up shared memory, which the sender creates and hands over in the second step: a program that runs only
         once needs none."""
-        size = max(_SlotRing.size_of(layouts) for layouts in self.agreement.all())
+        size = max(_SlotRing.slot_bytes(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
         local_end, remote_end = socket.socketpair()
@@ -291,7 +291,7 @@ class _SlotRing:
         self._early: dict[int, list[Tensor | None]] = {}
 
     @staticmethod
-    def size_of(layouts: Layouts) -> int:
+    def slot_bytes(layouts: Layouts) -> int:
         """Return the size in bytes of a slot for a message."""
         return sum(_padded(exact.flat_bytes(layout)) for layout in layouts if layout is not None)
 
