@@ -132,7 +132,7 @@ def test_the_most_particular_statement_holds() -> None:
     ("dims", "words"),
     [
         ("first", r"batch_dims='first': expected a dimension for all, or a dict"),
-        ({"inputs": 1}, r"batch_dims speaks of input\[1\]\['inputs'\], but there is only input\[0\]\[0\]"),
+        ({"inputs": 1}, r"batch_dims names input\[1\]\['inputs'\], but there is only input\[0\]\[0\]"),
         ({"kwargs": 1, "scale": None}, "expected a dimension for all, or a dict with any of 'args'"),
         ({"args": ("one",)}, r"batch_dims\['args'\]\[0\] is 'one'; expected a dimension, or None"),
         ({"kwargs": {"x": "mean"}}, r"batch_dims\['kwargs'\]\['x'\] is 'mean'; expected a dimension"),
@@ -263,7 +263,7 @@ def test_merge_makes_the_output_of_the_whole_batch() -> None:
         (lambda args, *_: [Microbatch(args, rows=1)] * 5, "5 microbatches were given, but the schedule is for 4"),
         (
             lambda args, *_: [Microbatch(args)] * 4,
-            r"microbatch 0 of split_fn= does not say how many rows it counts for",
+            r"microbatch 0 of split_fn= has no rows=",
         ),
         (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split_fn=: rows=0; expected an integer"),
         (lambda args, *_: [Microbatch(args[0], rows=1)] * 4, "args is a Tensor and kwargs a mappingproxy; expected"),

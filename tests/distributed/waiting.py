@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
     "example": (build, "shared"),
     "recording": (build, "Partitioner"),
-    "ties": (TieReducer, "start_equal"),
+    "ties": (TieReducer, "start_copies"),
     "neighbors": (Neighbors, "__init__"),
     "connecting": (Engine, "_connect"),
     "saving": (checkpoint.saving, "_write"),

@@ -26,7 +26,7 @@ from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import whole
+from penstock.runtime.gradients.distribution import gather_full
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -134,7 +134,7 @@ def _bring(pipe: Pipeline, entry: FileEntry, own: Mapping[str, Tensor]) -> Tenso
     rank calls it: a sharded tensor needs all that hold a part."""
     group = pipe.session.control.control_group
     rank = 0 if group is None else dist.get_rank(group)
-    tensor = whole(own[entry.name]) if entry.name in own else None
+    tensor = gather_full(own[entry.name]) if entry.name in own else None
     if entry.owner == rank and tensor is not None:
         data = bytes_of(tensor)
         if rank and entry.bytes:
@@ -210,4 +210,4 @@ def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes on the CPU. A collective if it is sharded."""
-    return whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return gather_full(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

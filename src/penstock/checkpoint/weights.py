@@ -20,7 +20,7 @@ from penstock.checkpoint.storage import Reader
 from penstock.partition.units.chain import as_module, known_names
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import copy_into
-from penstock.runtime.model.taking_over import Materialize
+from penstock.runtime.model.ownership import Materialize
 
 
 @also(otherwise="init_missing")

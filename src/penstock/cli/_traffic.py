@@ -120,7 +120,9 @@ class TrafficOptions:
         with loaded(target, "the model") as loaded_target:
             batch = loaded_target.args, dict(loaded_target.kwargs)
             cutting = Cutting.of(**{"batch_dims": None, **loaded_target.cutting})
-            microbatches = self.microbatches or (cutting.usual(batch) if ranks > 1 or traffic == "pipeline" else 1)
+            microbatches = self.microbatches or (
+                cutting.default_count(batch) if ranks > 1 or traffic == "pipeline" else 1
+            )
             cut = cutting.batch(batch, microbatches, "the batch", 1)
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)

@@ -18,7 +18,7 @@ from penstock import checkpoint
 from penstock._base.errors import ArgumentError
 from penstock.integrations.accelerate import ranks_as_one_device
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.step.results import Wanted
+from penstock.runtime.step.results import OutputsOption
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -107,7 +107,7 @@ class PipelineTrainer(Trainer):
         """Return the loss, the outputs and the labels of one batch, the same on every rank."""
         labels = [inputs[name] for name in self.label_names if inputs.get(name) is not None]
         _, num_items = self.get_batch_samples(iter([inputs]), 1, self.args.device)
-        outputs: Wanted = False if prediction_loss_only else "all"
+        outputs: OutputsOption = False if prediction_loss_only else "all"
         with self.accelerator.autocast():
             result = self.pipe.evaluate(**self._inputs(inputs, num_items), outputs=outputs)
         loss = result.loss.detach().to(self.args.device) if labels else None

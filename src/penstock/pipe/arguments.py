@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock._base.words import a
 from penstock.partition.units.chain import as_module
-from penstock.runtime.batch.batch_dims import Microbatches, leaves_of
+from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
 from penstock.runtime.gradients.distribution import parallelized_by
@@ -35,7 +35,7 @@ def is_whole(example: Example) -> bool:
 
 def tensors_of(example: Example) -> list[Tensor]:
     """Return the tensors of a batch, those in `Microbatches` included."""
-    return [leaf for _, leaf in leaves_of(example) if isinstance(leaf, Tensor)]
+    return [leaf for _, leaf in iter_leaves(example) if isinstance(leaf, Tensor)]
 
 
 def shared(control: Control, example: Example) -> Example:

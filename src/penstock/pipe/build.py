@@ -43,9 +43,9 @@ from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
 from penstock.runtime.gradients.distribution import accumulate_in
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction
+from penstock.runtime.model.ownership import HeldElsewhereError, Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.model.taking_over import HeldElsewhereError, Materialize
-from penstock.runtime.step.one_at_a_time import one_at_a_time
+from penstock.runtime.step.reentrancy import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.simulate import LinkCost
@@ -221,7 +221,7 @@ def pipeline(
     pipe = build(model, example, world, order, options, plan=followed.plan)
     pipe.session.first_step = first_step
     followed.check_rows(pipe.session.rows)
-    for note in (*options.cutting.unsure, *options.loss_notes, *pipe.session.split.loss_notes):
+    for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.split.loss_notes):
         warn(note)
     return pipe
 

@@ -49,7 +49,7 @@ def record(session: Session, asked: RunConfig, plan: Plan | None = None) -> None
         except OSError as error:
             if os.path.isdir(path):  # otherwise the recorder warns of it; training goes on
                 warn(f"run_dir={str(path)!r}: {error}; a second job in this folder will not be detected")
-    run_id, refusal = engine.control.give_all((uuid.uuid4().hex, refusal))
+    run_id, refusal = engine.control.share_with_all((uuid.uuid4().hex, refusal))
     if refusal is not None:
         raise ArgumentError(refusal)
     about = earlier = None
@@ -59,7 +59,7 @@ def record(session: Session, asked: RunConfig, plan: Plan | None = None) -> None
             earlier = earlier_run(path)
             about = describe(session, asked, run_id, plan)
             before = _before(session, about, plan)
-    mark = engine.control.give_all("" if earlier is None else earlier.verified)
+    mark = engine.control.share_with_all("" if earlier is None else earlier.verified)
     passed.update({mark} & {session.fingerprint()})
     recorder = Recorder(asked, run_id, about, earlier, before, engine.world, engine.control.watchdog, engine.devices)
     weakref.finalize(session, recorder.end_now)  # if it is dropped, or the program ends, without `close`

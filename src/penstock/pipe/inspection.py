@@ -38,7 +38,7 @@ from penstock.runtime.batch.outline import Example
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction
-from penstock.runtime.model.taking_over import refuse_overlaps
+from penstock.runtime.model.ownership import check_no_overlaps
 from penstock.schedule import Schedule, schedule_spec
 from penstock.schedule.lowering import order_of
 from penstock.simulate import LinkCost
@@ -265,13 +265,13 @@ def _order(
             f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or "
             "another stages_per_rank="
         )
-    return order_of(schedule, ranks, microbatches or cutting.usual(example), chunks)
+    return order_of(schedule, ranks, microbatches or cutting.default_count(example), chunks)
 
 
 def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
     """Return what one process can do, but one process per rank cannot."""
     try:
-        refuse_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
+        check_no_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
     except PenstockError as error:
         return f"with a process for each rank this is refused: {error}"
     return None

@@ -17,7 +17,7 @@ from penstock._base.stages import Link
 from penstock.costs import MeasuredLink
 from penstock.partition.measure.clock import settle
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.transport_choice import TransportChoice, transport_of
+from penstock.runtime.execute.transport_choice import TransportChoice, make_transport
 from penstock.runtime.transport.protocol import Transport
 
 UNCOUNTED, COUNTED = 3, 12
@@ -46,7 +46,7 @@ def measure_links(
     world, groups = control.world, control.groups
     assert world.rank is not None
     assert groups is not None
-    carrier = transport_of(transport, world.rank, device, control, groups)
+    carrier = make_transport(transport, world.rank, device, control, groups)
     pairs = [(rank, (rank + 1) % world.ranks) for rank in range(world.ranks if world.ranks > 2 else 1)]
     ways = [way for pair in pairs for way in (pair, pair[::-1])]
     if groups.paired:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, check_flags
-from penstock.runtime.gradients.distribution import local, on_host, whole
+from penstock.runtime.gradients.distribution import gather_full, local, on_host
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """The optimizer's options for a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""
@@ -71,7 +71,7 @@ def clip(
     """
     check_flags(error_if_nonfinite=error_if_nonfinite)
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
-    mine = on_host([whole(torch.linalg.vector_norm(grad, norm_type)) for grad in held.values()])
+    mine = on_host([gather_full(torch.linalg.vector_norm(grad, norm_type)) for grad in held.values()])
     norms = {name: norm for part in gather(dict(zip(held, mine, strict=True))) for name, norm in part.items()}
     ordered = [norms[name] for name in order if name in norms]
     total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())

@@ -17,12 +17,12 @@ from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
-from penstock.runtime.features.compiled import Compile, arguments_of
+from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature
-from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, refuse_class
-from penstock.runtime.loss.functions import Loss, advice, checked_loss
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, check_not_class
+from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice
 from penstock.runtime.loss.loss import Reduction
-from penstock.runtime.model.taking_over import Materialize
+from penstock.runtime.model.ownership import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
 from penstock.trace.runs.option import RunConfig
@@ -103,7 +103,7 @@ class Options:
     @property
     def loss_notes(self) -> tuple[str, ...]:
         """What `reduction` should be, if it does not fit a loss of torch's."""
-        note = advice(self.loss, self.reduction)
+        note = reduction_advice(self.loss, self.reduction)
         return () if note is None else (note,)
 
     def room(self, order: Schedule) -> StageBudget:
@@ -168,7 +168,7 @@ class Options:
             raise ArgumentError(
                 f"link_cost={self.link_cost}: it is for cuts by time, but {instead}; leave one of them out"
             )
-        arguments_of(self.compile)
+        compile_arguments(self.compile)
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
@@ -182,4 +182,4 @@ def _check_features(given: Any) -> None:
             f"features={given}: expected a list of functions that make a feature for a stage, such as [Counts.of]"
         )
     for each in given:
-        refuse_class("features", each)
+        check_not_class("features", each)

@@ -30,7 +30,7 @@ from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
-from penstock.runtime.step.results import Wanted
+from penstock.runtime.step.results import OutputsOption
 from penstock.schedule import check, summary
 
 
@@ -62,7 +62,7 @@ class Pipeline:
         self,
         *args: Any,
         target: Any = None,
-        outputs: Wanted = False,
+        outputs: OutputsOption = False,
         timeline: bool = False,
         loss_scale: float = 1.0,
         **kwargs: Any,
@@ -114,7 +114,7 @@ class Pipeline:
         return result if timeline or not timed else replace(result, timeline=None)
 
     def evaluate(
-        self, *args: Any, target: Any = None, outputs: Wanted = False, timeline: bool = False, **kwargs: Any
+        self, *args: Any, target: Any = None, outputs: OutputsOption = False, timeline: bool = False, **kwargs: Any
     ) -> StepResult:
         """Forward of one batch with the model, and a loss that is a module, in evaluation mode. Touches no gradient and
         no buffer, and restores the mode.
@@ -129,7 +129,7 @@ class Pipeline:
         with evaluating(self.session.split, self.session.options.loss):
             return self.session.run_batch(self.step_count, batch, training=False, **options)
 
-    def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, outputs: OutputsOption = True, **kwargs: Any) -> Any:
         """Return the model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
         microbatches' outputs, joined along their first dimension, as `batch_dims` says, or by `merge_fn`.
 
@@ -231,10 +231,10 @@ class Pipeline:
         inexact = [violation for violation in check(self.schedule) if not violation.fatal]
         order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
-        draws = bool(partition.drawing_modules) or self.session.draws_in_glue
+        draws = bool(partition.drawing_modules) or self.session.draws_outside_modules
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
-        unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
+        compiling = compiled.compile_notes(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
+        unsplit = compiled.empty_w_notes([stage for stage, split in self._splits().items() if split.has_empty_w])
         deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]

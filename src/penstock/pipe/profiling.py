@@ -189,7 +189,7 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
         with control.reporting(close=control.close):
             with control.agreed(), control.working("the measuring of units"):
                 mine = units()
-            found = control.give_all(mine)
+            found = control.share_with_all(mine)
             sizes = [unit.boundary_bytes for unit in found.units if unit.boundary_bytes]
             size = statistics.median_high(sizes) if sizes else USUAL_MESSAGE_BYTES
             return replace(found, links=measure_links(control, here, size))
@@ -216,7 +216,7 @@ def _pieces(
 ) -> list[tuple[Flat, int]]:
     """Return the microbatches to measure and their rows, the largest last."""
     if sizes is None:
-        count = microbatches or cutting.usual(example)
+        count = microbatches or cutting.default_count(example)
         cut = cutting.batch(example, count, "example", 1)
         return [(cut.pieces[0], cut.sizes[0])]
     given = f"microbatch_sizes={[*sizes]}"
@@ -225,7 +225,7 @@ def _pieces(
     if not sizes or not all(is_integer(rows) and rows >= 1 for rows in sizes):
         raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
-        return [(cutting.of_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
+        return [(cutting.take_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
         raise ArgumentError(f"{given}: {error}") from None
 

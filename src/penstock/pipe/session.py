@@ -23,23 +23,30 @@ from penstock.pipe.recorder import Recorder
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import fingerprint_of
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.cutting import Batch, Microbatch, refuse_aliases
+from penstock.runtime.batch.cutting import Batch, Microbatch, check_aliases
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.engine import Engine, draws_in_glue
+from penstock.runtime.execute.engine import Engine, draws_outside_modules
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, OutputLoss, padding, saying_what_is_missing
+from penstock.runtime.loss.functions import Loss, OutputLoss, explain_missing_target, padding_advice
 from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
-from penstock.runtime.step.one_at_a_time import one_at_a_time
-from penstock.runtime.step.rehearsal import try_loss
-from penstock.runtime.step.results import LossParts, Wanted, bring, code_of, share_loss, share_timeline
+from penstock.runtime.step.bound_schedules import BoundSchedules, CachedSchedule, Call
+from penstock.runtime.step.loss_dry_run import try_loss
+from penstock.runtime.step.reentrancy import one_at_a_time
+from penstock.runtime.step.results import (
+    LossParts,
+    OutputsOption,
+    collect_outputs,
+    encode_outputs,
+    share_loss,
+    share_timeline,
+)
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import Sharded
 
@@ -78,7 +85,7 @@ class Session:
         with engine.control.agreed():
             bind = partial(
                 Binding,
-                loss=saying_what_is_missing(options.loss),
+                loss=explain_missing_target(options.loss),
                 recompute=recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE),
                 offload=offload_by_stage(options.offload, order.placement.depth),
                 check_finite=options.check_finite,
@@ -138,9 +145,9 @@ class Session:
         return {k: v for one in self.split.partitions(training=True) for k, v in one.drawing_modules.items()}
 
     @property
-    def draws_in_glue(self) -> bool:
+    def draws_outside_modules(self) -> bool:
         """Whether the model draws random numbers outside the modules that are called."""
-        return any(draws_in_glue(partition) for partition in self.split.partitions(training=True))
+        return any(draws_outside_modules(partition) for partition in self.split.partitions(training=True))
 
     @property
     def reorders_gradients(self) -> bool:
@@ -155,7 +162,7 @@ class Session:
         batch: Batch,
         *,
         training: bool,
-        outputs: Wanted,
+        outputs: OutputsOption,
         timeline: bool,
         loss_scale: float = 1.0,
         evaluates: bool = True,
@@ -168,7 +175,7 @@ class Session:
         if training and self._announce is not None:
             self._announce(number)
         check_flags(timeline=timeline)
-        call = Call(training, code_of(outputs, self.world.ranks), timeline)
+        call = Call(training, encode_outputs(outputs, self.world.ranks), timeline)
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):
             cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
@@ -181,7 +188,7 @@ class Session:
 
     def _prepare(
         self, given: Batch, call: Call, keeps: bool, loss_scale: float
-    ) -> tuple[Cached, Feed, batches.CutBatch | None]:
+    ) -> tuple[CachedSchedule, Feed, batches.CutBatch | None]:
         """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
         batch = self._divide(given) if self.has_inputs or self.has_outputs else given
         with torch.set_grad_enabled(call.training):
@@ -213,7 +220,7 @@ class Session:
         with self.norms.step():
             yield self.norms
         if self.world.data_parallel > 1:
-            self.engine.control.start_equal(self.norms.buffers())
+            self.engine.control.copy_from_first_process(self.norms.buffers())
 
     def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
         """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
@@ -248,7 +255,7 @@ class Session:
         parts = zip(inputs, targets, cut.sizes, strict=True)
         return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
 
-    def _devices(self, cached: Cached, end: Callable[[int], bool]) -> list[torch.device | None]:
+    def _devices(self, cached: CachedSchedule, end: Callable[[int], bool]) -> list[torch.device | None]:
         """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
         order, engine = cached.bound.schedule, self.engine
         found: list[torch.device | None] = [None] * len(cached.sizes)
@@ -258,12 +265,12 @@ class Session:
                     found[number] = engine.devices[rank]
         return found
 
-    def _refuse_aliases(self, cached: Cached, batch: Batch) -> None:
+    def _refuse_aliases(self, cached: CachedSchedule, batch: Batch) -> None:
         """Raise ArgumentError for aliases in what this process was given."""
         if batch.pieces is not None or self.options.cutting.split is None:  # the recorded inputs are those of pieces
-            refuse_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
+            check_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
 
-    def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
+    def _inputs(self, cached: CachedSchedule, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
         """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
@@ -271,27 +278,27 @@ class Session:
         given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
         return [
             {
-                position: batches.on(tensor.detach() if tensor.requires_grad else tensor, device)
+                position: batches.move_to(tensor.detach() if tensor.requires_grad else tensor, device)
                 for position, tensor in zip(positions, tensors, strict=True)
             }
             for positions, tensors, device in given
         ]
 
-    def _for_loss(self, cached: Cached, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
+    def _for_loss(self, cached: CachedSchedule, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
         """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
         if not _wants_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
         weight, devices = self._weights(cached, targets), self._devices(cached, self.order.placement.is_last)
-        return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)], weight
+        return targets and [batches.move_to(one, device) for one, device in zip(targets, devices, strict=True)], weight
 
-    def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
+    def _weights(self, cached: CachedSchedule, targets: Sequence[Any] | None) -> list[float]:
         """Return the weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self.engine.replicas, self.engine
         if targets and reduction == "mean" and not self._padding_checked:
             on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
-            advice = padding(self.options.loss, targets, cached.sizes)
+            advice = padding_advice(self.options.loss, targets, cached.sizes)
             self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
             if advice is not None:
                 warn(advice)
@@ -303,7 +310,7 @@ class Session:
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
         return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
 
-    def _reduction(self, cached: Cached) -> Reduction:
+    def _reduction(self, cached: CachedSchedule) -> Reduction:
         """Return the user's reduction. A function reads a target on its original device, before it travels; if that
         fails, since the function uses tensors of its own, where the loss is computed."""
         reduction = self.options.reduction
@@ -315,7 +322,7 @@ class Session:
             try:
                 return float(reduction(target))
             except RuntimeError:
-                return float(reduction(batches.on(target, device)))
+                return float(reduction(batches.move_to(target, device)))
 
         return weigh
 
@@ -324,17 +331,17 @@ class Session:
         return self.options.loss is None and not batch.has_target
 
     def _result(
-        self, cached: Cached, call: Call, moments: Mapping[int, Any], evaluates: bool, *, keeps: bool
+        self, cached: CachedSchedule, call: Call, moments: Mapping[int, Any], evaluates: bool, *, keeps: bool
     ) -> StepResult:
         bound = cached.bound
         if call.training or evaluates:
             self._parts.agree(bound)
-        shared = share_loss(self.engine, bound, self.order.microbatches, wanted=self.options.broadcast_loss)
+        shared = share_loss(self.engine, bound, self.order.microbatches, broadcast=self.options.broadcast_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
-        timeline = share_timeline(self.engine, bound.schedule, moments, wanted=call.timeline)
+        timeline = share_timeline(self.engine, bound.schedule, moments, timed=call.timeline)
         outputs = tuple(bound.head.outputs) if keeps else None
         if call.outputs:
-            outputs = bring(self.engine, bound.schedule, outputs, call.outputs)
+            outputs = collect_outputs(self.engine, bound.schedule, outputs, call.outputs)
         return StepResult(losses, timeline, cached.sizes, shared, outputs)
 
     @contextmanager

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._base.compat import bound_to, is_bound
 from penstock._base.errors import ArgumentError
 from penstock.runtime.execute import clock
-from penstock.runtime.transport.staging import Courier, Operation
+from penstock.runtime.transport.staging import Operation, SerialWorker
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -74,7 +74,7 @@ class NcclRules:
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
         self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
-        self._communicators: dict[tuple[dist.ProcessGroup, int], Courier] = {}
+        self._communicators: dict[tuple[dist.ProcessGroup, int], SerialWorker] = {}
         self.receives: list[Message] = []
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
@@ -159,7 +159,7 @@ class NcclRules:
         if key not in self._communicators:
             if not self._eager:
                 self._meet(group, peer)
-            self._communicators[key] = Courier("nccl-rules")
+            self._communicators[key] = SerialWorker("nccl-rules")
         message = Message()
 
         def run_timed() -> None:

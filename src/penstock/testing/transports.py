@@ -21,7 +21,7 @@ from penstock.runtime.transport.protocol import (
     PointToPoint,
     Transport,
     TransportFactory,
-    missing,
+    missing_methods,
 )
 from penstock.testing.transport_scripts import CPU, Rank, scripts_for
 
@@ -46,10 +46,10 @@ def check_transport(transports: Mapping[int, PointToPoint], device: torch.device
 def _run(transports: Mapping[int, PointToPoint], device: torch.device, on_start: Callable[[str], None]) -> list[str]:
     """Run the scripts, and call `on_start` with the name of each."""
     for rank, transport in transports.items():
-        lacking = missing(transport, POINT_TO_POINT)
+        lacking = missing_methods(transport, POINT_TO_POINT)
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
-    has_collectives = not any(missing(transport, COLLECTIVES) for transport in transports.values())
+    has_collectives = not any(missing_methods(transport, COLLECTIVES) for transport in transports.values())
     for program, script in enumerate(scripts_for(collectives=has_collectives, one_process=len(transports) > 1)):
         on_start(script.__name__)
         ranks = {rank: Rank(cast(Transport, transport), program, device) for rank, transport in transports.items()}

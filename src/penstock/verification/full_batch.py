@@ -27,8 +27,8 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Dims, Microbatches
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import split
-from penstock.runtime.loss.functions import Loss, advice, padding
-from penstock.runtime.loss.loss import Reduction, loss_in, no_loss, own_loss, weighted_sum, weights
+from penstock.runtime.loss.functions import Loss, padding_advice, reduction_advice
+from penstock.runtime.loss.loss import Reduction, extract_loss, model_loss, no_loss_error, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.verification.comparison import FullBatchCheck
 
@@ -139,7 +139,7 @@ class FullBatch:
             return "warning", f"the outputs agree, but {pairing}: {_REMEDY}"
         if rows_depend is False:
             targets, sizes = [piece.target for piece in self.pieces], [piece.rows or 1 for piece in self.pieces]
-            hint = advice(self.loss, self.reduction) or padding(self.loss, targets, sizes)
+            hint = reduction_advice(self.loss, self.reduction) or padding_advice(self.loss, targets, sizes)
             return "warning", (
                 "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights "
                 "of classes), and gradients are those of the microbatches' losses; "
@@ -171,7 +171,7 @@ class FullBatch:
             merged = leaf_tensors(merge(list(parts))) if merge is not None else []
             columns = zip(*(flatten(part).leaves for part in parts), strict=True)
             for index, (leaf, path, column) in enumerate(zip(flat.leaves, flat.paths, columns, strict=True)):
-                dim = self.cutting.output.of(path)
+                dim = self.cutting.output.get(path)
                 if isinstance(leaf, Tensor) and leaf.dim() and isinstance(dim, int):
                     pairs.append((merged[index] if merge is not None else torch.cat(column, dim), leaf))
         pairs = [(a.double(), b.double()) for a, b in pairs if a.shape == b.shape]
@@ -213,9 +213,9 @@ class FullBatch:
                 streams.begin(stream + k, {})
                 output = alone.model(*args, **{**kwargs, **default_kwargs(alone.model, args, dict(kwargs))})
                 streams.begin_loss(stream + k)
-                loss_value = own_loss(output) if loss is None else loss_in(loss(output, target))
+                loss_value = model_loss(output) if loss is None else extract_loss(loss(output, target))
                 if loss_value is None:
-                    raise no_loss(output)
+                    raise no_loss_error(output)
                 losses.append(loss_value.detach().reshape(()))
                 outputs.append(map_tensors(Tensor.detach, output))
                 with torch.no_grad():

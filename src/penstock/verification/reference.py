@@ -26,10 +26,18 @@ from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.engine import draws_in_glue
+from penstock.runtime.execute.engine import draws_outside_modules
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import OutputLoss, checked_loss, saying_what_is_missing
-from penstock.runtime.loss.loss import Reduction, checked_value, no_gradient, own_loss, root_of, weighted_sum, weights
+from penstock.runtime.loss.functions import OutputLoss, checked_loss, explain_missing_target
+from penstock.runtime.loss.loss import (
+    Reduction,
+    backward_root,
+    checked_value,
+    model_loss,
+    no_gradient_error,
+    weighted_sum,
+    weights,
+)
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.schedule import generate
@@ -137,7 +145,7 @@ class _ReferenceRunner:
         self, unsplit: ModelAndLoss, pipe: Pipeline, rule: SumRule, states: States, batch: Microbatch, *settings: Any
     ) -> None:
         self._pipe, self._states, (self._reduction, self._options) = pipe, states, settings
-        self._loss = saying_what_is_missing(checked_loss(unsplit.loss))
+        self._loss = explain_missing_target(checked_loss(unsplit.loss))
         self._replicas = _replica_pieces(pipe, batch)
         option_names = ("leaf_modules", "split_inside", "materialize", "grad_dtype", "deferred_batch_norm")
         options = Options(
@@ -149,7 +157,7 @@ class _ReferenceRunner:
             **{name: self._options[name] for name in option_names if name in self._options},
         )
         self.single = build(unsplit.model, ((), {}), World(1), generate("naive", 1, len(self._pieces)), options)
-        self._draws_random = bool(self.single.session.drawing_modules) or self.single.session.draws_in_glue
+        self._draws_random = bool(self.single.session.drawing_modules) or self.single.session.draws_outside_modules
         self.trained = trainable(self.single.session.split.all_parameters(), self.single)
         half_dtypes = (torch.bfloat16, torch.float16)
         matrices = [n for n, p in self.trained.items() if p.requires_grad and p.dim() == 2 and rule.in_place]
@@ -269,25 +277,25 @@ class _ReferenceRunner:
         for partition in partitions:
             session.engine.streams.watch(partition.drawing_modules)
             session.engine.streams.seeds_foreign |= partition.is_foreign
-        return partitions if any(map(draws_in_glue, partitions)) else ()
+        return partitions if any(map(draws_outside_modules, partitions)) else ()
 
     def _loss_of(self, output: Any, target: Any, *, training: bool) -> Tensor | None:
         """Return the loss; in evaluation, None if it needs a target, and there is none."""
         loss = self._loss
         if loss is not None and target is None and not training and not isinstance(loss, OutputLoss):
             return None
-        result = own_loss(output) if loss is None else loss(output, target)
+        result = model_loss(output) if loss is None else loss(output, target)
         return None if result is None and not training else checked_value(result, output, loss)
 
     def _backward(self, k: int, loss: Tensor, weight: float, output: Any, streams: Streams) -> None:
-        streams.begin(k, {}, again=True)
-        root = root_of(loss, weight, leaf_tensors(output))
+        streams.begin(k, {}, is_rerun=True)
+        root = backward_root(loss, weight, leaf_tensors(output))
         self._terms.watch(root)
         if root.requires_grad:
             with exact_rules.outside_autocast(loss.device.type):
                 root.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
         elif any(map(needs_backward, self.single.stages)):
-            raise no_gradient()
+            raise no_gradient_error()
 
     def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

@@ -32,7 +32,7 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
-from penstock.runtime.gradients.distribution import copy_into, whole
+from penstock.runtime.gradients.distribution import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
@@ -167,7 +167,7 @@ class Verification:
         options = {**self.options, "schedule": schedule, "loss_fn": self.split.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
         if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
-            options["microbatches"] = cutting.usual((args, kwargs))
+            options["microbatches"] = cutting.default_count((args, kwargs))
         for model in (self.split, self.unsplit) if self.initial_values else ():
             set_values(model.model, self.initial_values)
         for module, reference_module in zip(self.split.model.modules(), self.unsplit.model.modules(), strict=True):
@@ -279,7 +279,7 @@ def _all_batches(first: Microbatch, later: Batches | None, cutting: Cutting, mic
         if step > 1 and later is not None:
             batch = later(step) if callable(later) else later[(step - 2) % len(later)]
         elif step == 2:
-            batch = cutting.rotated(first, microbatches)
+            batch = cutting.rotate(first, microbatches)
         leaves = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (batch.args, dict(batch.kwargs)))
         yield batch._replace(args=leaves[0], kwargs=leaves[1])
 
@@ -326,12 +326,12 @@ def _compare_all(
     holders: dict[str, tuple[int, ...]] = stages_by_name | ties(pipe.stages)
     if not label:
         for name, tensor in trainable(pipe.named_parameters(), pipe).items():
-            grad = None if tensor.grad is None else whole(tensor.grad)
+            grad = None if tensor.grad is None else gather_full(tensor.grad)
             add_row("gradient", name, holders[name], grad, tensor.dtype)
         for name, tensor in grad_inputs(batch).items() if pipe.needs_inputs and pipe.world.data_parallel == 1 else ():
             add_row("gradient", name, (0,), tensor.grad, None)
         for name, buffer in pipe.named_buffers():
-            add_row("buffer", name, holders[name], whole(buffer), None)
+            add_row("buffer", name, holders[name], gather_full(buffer), None)
     merged_rows = merge_rows(row for part in pipe.all_gather_object(rows) for row in part)
     keys = dict.fromkeys((*expected.values, *merged_rows))
     return [merged_rows.get(key) or compare(*key, (), None, expected.values[key], True) for key in keys]
@@ -367,7 +367,7 @@ def _gather_batch(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
     """Return the batch of this replica, from those of its processes that read it."""
     local = ((args, kwargs) if pipe.needs_inputs else None, target if pipe.needs_targets else None)
     on_cpu = map_tensors(lambda x: x.detach().cpu().requires_grad_(x.requires_grad), local)
-    gathered = pipe.session.control.gather_line(on_cpu)
+    gathered = pipe.session.control.gather_pipeline(on_cpu)
     args, kwargs = next(inputs for inputs, _ in gathered if inputs is not None)
     return args, kwargs, next((label for _, label in gathered if label is not None), None)
 

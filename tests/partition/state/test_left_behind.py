@@ -233,6 +233,6 @@ def step_with(extra: Callable[[nn.Module], Any], ranks: int = 2) -> tuple[nn.Mod
 
 
 def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.loss.loss.Watching", lambda elsewhere: contextlib.nullcontext())
+    monkeypatch.setattr("penstock.runtime.loss.loss.LossGuard", lambda elsewhere: contextlib.nullcontext())
     with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
         step_with(lambda model: model[0].weight.sum())

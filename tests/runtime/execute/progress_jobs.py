@@ -41,7 +41,7 @@ def hangs() -> None:
 
 def used_again() -> None:
     """Events are made once. The host may go on by more than there are, and is then only known to be ahead."""
-    with mock.patch.object(clock, "KEPT", 8):
+    with mock.patch.object(clock, "RING_SIZE", 8):
         followed, watchdog = _followed()
         before = stand_in.calls["Event"]
         for position in POSITIONS:

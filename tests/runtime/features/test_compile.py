@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from distributed.jobs import train, train_here
 from penstock._base.errors import ArgumentError
-from penstock.runtime.features.compiled import notes_of
+from penstock.runtime.features.compiled import compile_notes
 from scaffolding.models import CASES, TRANSFORMERS, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
@@ -301,9 +301,9 @@ def test_a_models_own_cuda_graphs_are_refused_as_its_own(how: dict[str, str]) ->
     ],
 )
 def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> None:
-    notes = notes_of(compile, draws=True)
+    notes = compile_notes(compile, draws=True)
     assert any("of the compiler's own" in note for note in notes) is expected
-    assert not any("of the compiler's own" in note for note in notes_of(compile, draws=False))
+    assert not any("of the compiler's own" in note for note in compile_notes(compile, draws=False))
 
 
 @pytest.mark.long

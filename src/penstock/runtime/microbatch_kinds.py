@@ -2,7 +2,7 @@
 
 Real batches are uneven: of padded sequences, one microbatch may happen to need no mask, and the model's forward takes
 another branch for it. Each kind has a partition of its own, with the same cuts, and its own routes. What lives on a
-stage, and what the stage does besides its code, is the same for all kinds (`any_use`).
+stage, and what the stage does besides its code, is the same for all kinds (`merge_kinds`).
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class MicrobatchKinds:
     """The kinds of a batch's microbatches.
 
     Attributes:
         metas: for each kind, all stages as its first microbatch goes through them.
-        of: each microbatch's kind.
+        by_microbatch: each microbatch's kind.
     """
 
     metas: tuple[tuple[StageMeta, ...], ...]
-    of: tuple[int, ...]
+    by_microbatch: tuple[int, ...]
 
     @classmethod
-    def among(cls, partitions: Sequence[Partition]) -> Kinds:
+    def from_partitions(cls, partitions: Sequence[Partition]) -> MicrobatchKinds:
         """Find the kinds of some microbatches, from the partition of each."""
-        found: dict[Hashable, int] = {}
+        numbers: dict[Hashable, int] = {}
         metas: list[tuple[StageMeta, ...]] = []
-        kinds: dict[int, int] = {}
+        by_partition: dict[int, int] = {}
         for partition in distinct(partitions):
             stages = tuple(stage.meta for stage in partition.stages)
-            kind = kinds[id(partition)] = found.setdefault(traffic(stages), len(found))
-            if kind == len(metas):
+            number = by_partition[id(partition)] = numbers.setdefault(traffic(stages), len(numbers))
+            if number == len(metas):
                 metas.append(stages)
-        return cls(tuple(metas), tuple(kinds[id(partition)] for partition in partitions))
+        return cls(tuple(metas), tuple(by_partition[id(partition)] for partition in partitions))
 
 
 def distinct(items: Iterable[T]) -> list[T]:
@@ -50,45 +50,45 @@ def distinct(items: Iterable[T]) -> list[T]:
     return list({id(item): item for item in items}.values())
 
 
-def all_uses(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
-    """Return all stages, each as `any_use` merges it."""
-    return tuple(map(any_use, zip(*(partition.stages for partition in distinct(partitions)), strict=True)))
+def merge_stages(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
+    """Return all stages, each as `merge_kinds` merges it."""
+    return tuple(map(merge_kinds, zip(*(partition.stages for partition in distinct(partitions)), strict=True)))
 
 
-def any_use(stages: Sequence[Stage]) -> Stage:
+def merge_kinds(stages: Sequence[Stage]) -> Stage:
     """Merge a stage's kinds: return it with everything that any microbatch uses there. Its code, inputs and outputs are
     the first one's.
 
     Replaces only what differs: what is the same for all stages of another front end need not be a field of them.
     """
-    every = distinct(stages)
-    first = every[0]
-    if len(every) == 1:
+    variants = distinct(stages)
+    first = variants[0]
+    if len(variants) == 1:
         return first
-    metas = [stage.meta for stage in every]
+    metas = [stage.meta for stage in variants]
     meta = replace(
         first.meta,
-        parameters=_joined(meta.parameters for meta in metas),
-        buffers=_joined(meta.buffers for meta in metas),
-        updated=_joined(meta.updated for meta in metas),
+        parameters=_union(meta.parameters for meta in metas),
+        buffers=_union(meta.buffers for meta in metas),
+        updated=_union(meta.updated for meta in metas),
         trainable=any(meta.trainable for meta in metas),
         branches=any(meta.branches for meta in metas),
     )
-    more: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in ("parameters", "buffers"):
-        more[name] = {key: held for stage in every for key, held in getattr(stage, name).items()}
+        changes[name] = {key: tensor for stage in variants for key, tensor in getattr(stage, name).items()}
     for name in ("may_update", "reads", "remembered"):
-        more[name] = _joined(getattr(stage, name) for stage in every)
-    more = {name: joined for name, joined in more.items() if set(joined) != set(getattr(first, name))}
-    if any(stage.depends_on_values for stage in every) and not first.depends_on_values:
-        more["depends_on_values"] = True
+        changes[name] = _union(getattr(stage, name) for stage in variants)
+    changes = {name: joined for name, joined in changes.items() if set(joined) != set(getattr(first, name))}
+    if any(stage.depends_on_values for stage in variants) and not first.depends_on_values:
+        changes["depends_on_values"] = True
     if meta != first.meta:
-        more["meta"] = meta
-    return replace(first, **more) if more else first
+        changes["meta"] = meta
+    return replace(first, **changes) if changes else first
 
 
-def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(entry for entries in given for entry in entries))
+def _union(groups: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(entry for group in groups for entry in group))
 
 
 def with_copies(partition: Partition, pipelines: int) -> Partition:

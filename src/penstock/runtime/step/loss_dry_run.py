@@ -1,4 +1,4 @@
-"""Tries a loss before anything runs: on a made-up output, with the target of a real microbatch.
+"""Tries a loss before anything runs: on a synthetic output, with the target of a real microbatch.
 
 The output's values are meaningless, so an error counts only if it does not depend on them: that is, if fake tensors,
 which have no values, raise it too.
@@ -21,15 +21,15 @@ from penstock._base.trees import map_tensors
 from penstock._base.words import in_a_line
 from penstock.partition.run.loan import Snapshot
 from penstock.runtime.execute.engine import BoundSchedule
-from penstock.runtime.loss.loss import no_gradient
+from penstock.runtime.loss.loss import no_gradient_error
 
-LARGE = 2**28
+MAX_OUTPUT_BYTES = 2**28
 """No real output of more bytes is made up."""
 
-_SAID = 20
+_COMPARED_CHARACTERS = 20
 """How many characters of a message are compared."""
 
-_FILLING = 0.5
+_FILL_VALUE = 0.5
 """Valid as a probability, a logit and a distance, so few losses refuse it."""
 
 
@@ -42,36 +42,36 @@ def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
         loss: the user's loss.
 
     Returns:
-        Why nothing can be said about this loss; None if it is fine.
+        Why this loss cannot be checked; None if it is fine.
 
     Raises:
         ArgumentError: it raises whatever the values are, or does not return a scalar that takes a gradient.
     """
     metas = bound.partitions[0].stages[-1].meta.outputs
-    small = sum(prod(o.meta.shape) * _dtype(o).itemsize for o in metas) <= LARGE
-    real = None if not small else _attempt(bound, metas, target, loss, None)
-    if small and real is None:
+    is_small = sum(prod(o.meta.shape) * _dtype(o).itemsize for o in metas) <= MAX_OUTPUT_BYTES
+    real_error = None if not is_small else _call_loss(bound, metas, target, loss, None)
+    if is_small and real_error is None:
         return None
-    fake = _attempt(bound, metas, target, loss, fake_mode())
-    if fake is None:
+    fake_error = _call_loss(bound, metas, target, loss, fake_mode())
+    if fake_error is None:
         return None
-    if real is not None and _same(real, fake) and not bound.partitions[0].leaves_here:
+    if real_error is not None and _same_error(real_error, fake_error) and not bound.partitions[0].leaves_here:
         raise ArgumentError(
-            f"the loss raised {in_a_line(real)}: check that loss_fn fits the model's output and the given target"
-        ) from real
-    return f"the loss could not be tried without real values ({in_a_line(fake)})"
+            f"the loss raised {in_a_line(real_error)}: check that loss_fn fits the model's output and the given target"
+        ) from real_error
+    return f"the loss could not be tried without real values ({in_a_line(fake_error)})"
 
 
-def _attempt(
+def _call_loss(
     bound: BoundSchedule, metas: Sequence[Output], target: Any, loss: object, mode: FakeTensorMode | None
 ) -> Exception | None:
     """Return the error that the loss raised. Raise ArgumentError if its result is wrong."""
     head = bound.head
     try:
-        with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode, quiet():
-            given = target if mode is None else map_tensors(mode.from_tensor, target)
-            head.start([given], [1.0], keep_outputs=False)
-            found = head(0, [_made_up(output, bound.partitions[0].stages[-1].device) for output in metas])
+        with torch.enable_grad(), _restoring_state(loss), nullcontext() if mode is None else mode, quiet():
+            loss_target = target if mode is None else map_tensors(mode.from_tensor, target)
+            head.start([loss_target], [1.0], keep_outputs=False)
+            root = head(0, [_make_output(output, bound.partitions[0].stages[-1].device) for output in metas])
     except PenstockError:
         raise
     except Exception as error:
@@ -79,17 +79,17 @@ def _attempt(
     finally:
         head.start([], [], keep_outputs=False)
     trains = any(needs_backward(stage.meta) for stage in bound.partitions[0].stages)
-    if found is not None and not found.requires_grad and trains:
-        raise no_gradient()
+    if root is not None and not root.requires_grad and trains:
+        raise no_gradient_error()
     return None
 
 
-def _same(one: Exception, other: Exception) -> bool:
+def _same_error(first: Exception, second: Exception) -> bool:
     """Whether two errors are the same. Fake tensors sometimes raise another type with the same words."""
-    return type(one) is type(other) or str(one)[:_SAID] == str(other)[:_SAID] != ""
+    return type(first) is type(second) or str(first)[:_COMPARED_CHARACTERS] == str(second)[:_COMPARED_CHARACTERS] != ""
 
 
-def _made_up(output: Output, device: torch.device) -> Tensor:
+def _make_output(output: Output, device: torch.device) -> Tensor:
     dtype = _dtype(output)
     shape, stride = output.meta.shape, output.meta.stride
     repeats = any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True))
@@ -97,7 +97,7 @@ def _made_up(output: Output, device: torch.device) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
     else:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    tensor.fill_(_FILLING if dtype.is_floating_point or dtype.is_complex else 0)
+    tensor.fill_(_FILL_VALUE if dtype.is_floating_point or dtype.is_complex else 0)
     return tensor.requires_grad_(output.meta.requires_grad)
 
 
@@ -107,7 +107,7 @@ def _dtype(output: Output) -> torch.dtype:
 
 
 @contextmanager
-def _as_it_was(loss: object) -> Iterator[None]:
+def _restoring_state(loss: object) -> Iterator[None]:
     """Restore the state of a loss that is a module: its attributes, and the values of its buffers."""
     module = loss if isinstance(loss, nn.Module) else nn.Module()
     snapshot, buffers = Snapshot(module), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

@@ -30,28 +30,28 @@ PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")
 _DEPTH = 5
 """How many functions, objects or containers deep to look for what a loss is made of."""
 _MAX_ENTRIES = 64
-"""Of a container: a longer one has data, not losses."""
+"""Maximum number of entries of a container to search: a longer one has data, not losses."""
 
 
-def tensors_of(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
+def collect_tensors(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
     """Return what a loss trains, and the buffers that belong in a checkpoint, without duplicates, by names without a
     prefix.
 
     A teacher is no part of its loss: only parameters that require a gradient count, and modules in training mode.
     """
-    found: dict[int, tuple[str, Tensor]] = {}
+    tensors_by_id: dict[int, tuple[str, Tensor]] = {}
     for path, part, _ in _parts("", loss, _DEPTH):
-        named = [(path, part)] if isinstance(part, Tensor) else _own(path, part)
+        named = [(path, part)] if isinstance(part, Tensor) else _module_tensors(path, part)
         for name, tensor in named:
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
-                found.setdefault(id(tensor), (name.strip("."), tensor))
-    return dict(found.values())
+                tensors_by_id.setdefault(id(tensor), (name.strip("."), tensor))
+    return dict(tensors_by_id.values())
 
 
-def notes(loss: Callable[..., Any] | None, own: Mapping[str, Tensor]) -> tuple[str, ...]:
+def notes(loss: Callable[..., Any] | None, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Name the modules that a loss trains (`own`: its tensors) only since a function of it names them: this may be the
     discriminator of a GAN, `loss_fn=lambda fake, y: bce(D(fake), y)`, which has an optimizer of its own."""
-    trained = {id(tensor) for tensor in own.values() if is_trained(tensor)}
+    trained = {id(tensor) for tensor in tensors.values() if is_trained(tensor)}
     modules = (
         (path, part) for path, part, in_code in _parts("", loss, _DEPTH) if in_code and not isinstance(part, Tensor)
     )
@@ -63,11 +63,11 @@ def notes(loss: Callable[..., Any] | None, own: Mapping[str, Tensor]) -> tuple[s
     ) if names else ()  # fmt: skip
 
 
-def with_loss(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
+def add_loss_tensors(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
     """Return the partition whose last stage holds the loss's tensors, too."""
     if not tensors:
         return partition
-    *others, last = partition.stages
+    *earlier, last = partition.stages
     parameters: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if is_trained(tensor)}
     buffers = {name: tensor for name, tensor in tensors.items() if name not in parameters}
     meta = replace(
@@ -77,7 +77,7 @@ def with_loss(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
         trainable=last.meta.trainable or bool(parameters),
     )
     last = replace(last, meta=meta, parameters={**last.parameters, **parameters}, buffers={**last.buffers, **buffers})
-    return replace(partition, stages=(*others, last))
+    return replace(partition, stages=(*earlier, last))
 
 
 def is_trained(tensor: Tensor) -> bool:
@@ -85,7 +85,7 @@ def is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
 
-def _own(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _module_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module and its children. Those of torch's own losses are constants."""
     for inner, child in module.named_modules(prefix=path):
         if child.training and type(child).__module__ != nn.modules.loss.__name__:
@@ -112,7 +112,7 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
     elif isinstance(value, partial):
         inner = {"": value.func, **dict(zip("0123456789", value.args, strict=False)), **value.keywords}
     elif isinstance(value, FunctionType):
-        inner, in_code = _globals_named(value), True
+        inner, in_code = _loaded_globals(value), True
         inner |= dict(zip(value.__code__.co_freevars, map(contents, value.__closure__ or ()), strict=True))
     elif isinstance(value, dict):
         inner = {str(key): part for key, part in islice(value.items(), _MAX_ENTRIES)}
@@ -124,7 +124,7 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
         yield from _parts(f"{name}.{key}", part, depth - 1, in_code)
 
 
-class Watching(TorchFunctionMode):
+class LossGuard(TorchFunctionMode):
     """Wraps the loss function: raises ArgumentError if it reads a tensor that is not on the last stage.
 
     Args:
@@ -139,26 +139,26 @@ class Watching(TorchFunctionMode):
         try:
             result = func(*args, **(kwargs or {}))
         except Exception:
-            self._refuse(args, kwargs)
+            self._check_arguments(args, kwargs)
             raise
         if isinstance(result, Tensor):
-            self._refuse(args, kwargs)
+            self._check_arguments(args, kwargs)
         return result
 
-    def _refuse(self, args: Any, kwargs: Any) -> None:
+    def _check_arguments(self, args: Any, kwargs: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in self._elsewhere:
-                raise _refusal(self._elsewhere[id(tensor)])
+                raise _elsewhere_error(self._elsewhere[id(tensor)])
 
 
 def check_graph(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
     """Raise ArgumentError if a gradient would flow from the loss directly into one of these tensors."""
     for leaf in leaves_of([loss]):
         if id(leaf) in elsewhere:
-            raise _refusal(elsewhere[id(leaf)])
+            raise _elsewhere_error(elsewhere[id(leaf)])
 
 
-def _refusal(name: str) -> ArgumentError:
+def _elsewhere_error(name: str) -> ArgumentError:
     return ArgumentError(
         f"the loss reads {name!r} of the model, which is not on the last stage, where the loss is computed: its value "
         "there would be out of date, and its gradient would be lost. Compute this term in the forward and return "
@@ -166,11 +166,11 @@ def _refusal(name: str) -> ArgumentError:
     )
 
 
-def _globals_named(function: FunctionType) -> dict[str, Any]:
+def _loaded_globals(function: FunctionType) -> dict[str, Any]:
     """Return the globals that a function's code loads, that of functions in it included. (`co_names` has attributes,
     too.)"""
     codes, names = [function.__code__], list[str]()
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+        names += [instr.argval for instr in dis.get_instructions(code) if instr.opname == "LOAD_GLOBAL"]
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
