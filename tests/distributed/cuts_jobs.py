@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.costs import Profile, UnitCost
 from penstock.partition import Partitioner, decision
-from penstock.partition.measure.units import identity
+from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.recording.recording import Recording
 from scaffolding.small import batch
 
@@ -59,7 +59,7 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
 
     def measured(recording: Recording, model: nn.Module, *_: Any) -> Profile:
         calls.append(rank)
-        of = identity(model, "cpu")
+        of = compute_fingerprint(model, "cpu")
         units = tuple(UnitCost(name, 2.0 if name in slow else 1.0, 0.0, 0.0) for name in map(str, range(6)))
         return Profile(units, "cpu", of.dtype, of.parameters)
 

@@ -55,7 +55,10 @@ class OwnDraws(TorchFunctionMode):
         self._again = again
         whole = {function: self._as_one_call(function) for function in self._whole}
         units = map(self._model.get_submodule, self._units.values())
-        with foreign.replaced(self._model, self._foreign, whole, torch.from_numpy), intercepted(units, self._unit):
+        with (
+            foreign.redirect_draws(self._model, self._foreign, whole, torch.from_numpy),
+            intercepted(units, self._unit),
+        ):
             with _Operators(self), self:
                 yield
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from penstock.partition.run.loan import Snapshot
-from penstock.partition.source import OF_TORCH
+from penstock.partition.source import TORCH_ATTRIBUTES
 from penstock.partition.state.reach import Holder
 from penstock.verification.beside_reach import Place, held_by, places_beside, reach_of
 from penstock.verification.twins import Made
@@ -20,7 +20,7 @@ from penstock.verification.twins import Made
 RECORDING = "recording"
 """Owns what a recording between two steps leaves behind, such as a count in a class, which it does not put back."""
 
-_WITH_HOOKS = OF_TORCH | {"_output_capturing_hooks_installed"}
+_WITH_HOOKS = TORCH_ATTRIBUTES | {"_output_capturing_hooks_installed"}
 """Attributes of modules that stay as they are, as hooks do: transformers notes so that a model's blocks have them."""
 
 
@@ -36,7 +36,7 @@ class States:
 
     def __init__(self, made: Made) -> None:
         self._reach = reach_of(made.model, made.loss)
-        held = [made.loss, *made.model.modules(), *(v for place in self._reach.places for v in held_by(place))]
+        held = [made.loss, *made.model.modules(), *(v for place in self._reach.holders for v in held_by(place))]
         self._others = places_beside(held, (*made.model.parameters(), *made.model.buffers()))
         self._modules = Snapshot(made.model)
         self._states: dict[Hashable, list[tuple[Place, Any]]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock._base.errors import ArgumentError
 from penstock._base.words import a, in_a_line
-from penstock.partition.run.loan import generators
+from penstock.partition.run.loan import save_generators
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
@@ -45,8 +45,8 @@ def twins(model: nn.Module | Sequence[nn.Module] | Callable[[], Any], loss: Any)
     """
     if isinstance(model, nn.Module) or not callable(model):
         return _copied(Made(as_module(model), loss))
-    start = generators()
-    first, end = _made(model, loss), generators()
+    start = save_generators()
+    first, end = _made(model, loss), save_generators()
     start()
     second = _made(model, loss)
     end()
@@ -144,7 +144,7 @@ def _shared(one: Made, other: Made) -> tuple[str, str] | None:
         parts |= dict.fromkeys((id(module), id(vars(module))), f"module {name!r}" if name else "the model")
     parts |= {_memory(tensor): f"the memory of {name!r}" for name, tensor in _tensors(one.model)}
     reached = [(tensor, name) for name, tensor in _tensors(other.model)]
-    for place in reach_of(other.model, other.loss).places:
+    for place in reach_of(other.model, other.loss).holders:
         if not place.outside:
             reached += [(place.entries, place.text), *((value, place.text) for value in held_by(place))]
     if isinstance(other.loss, FunctionType):

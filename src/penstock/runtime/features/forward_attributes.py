@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.source import OF_TORCH
+from penstock.partition.source import TORCH_ATTRIBUTES
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.schedule import Op
 
@@ -91,7 +91,7 @@ class ForwardAttributes(Feature):
             now = self._modules[position]
             if now.keys() == was.keys() and all(map(is_, now.values(), was.values())):
                 continue
-            for name in (was | now).keys() - OF_TORCH:
+            for name in (was | now).keys() - TORCH_ATTRIBUTES:
                 if now.get(name, MISSING) is not was.get(name, MISSING):
                     yield (position, name), was.get(name, MISSING)
 
