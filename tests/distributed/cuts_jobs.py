@@ -64,7 +64,7 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
         return Profile(units, "cpu", of.dtype, of.parameters)
 
     x, y = batch(4)
-    with patch.multiple(decision, LEAST_WORK=0, measure=measured):
+    with patch.multiple(decision, MIN_MEASURED_WORK=0, measure=measured):
         with penstock.pipeline(model(0), (x,), microbatches=2, loss=F.mse_loss, balance="time") as pipe:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 

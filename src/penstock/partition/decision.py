@@ -25,8 +25,8 @@ from penstock.partition.recording.recording import Recording
 from penstock.simulate.costs import LinkCost, StageCost
 
 MIN_MEASURED_WORK = 500_000_000
-"""Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
-take about as long as the Python around them, and the cuts stay the same from run to run."""
+"""Models whose microbatch is less work than this (see `count_work`; 5 to 20 ms on a core) are not measured: their
+stages take about as long as the Python around them, and the cuts stay the same from run to run."""
 
 WORTH_MOVING = 0.98
 """Cuts by work stay if the best cuts by time make the slowest stage no faster than this fraction, so that they are the
@@ -99,22 +99,20 @@ def decide(
             return decision
         note = f"stages are cut by an estimate for {choice.profile.device_name}, not by measured times"
         return replace(decision, notes=(note, *decision.notes))
-    all_units = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
+    units = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
-        all_units = _filter_by_class(all_units, model, choice)
-    check_enough(recording, model, stages, choice.by, all_units)
-    if not all_units:
+        units = _filter_by_class(units, model, choice)
+    check_enough(recording, model, stages, choice.by, units)
+    if not units:
         return Decision(())
     if choice.weight is None and not choice.memory and not budget.is_limited:
-        return Decision(
-            tuple(all_units[start].name for start in even_starts([u.weight for u in all_units], stages)[1:])
-        )
-    weights = [float(unit.weight) for unit in all_units]
+        return Decision(tuple(units[start].name for start in even_starts([u.weight for u in units], stages)[1:]))
+    weights = [float(unit.weight) for unit in units]
     if choice.weight is not None:
-        weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in all_units]
-    problem, notes = _problem(recording, model, all_units, weights, budget, by_bytes=choice.memory)
+        weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in units]
+    problem, notes = _problem(recording, model, units, weights, budget, by_bytes=choice.memory)
     starts = _find_starts(problem, stages, budget)
-    return Decision(tuple(all_units[start].name for start in starts[1:]), notes=notes)
+    return Decision(tuple(units[start].name for start in starts[1:]), notes=notes)
 
 
 def _problem(
@@ -132,25 +130,19 @@ def _problem(
     if not (budget.is_limited or by_bytes):
         return plain, ()
     try:
-        cut_units = Units.from_recording(recording, model, pieces)
+        cut = Units.from_recording(recording, model, pieces)
     except UnmeasurableError as error:
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
         ) from None
-    footprints = cut_units.footprints()
-    units = cut_units.costs(footprints)
-    failed = [
-        u.name
-        for u, first in zip(units, cut_units.first_of_kind, strict=True)
-        if isinstance(footprints[first], Exception)
-    ]
+    sizes = cut.footprints()
+    units = cut.costs(sizes)
+    failed = [u.name for u, first in zip(units, cut.first_of_kind, strict=True) if isinstance(sizes[first], Exception)]
     indices = {piece.name: index for index, piece in enumerate(pieces)}
-    unit_costs = [
-        UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces
-    ]  # what cannot be cut counts in the one before
+    costs = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
     for unit in units:
-        unit_costs[indices[unit.name]] = unit
-    problem = replace(with_memory(plain, unit_costs, budget.microbatches), balanced="bytes" if by_bytes else "seconds")
+        costs[indices[unit.name]] = unit
+    problem = replace(with_memory(plain, costs, budget.microbatches), balanced="bytes" if by_bytes else "seconds")
     if not failed:
         return problem, ()
     return problem, (
@@ -230,7 +222,7 @@ def _decide_by_times(
 def _imbalance_notes(
     loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> tuple[str, ...]:
-    """Return the notes on a slowest stage above `UNEVEN` times the mean; none if there is none.
+    """Return the notes on a slowest stage above `UNEVEN_RATIO` times the mean; none if there is none.
 
     Args:
         loads: of each stage.
@@ -310,13 +302,14 @@ def _decide_by_profile(
 def _match_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:
     """Return the profile for microbatches like the recorded one; or as it is, with a note, if it has none."""
     metas = (recording.facts[node].meta for node in recording.inputs)
-    input_texts = Counter(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" for meta in metas if meta)
+    inputs = Counter(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" for meta in metas if meta)
     for sized in profile.each_size:
-        if not Counter(sized.inputs.values()) - input_texts:
+        if not Counter(sized.inputs.values()) - inputs:
             return sized, ()
-    profiled_inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
+    profiled = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
     return profile, (
-        f"stages are cut by times of other microbatches: the profile is of {profiled_inputs}, and this one is {', '.join(input_texts)}",
+        f"stages are cut by times of other microbatches: the profile is of {profiled}, "
+        f"and this one is {', '.join(inputs)}",
     )
 
 

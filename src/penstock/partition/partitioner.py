@@ -19,7 +19,7 @@ from penstock.partition.cut.choice import Balance, BalanceChoice
 from penstock.partition.cut.hierarchy import choose_opening, count_blocks, extend_opening, opening_for
 from penstock.partition.decision import NO_LIMIT, Decision, StageBudget, collect_notes, decide, decide_by_measuring
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
-from penstock.partition.measure.running import SplitterFactory
+from penstock.partition.measure.running import MakeSplitter
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explain_obstacle
@@ -94,20 +94,18 @@ class Partitioner:
         self.model = as_module(model)
         self.stages = stages
         self.cuts = None if cuts is None else tuple(public_name(self.model, cut) for cut in cuts)
-        self._chooses_cuts = cuts is None
+        self._auto_cuts = cuts is None
         self._leaves, self._streams = tuple(leaves or ()), streams
         self._budget = room
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._lengths: list[Lengths] = []
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
-        self._is_settled = not (
-            self._choice.measures and self._chooses_cuts and stages > 1
-        )  # whether neither will come
+        self._is_settled = not (self._choice.measures and self._auto_cuts and stages > 1)  # whether neither will come
         self._decision = Decision(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._unit_spec = UnitSpec()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
-        if self._choice.profile is not None and self._chooses_cuts:
+        if self._choice.profile is not None and self._auto_cuts:
             self._opening = extend_opening(self.model, self._opening, self._choice.profile)
         self._assumptions = Assumptions()
         self._refresh_modules()
@@ -209,7 +207,7 @@ class Partitioner:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         budget_seconds: float | None = BUDGET_SECONDS,
-        splits: SplitterFactory | None = None,
+        splits: MakeSplitter | None = None,
     ) -> Profile:
         """Measure the cost of each unit, with modules opened for as many stages as there are repeated blocks.
 
@@ -344,7 +342,7 @@ class Partitioner:
             try:
                 return cut_at(recording, self.model, self.cuts)
             except PartitionError as error:
-                if self._chooses_cuts:
+                if self._auto_cuts:
                     raise _explain_lost_cuts(error, self.cuts) from error
                 raise
 

@@ -38,20 +38,20 @@ def explain_obstacle(
 ) -> str:
     """Explain an obstacle: everything that is in the way, and what was found to help."""
     trials, deadline = count(1), time.monotonic() + MAX_SECONDS
-    obstacles, accepted, recording, failure, scope = [error], list(leaves), None, "", error.scope
+    obstacles, names, recording, failure, scope = [error], list(leaves), None, "", error.scope
 
     def may_try() -> bool:
         return next(trials) <= MAX_TRIALS and time.monotonic() < deadline
 
     while scope and recording is None and may_try():
-        trial_leaves = _add_leaf(model, accepted, scope)
+        trial_leaves = _add_leaf(model, names, scope)
         try:
-            recording, accepted = record(trial_leaves, kwargs), trial_leaves
+            recording, names = record(trial_leaves, kwargs), trial_leaves
             continue
         except Obstacle as obstacle:
             if obstacle.scope not in trial_leaves:  # a new obstacle
                 obstacles.append(obstacle)
-                accepted, scope = trial_leaves, obstacle.scope
+                names, scope = trial_leaves, obstacle.scope
                 continue
             failure = str(obstacle)
         except Exception as failed_run:  # anything the model raises when it runs for real
@@ -62,14 +62,12 @@ def explain_obstacle(
     reasons = list(dict.fromkeys(obstacle.reason for obstacle in obstacles))
     text = reasons[0]
     if len(reasons) > 1:
-        text = f"{len(reasons)} things are in the way: " + "; ".join(
-            f"({n}) {reason}" for n, reason in enumerate(reasons, 1)
-        )
+        text = f"{len(reasons)} things are in the way: " + "; ".join(f"({n}) {r}" for n, r in enumerate(reasons, 1))
     remedies = []
     if recording is not None:
         subject = "it runs as a whole" if len(obstacles) == 1 else "they run as wholes"
-        leaf_text = _format_leaves(accepted, model)
-        summary, helps = _describe_remaining(recording, model, accepted, stages)
+        leaf_text = _listing(names, model)
+        summary, helps = _describe_remaining(recording, model, names, stages)
         failure = f"leaf_modules={leaf_text}, which leaves nothing to split: {summary}"
         if helps:
             remedies.append(f"Pass leaf_modules={leaf_text}, so that {subject} (tried: {summary})")
@@ -82,7 +80,7 @@ def explain_obstacle(
     if not remedies:
         trial_note = f" Tried: {failure.rstrip('.')}." if failure else ""
         progress_note = (
-            f" With leaf_modules={_format_leaves(accepted, model)} the last one remains."
+            f" With leaf_modules={_listing(names, model)} the last one remains."
             if len(obstacles) > 1 and not scope
             else ""
         )
@@ -95,12 +93,9 @@ def _add_leaf(model: nn.Module, leaves: Sequence[str], scope: str) -> list[str]:
     """Return the leaves plus this one; if it is the second of its class in the way, plus all modules of that class that
     hold none of the two, as containers do."""
     kind, new = type(model.get_submodule(scope)), [scope]
-    if same_class := [leaf for leaf in leaves if type(model.get_submodule(leaf)) is kind]:
-        containers = {
-            "",
-            *(leaf[:end] for leaf in (*same_class, scope) for end in range(len(leaf)) if leaf[end] == "."),
-        }
-        new = [n for n, m in model.named_modules() if type(m) is kind and n not in containers]
+    if peers := [leaf for leaf in leaves if type(model.get_submodule(leaf)) is kind]:
+        parents = {"", *(leaf[:end] for leaf in (*peers, scope) for end in range(len(leaf)) if leaf[end] == ".")}
+        new = [n for n, m in model.named_modules() if type(m) is kind and n not in parents]
     all_leaves = dict.fromkeys((*leaves, *new))
     return [n for n in all_leaves if not any(n.startswith(f"{outer}.") for outer in all_leaves)]
 
@@ -119,7 +114,7 @@ def _describe_remaining(recording: Recording, model: nn.Module, leaves: Sequence
     return f"the largest piece is then {largest.name!r}, with {share}", True
 
 
-def _format_leaves(leaves: Sequence[str], model: nn.Module) -> str:
+def _listing(leaves: Sequence[str], model: nn.Module) -> str:
     kinds = {type(model.get_submodule(leaf)) for leaf in leaves}
     if len(leaves) <= MAX_LISTED or len(kinds) > 1:
         return repr(list(leaves))

@@ -50,7 +50,7 @@ class CallSite(NamedTuple):
         return f"{self.module}.{self.function}".strip(".")
 
 
-def find_call_site(model: nn.Module, name: str) -> CallSite:
+def find_call(model: nn.Module, name: str) -> CallSite:
     """Return what a cut of this name stands for. Raise PartitionError if the model has no such module."""
     match = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
     path, sign, number = match.groups() if match else (name, ":", "1")
@@ -62,7 +62,7 @@ def find_call_site(model: nn.Module, name: str) -> CallSite:
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
     """Return the module that a cut of this name is a call of, or in."""
-    return model.get_submodule(find_call_site(model, name).module)
+    return model.get_submodule(find_call(model, name).module)
 
 
 def is_mark(name: str) -> bool:
@@ -87,7 +87,7 @@ def named_calls(recording: Recording, model: nn.Module) -> Iterator[tuple[fx.Nod
 
 def find_position(recording: Recording, model: nn.Module, name: str) -> int:
     """Return the index of the node that a cut of this name stands for. Raise PartitionError if it gives no stage."""
-    site = find_call_site(model, name)
+    site = find_call(model, name)
     facts = recording.facts
     unit = next((f.scope for f in facts.values() if f.kind == "unit" and site.path.startswith(f"{f.scope}.")), None)
     if unit:
@@ -118,7 +118,7 @@ def _slots(model: nn.Module, name: str) -> list[str]:
     return [f"{parent_name}{dot}{key}" for key, child in parent._modules.items() if child is module]
 
 
-WeightMeasure = Literal["flops", "parameters", "layers"]
+Measure = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
 
 
@@ -138,7 +138,7 @@ class Candidate:
     weight: int
 
 
-def candidates(recording: Recording, model: nn.Module, balance: WeightMeasure, stages: int = 0) -> list[Candidate]:
+def candidates(recording: Recording, model: nn.Module, balance: Measure, stages: int = 0) -> list[Candidate]:
     """Return every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`),
     as far as they run something that no other stage can compute for itself.
 
@@ -167,12 +167,10 @@ def _is_evener(units: Sequence[Candidate], others: Sequence[Candidate], stages: 
     return heaviest < WORTH_FINER * other_heaviest
 
 
-def _weigh(
-    recording: Recording, model: nn.Module, balance: WeightMeasure, named_positions: Mapping[str, int]
-) -> list[Candidate]:
-    stage_calls = CutRecording(recording, model, (), [*named_positions.values()][1:]).local_calls
+def _weigh(recording: Recording, model: nn.Module, balance: Measure, begins: Mapping[str, int]) -> list[Candidate]:
+    stage_calls = CutRecording(recording, model, (), [*begins.values()][1:]).local_calls
     starts, after_mark = dict[str, int](), False  # waits: no call has followed a mark, which goes before a module there
-    for (name, position), calls in zip(named_positions.items(), stage_calls, strict=False):
+    for (name, position), calls in zip(begins.items(), stage_calls, strict=False):
         starts |= {name: position} if not after_mark and (calls or is_mark(name)) else {}
         after_mark = (after_mark or is_mark(name)) and not calls
     if after_mark:
@@ -184,7 +182,7 @@ def _weigh(
     return [Candidate(*start, weight) for start, weight in zip(starts.items(), weights, strict=True)]
 
 
-def _find_positions(recording: Recording, model: nn.Module, balance: WeightMeasure, *, finer: bool) -> dict[str, int]:
+def _find_positions(recording: Recording, model: nn.Module, balance: Measure, *, finer: bool) -> dict[str, int]:
     """Return where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows
     them."""
     bare = {n for n in recording.unit_spec.opened if not any(True for _ in model.get_submodule(n).children())}
@@ -208,15 +206,11 @@ def _find_positions(recording: Recording, model: nn.Module, balance: WeightMeasu
 def _first_index(recording: Recording, node: fx.Node) -> int:
     """Return the index of a call, or of the first parameter or buffer that it is the first to use."""
     facts = recording.facts
-    held = (
-        argument
-        for argument in node.all_input_nodes
-        if facts[argument].kind in HELD and next(iter(argument.users)) is node
-    )
-    return min(facts[operand].index for operand in (node, *held))
+    held = (arg for arg in node.all_input_nodes if facts[arg].kind in HELD and next(iter(arg.users)) is node)
+    return min(facts[n].index for n in (node, *held))
 
 
-def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: WeightMeasure) -> int:
+def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Measure) -> int:
     """Return a node's weight: its work, the number of elements in its parameters, or whether it calls a repeated
     block."""
     fact = recording.facts[node]
@@ -234,7 +228,7 @@ class TooFewLayersError(PartitionError):
 
 
 def check_enough(
-    recording: Recording, model: nn.Module, stages: int, balance: WeightMeasure, units: Sequence[Candidate]
+    recording: Recording, model: nn.Module, stages: int, balance: Measure, units: Sequence[Candidate]
 ) -> None:
     """Raise TooFewLayersError if there are more stages than candidates."""
     if stages <= max(1, len(units)):

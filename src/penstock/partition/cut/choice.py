@@ -14,7 +14,7 @@ from torch import nn
 from penstock._base.errors import ArgumentError
 from penstock._base.words import named
 from penstock.costs import Profile, read_profile
-from penstock.partition.cut.balance import WeightMeasure
+from penstock.partition.cut.balance import Measure
 
 BalanceName = Literal["time", "flops", "memory", "parameters", "layers"]
 
@@ -41,7 +41,7 @@ class BalanceChoice:
         kind: where stages may begin: before modules whose class has such a name; each counts the same.
     """
 
-    by: WeightMeasure = "flops"
+    by: Measure = "flops"
     measures: bool = False
     memory: bool = False
     profile: Profile | None = None

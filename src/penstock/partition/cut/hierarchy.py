@@ -11,14 +11,7 @@ from torch import nn
 
 from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.partition.cut.balance import (
-    WeightMeasure,
-    candidates,
-    even_starts,
-    find_call_site,
-    heaviest_stage,
-    is_mark,
-)
+from penstock.partition.cut.balance import Measure, candidates, even_starts, find_call, heaviest_stage, is_mark
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import LISTS, Opening, Unit, canonical_names, find_units, repeats, resolve
@@ -37,12 +30,9 @@ def opening_for(
     names = canonical_names(model)
     leaf_names = {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
     requested = {names[id(resolve(model, name, "split_inside"))] for name in opens}
-    cut_paths = {find_call_site(model, cut).path for cut in cuts or ()}
-    for argument, names_to_open in (
-        ("split_inside", requested),
-        ("cuts", {name.rpartition(".")[0] for name in cut_paths}),
-    ):
-        for name in names_to_open:
+    paths = {find_call(model, cut).path for cut in cuts or ()}
+    for argument, to_open in (("split_inside", requested), ("cuts", {name.rpartition(".")[0] for name in paths})):
+        for name in to_open:
             leaf = next((leaf for leaf in leaf_names if f"{name}.".startswith(f"{leaf}.")), None)
             if leaf is not None:
                 raise PartitionError(
@@ -50,7 +40,7 @@ def opening_for(
                 )
     opening = Opening(frozenset(n for name in requested for n in (*_enclosing(name), name)))
     units = {unit.name for unit in find_units(model, leaves, apart=opening.names).values()}
-    enclosing = {n for name in cut_paths for n in _enclosing(name)}
+    enclosing = {n for name in paths for n in _enclosing(name)}
     opening = replace(
         opening, for_cuts=frozenset(n for n in enclosing if any(f"{n}.".startswith(f"{unit}.") for unit in units))
     )
@@ -71,36 +61,29 @@ def extend_opening(model: nn.Module, opening: Opening, profile: Profile) -> Open
 
 
 def choose_opening(
-    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: WeightMeasure
+    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Measure
 ) -> Opening:
     """Return what to open now that weights are known: the recording's own opening if nothing else is worth opening."""
     opening = recording.opening
     current_units = find_units(model, leaves, recording.unit_spec, opening.names).values()
     units = {unwrapped(unit.name): unit for unit in current_units}
     pieces = candidates(recording, model, balance)
-    if sum(is_mark(piece.name) for piece in pieces) >= stages - 1:
+    if sum(is_mark(p.name) for p in pieces) >= stages - 1:
         return opening
     modules = dict(model.named_modules())
-    order = [
-        units.get(piece.name) or Unit(piece.name, modules.get(piece.name, nn.Identity()), block=False)
-        for piece in pieces
-    ]
+    order = [units.get(p.name) or Unit(p.name, modules.get(p.name, nn.Identity()), block=False) for p in pieces]
     names = canonical_names(model)
-    kept_whole = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
-    worthwhile = _worth_opening(order, [piece.weight for piece in pieces], stages, kept_whole)
+    fixed = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
+    worthwhile = _worth_opening(order, [p.weight for p in pieces], stages, fixed)
     return replace(opening, tried=opening.tried | frozenset(worthwhile))
 
 
-def _worth_opening(
-    units: Sequence[Unit], weights: Sequence[int], stages: int, kept_whole: Collection[str]
-) -> Iterator[str]:
+def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, fixed: Collection[str]) -> Iterator[str]:
     """Yield the modules inside which the best cuts would fall, if opening them is worthwhile. Leave out `whole`.
 
     Assumes that all repeated blocks of a module weigh the same.
     """
-    counts = [
-        count_blocks(unit.module) if unit.name not in kept_whole and _may_open(unit.module) else 1 for unit in units
-    ]
+    counts = [count_blocks(unit.module) if unit.name not in fixed and _may_open(unit.module) else 1 for unit in units]
     if max(counts, default=1) == 1 or stages == 1:
         return
     pieces = [weight // count for weight, count in zip(weights, counts, strict=True) for _ in range(count)]

@@ -15,7 +15,7 @@ import torch
 
 from penstock.costs import Profile
 
-BUSY_FRACTION = 0.1
+BUSY = 0.1
 """A machine is busy if threads waited for a core for more than this part of the time."""
 
 
@@ -37,24 +37,17 @@ def total_wait_ns() -> int:
     """Return the same of all threads of this process together; 0 if the system does not report it."""
     total = 0
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
-        with (
-            suppress(OSError),
-            closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as schedstat,
-        ):  # it may have ended
-            total += read_wait_ns(schedstat)
+        with suppress(OSError), closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as stat:  # it may have ended
+            total += read_wait_ns(stat)
     return total
 
 
 def measure_undisturbed(measuring: Callable[[], Profile], device: torch.device) -> Profile:
     """Measure, and once more with one thread and a note if the machine is busy: threads that compute together wait for
     the one whose core is taken, so their times say little."""
-    threads, waited_ns, start = torch.get_num_threads(), total_wait_ns(), time.perf_counter_ns()
+    threads, waited, start = torch.get_num_threads(), total_wait_ns(), time.perf_counter_ns()
     profile = measuring()
-    if (
-        device.type != "cpu"
-        or threads == 1
-        or total_wait_ns() - waited_ns < BUSY_FRACTION * (time.perf_counter_ns() - start)
-    ):
+    if device.type != "cpu" or threads == 1 or total_wait_ns() - waited < BUSY * (time.perf_counter_ns() - start):
         return profile
     torch.set_num_threads(1)
     try:

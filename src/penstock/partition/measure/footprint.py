@@ -1,8 +1,9 @@
 """What one microbatch does and takes on a stage while it is there, by running the stage's code and backward on fake
 tensors.
 
-Nothing is computed, and no memory is taken. `Watching` counts what kernels do as they would on a CPU, whatever device
-the tensors are for: so scaled attention is one kernel, as fused ones are, and what would be fused by a compiler is not.
+Nothing is computed, and no memory is taken. `MemoryMonitor` counts what kernels do as they would on a CPU, whatever
+device the tensors are for: so scaled attention is one kernel, as fused ones are, and what would be fused by a compiler
+is not.
 """
 
 from __future__ import annotations
@@ -27,13 +28,7 @@ from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
-from penstock.partition.watch.work import (
-    OperatorCall,
-    argument_names,
-    classify_operator,
-    count_operations,
-    list_tensors,
-)
+from penstock.partition.watch.work import OpCall, argument_names, count_operations, find_group, list_tensors
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input
@@ -59,7 +54,7 @@ class Footprint:
 
 
 def footprint(module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False) -> Footprint | None:
-    """Return what `on_fakes` finds; None if the code does not run on fake tensors."""
+    """Return what `run_on_fakes` finds; None if the code does not run on fake tensors."""
     try:
         return run_on_fakes(module, inputs, with_loss=with_loss)
     except Exception:  # a model's own code may raise anything there
@@ -74,7 +69,7 @@ def run_on_fakes(
     Args:
         module: takes `inputs` and returns its outputs. What its forward leaves behind is taken back.
         inputs: of one microbatch.
-        with_loss: whether a loss follows: one that the module returns, or else `usual_loss`.
+        with_loss: whether a loss follows: one that the module returns, or else `typical_losses`.
         counts: whether to count operations.
     """
     reach = Reach(module)
@@ -110,10 +105,8 @@ def backward_roots(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callab
     ]
 
     def make_ones() -> list[Tensor]:
-        gradients = (
-            torch.empty_permuted(shape, order, dtype=dtype, device=device) for shape, order, dtype, device in sizes
-        )
-        return [gradient.fill_(1) for gradient in gradients]
+        ones = (torch.empty_permuted(shape, order, dtype=dtype, device=device) for shape, order, dtype, device in sizes)
+        return [gradient.fill_(1) for gradient in ones]
 
     return [get_gradient_edge(value) for value in trained], make_ones
 
@@ -134,36 +127,30 @@ def _run(
             tensor.grad = torch.empty_like(tensor)
     leaves = [_empty_from_meta(meta).requires_grad_(meta.requires_grad) for meta in inputs]
     uncounted = [*state.values(), *(t.grad for t in state.values() if t.grad is not None), *leaves]
-    with MemoryMonitor(uncounted) as monitor:
+    with MemoryMonitor(uncounted) as memory:
         copies = [leaf.clone() for leaf in leaves]  # which may be updated in place
-        monitor.is_counting = counts
+        memory.is_counting = counts
         outputs: list[Tensor] = list(functional_call(module, dict(state), tuple(copies)))
-        monitor.is_counting = False
-        input_storages, output_storages = ([storage_of(value) for value in values] for values in (copies, outputs))
+        memory.is_counting = False
+        ids_in, ids_out = ([storage_of(value) for value in values] for values in (copies, outputs))
         copies.clear()
         edges, make_ones = backward_roots(typical_losses(outputs) if with_loss else outputs)
         outputs.clear()
-        forward_peak, forward = monitor.peak, monitor.take_operations()
-        kept_bytes = monitor.peak = monitor.now
-        input_bytes, output_bytes = (
-            tuple(map(monitor.living_bytes, storages)) for storages in (input_storages, output_storages)
-        )
+        peak, forward = memory.peak, memory.take_ops()
+        kept = memory.peak = memory.now
+        input_bytes, output_bytes = (tuple(map(memory.living_bytes, storages)) for storages in (ids_in, ids_out))
         gradients = make_ones()
-        monitor.is_counting = counts
+        memory.is_counting = counts
         if edges and inputs_only:
             torch.autograd.grad(edges, [x for x in leaves if x.requires_grad], gradients, allow_unused=True)
         elif edges:
             torch.autograd.backward(edges, gradients)
-        monitor.is_counting = False
-        return (
-            Footprint(kept_bytes, max(forward_peak, monitor.peak) - kept_bytes, input_bytes, output_bytes),
-            forward,
-            monitor.take_operations(),
-        )
+        memory.is_counting = False
+        return Footprint(kept, max(peak, memory.peak) - kept, input_bytes, output_bytes), forward, memory.take_ops()
 
 
 class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that operators make, while they live, and while it `is_counting`, what kernels do.
+    """Counts the bytes of live tensors that operators make and, while it `is_counting`, what kernels do.
 
     Args:
         known: tensors whose memory does not count.
@@ -180,8 +167,8 @@ class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.is_counting and isinstance(func, torch._ops.OpOverload) and classify_operator(func) != "free":
-            self._operations[_operator_cost(OperatorCall(func, args, kwargs, result))] += 1
+        if self.is_counting and isinstance(func, torch._ops.OpOverload) and find_group(func) != "free":
+            self._operations[_operator_cost(OpCall(func, args, kwargs, result))] += 1
         for tensor in flatten(result).leaves:
             if isinstance(tensor, Tensor) and storage_of(tensor) not in self._living:
                 self._track(tensor, size_of(tensor))
@@ -190,7 +177,7 @@ class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._track(result[3], int((_LSTM_VALUES[0] + _LSTM_VALUES[1] * width_ratio) * size_of(result[0])))
         return result
 
-    def take_operations(self) -> tuple[Operation, ...]:
+    def take_ops(self) -> tuple[Operation, ...]:
         """Return what ran since the last call, the same operations together."""
         operations = tuple(Operation(*key, count) for key, count in self._operations.items())
         self._operations.clear()
@@ -238,11 +225,11 @@ OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "e
 """Operators that do not read the tensor that they update."""
 
 
-def _operator_cost(call: OperatorCall) -> tuple[int, int, str]:
+def _operator_cost(call: OpCall) -> tuple[int, int, str]:
     """Return the operations, bytes and dtype of one kernel."""
     operands = list_tensors((*call.args, *call.kwargs.values()))
     results = list_tensors(call.result if isinstance(call.result, (list, tuple)) else (call.result,))
-    group, name = classify_operator(call.func), call.func.overloadpacket.__name__
+    group, name = find_group(call.func), call.func.overloadpacket.__name__
     bytes_read = _bytes(operands[1:] if name in OVERWRITES else operands)
     if group == "lookup":  # of its table, only the rows that are asked for
         bytes_read = _bytes(operands[1:]) + _bytes(results)
@@ -254,7 +241,7 @@ def _operator_cost(call: OperatorCall) -> tuple[int, int, str]:
     return _count_unmasked(call), bytes_read + _bytes(results), _product_dtype(name, factor)
 
 
-def _count_unmasked(call: OperatorCall) -> int:
+def _count_unmasked(call: OpCall) -> int:
     """Return a product's operations; of causal attention, those below the diagonal."""
     flops = count_operations(call)
     arguments = dict(zip(argument_names(call.func), call.args, strict=False)) | dict(call.kwargs)

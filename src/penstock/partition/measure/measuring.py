@@ -1,9 +1,9 @@
 """Measures every unit of a recording: a profile, within a budget of seconds.
 
 Each unit gets what the units before it made of made-up inputs (integers are the example's own). In a round, a
-microbatch goes through all units (`_build_sequence`); if that does not fit into time or memory, one unit of each kind is
-run, in turn. Either way a busy moment of the machine does not fall on one unit alone. A unit that runs again and again
-finds its weights and code in the caches; in a step it does not, since other units ran since.
+microbatch goes through all units (`_build_sequence`); if that does not fit into time or memory, one unit of each kind
+is run, in turn. Either way a busy moment of the machine does not fall on one unit alone. A unit that runs again and
+again finds its weights and code in the caches; in a step it does not, since other units ran since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock._base.words import in_a_line
 from penstock.costs import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.clock import synchronize
-from penstock.partition.measure.running import Backward, SplitterFactory, UnitRunner
+from penstock.partition.measure.running import Backward, MakeSplitter, UnitRunner
 from penstock.partition.measure.units import Footprints, Units, UnmeasurableError
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
@@ -56,7 +56,7 @@ def measure(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     budget_seconds: float | None = BUDGET_SECONDS,
-    splits: SplitterFactory | None = None,
+    splits: MakeSplitter | None = None,
     *,
     memory: bool = False,
 ) -> Profile:
@@ -117,9 +117,7 @@ class _Measurement:
         given: the model's inputs.
     """
 
-    def __init__(
-        self, units: Units, footprints: Footprints, model_inputs: Values, splits: SplitterFactory | None
-    ) -> None:
+    def __init__(self, units: Units, footprints: Footprints, model_inputs: Values, splits: MakeSplitter | None) -> None:
         self._units, self._model_inputs, self._splits = units, model_inputs, splits
         self._plans = units.split.plans
         self._runners: dict[int, UnitRunner] = {}  # one unit of each kind, by its number
@@ -130,9 +128,7 @@ class _Measurement:
                 self._runners[index] = self._make_unit(index, inputs)
                 outputs[index] = self._runners[index].begin()
             values |= self._name_outputs(index, outputs[first])
-        saved = {
-            first: self._runners[first].saved for first, result in footprints.items() if isinstance(result, Exception)
-        }
+        saved = {first: self._runners[first].saved for first, size in footprints.items() if isinstance(size, Exception)}
         self._costs = units.costs({**footprints, **saved})
         if saved:
             self._costs = [replace(cost, operations=None) for cost in self._costs]
@@ -222,16 +218,10 @@ class _Measurement:
             if index == len(firsts) - 1:
                 with_loss = self._runners[first].real_memory(with_loss=True)
             if alone is not None and with_loss is not None:
-                kept_bytes, loss_bytes = (
-                    max(self._runners[first].saved.kept, alone.kept),
-                    max(with_loss.kept - alone.kept, 0),
-                )
-                working = max(cost.working_bytes, with_loss.kept + with_loss.working - kept_bytes - loss_bytes)
+                kept, loss = (max(self._runners[first].saved.kept, alone.kept), max(with_loss.kept - alone.kept, 0))
+                working = max(cost.working_bytes, with_loss.kept + with_loss.working - kept - loss)
                 cost = replace(
-                    cost,
-                    activation_bytes=kept_bytes,
-                    working_bytes=working,
-                    loss_bytes=max(cost.loss_bytes, loss_bytes),
+                    cost, activation_bytes=kept, working_bytes=working, loss_bytes=max(cost.loss_bytes, loss)
                 )
             costs[index] = replace(cost, weight_gradient_bytes=deferred_bytes[first])
         return costs

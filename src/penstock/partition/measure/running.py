@@ -51,11 +51,11 @@ class BackwardSplitter(Protocol):
         """Do what that left."""
 
 
-SplitterFactory = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], BackwardSplitter]
+MakeSplitter = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], BackwardSplitter]
 """Makes one for a module with these parameters, by name."""
 
 Step = Iterator[Sequence[Tensor]]
-"""A microbatch on its way through one unit: each `next` runs a part of it. See `RunningUnit.step`."""
+"""A microbatch on its way through one unit: each `next` runs a part of it. See `UnitRunner.step`."""
 
 PARTS = 3
 """Of a step, before its times are noted."""
@@ -81,7 +81,7 @@ class UnitRunner:
         stage: Stage,
         inputs: Sequence[Tensor],
         shared: Iterable[nn.Parameter] = (),
-        splits: SplitterFactory | None = None,
+        splits: MakeSplitter | None = None,
     ) -> None:
         self.inputs, self._needs = inputs, [i.meta.requires_grad for i in stage.meta.inputs]
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in shared}
@@ -98,7 +98,7 @@ class UnitRunner:
     def step(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE, *, with_loss: bool = False) -> Step:
         """Run a microbatch in parts: its forward, which yields the results without their graph; its backward, or the
         first part of a split one; the rest. Each is timed, and noted when the step is resumed after these three: first
-        the device has to settle. A backward that has one part runs whole. `with_loss`: `usual_loss` follows."""
+        the device has to settle. A backward that has one part runs whole. `with_loss`: `typical_losses` follows."""
         splitting = self._splitting if backward is Backward.SPLIT else None
         if splitting is None and not (backward is Backward.INPUTS and self._trains and self._passes_on):
             backward = Backward.WHOLE

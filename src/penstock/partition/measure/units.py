@@ -122,18 +122,14 @@ class Units:
         """Return what is known without running: what crosses before each unit, its parameters, buffers and inputs of
         the model, which of the parameters others hold, too, and its activations and workspace."""
         tensors, unit_costs, crossing = self.split.recording.held, list[UnitCost](), self._crossing_bytes()
-        names = [
-            dict.fromkeys(n for node in plan.run for n in self.split.held_names(node)) for plan in self.split.plans
-        ]
+        names = [dict.fromkeys(n for node in plan.run for n in self.split.held_by(node)) for plan in self.split.plans]
         uses, previous = Counter(name for unit_names in names for name in unit_names), dict[tuple[int, str], int]()
         columns = zip(self.candidates, self.split.plans, names, self.first_of_kind, strict=True)
         for index, (candidate, plan, local_names, first) in enumerate(columns):
             sizes = {name: tensors[name].numel() * tensors[name].element_size() for name in local_names}
             trained = {name: size if tensors[name].requires_grad else 0 for name, size in sizes.items()}
-            memory = _footprint_or_zero(footprints[first])
-            memory_with_loss = (
-                _footprint_or_zero(footprints.get(WITH_LOSS, memory)) if index == self.split.count - 1 else memory
-            )
+            memory = _or_zero(footprints[first])
+            with_loss = _or_zero(footprints.get(WITH_LOSS, memory)) if index == self.split.count - 1 else memory
             inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, memory.inputs, strict=False)}
             cost = UnitCost(
                 candidate.name,
@@ -146,9 +142,9 @@ class Units:
                 boundary_gradient_bytes=crossing[index][1],
                 like="" if first == index else self.candidates[first].name,
                 operations=memory.operations if first == index else None,
-                working_bytes=memory_with_loss.working,
+                working_bytes=with_loss.working,
                 input_bytes=sum(meta_bytes(i.meta) for i in plan.inputs if i.source == MODEL_INPUT),
-                loss_bytes=max(memory_with_loss.kept - memory.kept, 0),
+                loss_bytes=max(with_loss.kept - memory.kept, 0),
                 tied=tuple(Tied(name, sizes[name], trained[name]) for name in local_names if uses[name] > 1),
                 shared_bytes=sum(min(size, previous.get(key, 0)) for key, size in inputs.items()),
             )
@@ -182,7 +178,7 @@ class Units:
         )
 
 
-def _footprint_or_zero(result: Footprint | Exception) -> Footprint:
+def _or_zero(result: Footprint | Exception) -> Footprint:
     return Footprint(0, 0) if isinstance(result, Exception) else result
 
 

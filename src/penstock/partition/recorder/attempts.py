@@ -35,15 +35,7 @@ from penstock.partition.source import Obstacle, raising_line
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import ALL_UNITS, Left, Remembered
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.units import (
-    DEFAULT_UNITS,
-    NOTHING,
-    Opening,
-    RetryRecording,
-    UnitSpec,
-    find_units,
-    intercepted,
-)
+from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, RecordAgain, UnitSpec, find_units, intercept
 from penstock.partition.values.objects import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.watch.observer import SEED
 
@@ -53,7 +45,7 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
-    spec: UnitSpec = DEFAULT_UNITS,
+    spec: UnitSpec = NO_SPEC,
     opening: Opening = NOTHING,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
@@ -74,7 +66,7 @@ def record(
                 spec, fallback, reason = replace(fallback or spec, shut=spec.shut | {ALL_UNITS}), None, ""
                 continue  # a randomly skipped module leaves no value to carry
             return replace(merge_branches(recording, record_choices) if recording.asks else recording, opening=opening)
-        except RetryRecording as retry:
+        except RecordAgain as retry:
             if retry.keep_whole is not None:
                 opening = opening.without(_same_class(model, retry.keep_whole, opening.tried))
             elif retry.additions.functions:
@@ -105,9 +97,9 @@ def record(
                 raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
 
 
-def _extend_spec(spec: UnitSpec, retry: RetryRecording, leaves: Sequence[str]) -> UnitSpec:
-    """Return the spec with what the retry adds. Raise PartitionError if that is nothing new, or contradicts what is known
-    or the user asked for."""
+def _extend_spec(spec: UnitSpec, retry: RecordAgain, leaves: Sequence[str]) -> UnitSpec:
+    """Return the spec with what the retry adds. Raise PartitionError if that is nothing new, or contradicts the spec or
+    the user's `leaves`."""
     extended = spec | retry.additions
     if conflicting := sorted(retry.additions.opened & {*leaves}):
         raise PartitionError(
@@ -136,7 +128,7 @@ def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
     while True:
         try:
             return _record(attempt, choices, unknown)
-        except RetryRecording as retry:
+        except RecordAgain as retry:
             if retry.unknown is None:
                 raise
             unknown = retry.unknown  # each path numbers its calls from 0
@@ -178,8 +170,8 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
     try:
         with recorder.chance.redirect_draws(spec.functions):
             result = _run(recorder, inputs, structure)
-    except (RetryRecording, PartitionError) as error:
-        additions = error.additions if isinstance(error, RetryRecording) else None
+    except (RecordAgain, PartitionError) as error:
+        additions = error.additions if isinstance(error, RecordAgain) else None
         if additions is None or additions.opened or additions.whole or additions.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
@@ -213,7 +205,7 @@ def _blame_opened_module(recorder: Recorder) -> Iterator[None]:
         yield
     except Exception as error:
         if opening.tried:
-            raise RetryRecording(keep_whole=opening.around(recorder.scope)) from error
+            raise RecordAgain(keep_whole=opening.around(recorder.scope)) from error
         name = opening.cut_inside(recorder.scope)
         if name and isinstance(error, PartitionError):
             reason = error.reason if isinstance(error, Obstacle) else str(error)
@@ -227,7 +219,7 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), quiet():
-            with _without_argument_checks(), intercepted(modules, recorder.call_unit), recorder:
+            with _without_argument_checks(), intercept(modules, recorder.call_unit), recorder:
                 with mapped_functions(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -267,7 +259,7 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
         scope = recorder.module_names[id(module)]
         path = f"{scope}.{attribute}".lstrip(".")
         if id(module) not in in_units and (name := recorder.opening.around(scope)):
-            raise RetryRecording(keep_whole=name)
+            raise RecordAgain(keep_whole=name)
         if id(module) not in in_units and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
@@ -313,9 +305,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
     loan, flat = recorder.loan, flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _positions_by_module(recorder)
-    if (
-        writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.memory_read), None)
-    ) is not None:
+    if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.reads), None)) is not None:
         reason = (
             f"the forward branches on a buffer and updates it at {writer.source_line}, which a recording cannot follow"
         )

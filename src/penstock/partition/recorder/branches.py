@@ -26,7 +26,7 @@ from penstock.partition.source import Obstacle
 Answers = tuple[bool, ...]
 
 
-class PathMismatchError(Exception):
+class MismatchError(Exception):
     """Two paths differ in more than what one leaves out. `number`: the decision's; None if unknown."""
 
     def __init__(self, reason: str, number: int | None = None) -> None:
@@ -45,11 +45,11 @@ def merge_branches(first: Recording, record: Callable[[Mapping[int, bool]], Reco
     """
     try:
         return _Merger(*_paths(first, record)).merge()
-    except PathMismatchError as error:
+    except MismatchError as error:
         ask = first.asks[error.number or 0]
         where = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
         raise Obstacle(
-            f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than the "
+            f"{where} branches on a random number at {ask.source_line}, and its two paths differ in more than the "
             f"modules that one leaves out: {error}",
             ask.scope,
             "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
@@ -67,7 +67,7 @@ class _Path:
     @classmethod
     def from_recording(cls, recording: Recording, answers: Answers) -> _Path:
         if len(recording.asks) != len(answers):
-            raise PathMismatchError(
+            raise MismatchError(
                 f"how often it asks depends on the answers ({len(answers)} times, or {len(recording.asks)})"
             )
         limits = [ask.index for ask in recording.asks]
@@ -103,50 +103,48 @@ class _Merger:
     """Compares the base with the other paths, and rewrites it with one node for each region.
 
     Attributes:
-        regions: for each decision, the nodes of the base that run only on its side of it; `region_by_node` the inverse.
-        replacements: for a node in a region that is used after it, what is used instead if the region did not run.
+        regions: for each decision, the nodes of the base that run only on its side of it; `region_of` the inverse.
+        fallback: for a node in a region that is used after it, what is used instead if the region did not run.
     """
 
-    def __init__(self, base: _Path, other_paths: Sequence[_Path]) -> None:
+    def __init__(self, base: _Path, paths: Sequence[_Path]) -> None:
         self.path, self.base = base, base.recording
         self.regions: dict[int, tuple[fx.Node, ...]] = {}
-        self.region_by_node: dict[fx.Node, int] = {}
-        self.replacements: dict[fx.Node, fx.Node] = {}
+        self.region_of: dict[fx.Node, int] = {}
+        self.fallback: dict[fx.Node, fx.Node] = {}
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.facts: dict[fx.Node, Fact] = {}
-        self._compare(other_paths)
+        self._compare(paths)
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
-    def _compare(self, other_paths: Sequence[_Path]) -> None:
+    def _compare(self, paths: Sequence[_Path]) -> None:
         facts, comparisons = self.base.facts, []
-        for other_path in other_paths:
-            pairs = zip(self.path.answers, other_path.answers, strict=True)
+        for path in paths:
+            pairs = zip(self.path.answers, path.answers, strict=True)
             flipped = frozenset(number for number, (a, b) in enumerate(pairs) if a != b)
-            comparisons.append((flipped, self._align(other_path, flipped)))
+            comparisons.append((flipped, self._align(path, flipped)))
         for flipped, values in comparisons:
-            for base_node, other_node in values:
-                replacement = self.replacements.get(base_node)
-                if self.region_by_node.get(base_node) in flipped and (
-                    replacement is None or facts[replacement].index < facts[other_node].index
-                ):
-                    self.replacements[base_node] = other_node  # for an earlier one the others were left out too
+            for expected, used in values:
+                old = self.fallback.get(expected)
+                if self.region_of.get(expected) in flipped and (old is None or facts[old].index < facts[used].index):
+                    self.fallback[expected] = used  # for an earlier one the others were left out too
         for flipped, values in comparisons:
-            for base_node, other_node in values:
-                node = base_node
-                while (number := self.region_by_node.get(node)) in flipped:
-                    if node not in self.replacements:
+            for expected, used in values:
+                node = expected
+                while (number := self.region_of.get(node)) in flipped:
+                    if node not in self.fallback:
                         raise _unmatched_value(node, number)
-                    node = self.replacements[node]
-                if node is not other_node:
-                    reason = f"{other_node.name!r} is used where {base_node.name!r} was expected"
-                    raise PathMismatchError(reason, self.region_by_node.get(base_node))
+                    node = self.fallback[node]
+                if node is not used:
+                    reason = f"{used.name!r} is used where {expected.name!r} was expected"
+                    raise MismatchError(reason, self.region_of.get(expected))
 
-    def _align(self, other_path: _Path, flipped: frozenset[int]) -> list[tuple[fx.Node, fx.Node]]:
+    def _align(self, path: _Path, flipped: frozenset[int]) -> list[tuple[fx.Node, fx.Node]]:
         """Pair each value that a call of the base takes with the node of the base that corresponds to the value which
         the other path has in the same place."""
-        base, other = self.base, other_path.recording
+        base, other = self.base, path.recording
         base_inputs = {index: node for node, index in base.inputs.items()}
         counterparts = {node: base_inputs[index] for node, index in other.inputs.items()}
         pairs: list[tuple[fx.Node, fx.Node]] = []
@@ -154,20 +152,16 @@ class _Merger:
         def add_pairs(base_value: Any, other_value: Any) -> None:
             pairs.extend((a, counterparts[b]) for a, b in _pair_arguments(base_value, other_value, base, other))
 
-        for number, (base_nodes, other_nodes) in enumerate(
-            zip(self.path.segments, other_path.segments, strict=True), start=-1
-        ):
-            base_nodes = self._without_region(base_nodes, other_nodes, number if number in flipped else None)
-            for one, other_node in zip(base_nodes, other_nodes, strict=True):
-                _check_same_call(one, base.facts[one], other_node, other.facts[other_node], number)
-                add_pairs((one.args, one.kwargs), (other_node.args, other_node.kwargs))
-                counterparts[other_node] = one
+        for number, (nodes, others) in enumerate(zip(self.path.segments, path.segments, strict=True), start=-1):
+            nodes = self._without_region(nodes, others, number if number in flipped else None)
+            for base_node, other_node in zip(nodes, others, strict=True):
+                _check_same_call(base_node, base.facts[base_node], other_node, other.facts[other_node], number)
+                add_pairs((base_node.args, base_node.kwargs), (other_node.args, other_node.kwargs))
+                counterparts[other_node] = base_node
         for base_ask, other_ask in zip(base.asks, other.asks, strict=True):
             if counterparts[other_ask.node] is not base_ask.node:
-                raise PathMismatchError("the questions come in another order")
-        add_pairs(
-            *((recording.outputs, recording.result_leaves, recording.result_structure) for recording in (base, other))
-        )
+                raise MismatchError("the questions come in another order")
+        add_pairs(*((r.outputs, r.result_leaves, r.result_structure) for r in (base, other)))
         return pairs
 
     def _without_region(
@@ -176,15 +170,15 @@ class _Merger:
         surplus = len(base_nodes) - len(other_nodes)
         if number is None:
             if surplus:
-                raise PathMismatchError("it changes what runs after the next question")
+                raise MismatchError("it changes what runs after the next question")
             return base_nodes
         start = _find_region_start(base_nodes, other_nodes, surplus) if surplus >= 0 else None
         if start is None:
-            raise PathMismatchError("both sides run something of their own", number)
+            raise MismatchError("both sides run something of their own", number)
         region = tuple(base_nodes[start : start + surplus])
         if self.regions.setdefault(number, region) != region:
-            raise PathMismatchError("what it leaves out depends on other decisions", number)
-        self.region_by_node.update(dict.fromkeys(region, number))
+            raise MismatchError("what it leaves out depends on other decisions", number)
+        self.region_of.update(dict.fromkeys(region, number))
         return [*base_nodes[:start], *base_nodes[start + surplus :]]
 
     # -- merging ----------------------------------------------------------------------------------------------------
@@ -198,7 +192,7 @@ class _Merger:
             numbers[fact.index] = len(self.facts)
             if node in last_nodes:
                 self._write_branch(last_nodes[node], outputs[last_nodes[node]])
-            elif node not in self.region_by_node:
+            elif node not in self.region_of:
                 self.new[node] = copy = self.graph.node_copy(node, self.new.__getitem__)
                 self.facts[copy] = replace(fact, index=len(self.facts))
         for number, nodes in regions.items():
@@ -221,25 +215,19 @@ class _Merger:
 
     def _outputs(self, number: int, region: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """Return the values of a region that are used after it."""
-        outside = {node for node in region if any(self.region_by_node.get(user) != number for user in node.users)}
+        outside = {node for node in region if any(self.region_of.get(user) != number for user in node.users)}
         outputs = tuple(node for node in region if node in outside or node in self.base.outputs)
         for node in outputs:
-            replacement = self.replacements.get(node)
-            if replacement is None:
+            fallback = self.fallback.get(node)
+            if fallback is None:
                 raise _unmatched_value(node, number)
-            run_meta, passed_meta = self.base.facts[node].meta, self.base.facts[replacement].meta
-            if run_meta is None or passed_meta is None:
-                raise PathMismatchError(f"{node.name!r}, which is used later, is not a tensor", number)
-            if (run_meta.shape, run_meta.stride, run_meta.dtype) != (
-                passed_meta.shape,
-                passed_meta.stride,
-                passed_meta.dtype,
-            ):
-                raise PathMismatchError(
-                    f"{replacement.name!r} differs from {node.name!r} in shape, stride or dtype", number
-                )
-            if passed_meta.requires_grad and not run_meta.requires_grad:
-                raise PathMismatchError(f"{replacement.name!r} takes a gradient, but {node.name!r} does not", number)
+            meta, passed = self.base.facts[node].meta, self.base.facts[fallback].meta
+            if meta is None or passed is None:
+                raise MismatchError(f"{node.name!r}, which is used later, is not a tensor", number)
+            if (meta.shape, meta.stride, meta.dtype) != (passed.shape, passed.stride, passed.dtype):
+                raise MismatchError(f"{fallback.name!r} differs from {node.name!r} in shape, stride or dtype", number)
+            if passed.requires_grad and not meta.requires_grad:
+                raise MismatchError(f"{fallback.name!r} takes a gradient, but {node.name!r} does not", number)
         return outputs
 
     def _write_branch(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
@@ -258,7 +246,7 @@ class _Merger:
             {name: n for name, calls in base.calls.items() if (n := sum(i in indices for i in calls))},
             base.asks[number].source_line,
         )
-        arguments = (base.asks[number].node, *(self.replacements[n] for n in outputs), *inputs)
+        arguments = (base.asks[number].node, *(self.fallback[n] for n in outputs), *inputs)
         name = f"branch_by_chance_{number}"
         node = self.graph.create_node("call_module", name, tuple(self.new[a] for a in arguments), {}, name)
         self.facts[node] = Fact(
@@ -287,70 +275,55 @@ class _Merger:
                 self._repeat_on_stages(argument)
 
 
-def _unmatched_value(node: fx.Node, number: int | None) -> PathMismatchError:
-    return PathMismatchError(f"only one of them makes {node.name!r}, which is used later", number)
+def _unmatched_value(node: fx.Node, number: int | None) -> MismatchError:
+    return MismatchError(f"only one of them makes {node.name!r}, which is used later", number)
 
 
-def _find_region_start(base_nodes: Sequence[fx.Node], other_nodes: Sequence[fx.Node], surplus: int) -> int | None:
+def _find_region_start(nodes: Sequence[fx.Node], others: Sequence[fx.Node], surplus: int) -> int | None:
     """Return where in `mine` the `spare` nodes that `theirs` lacks are: at the question, or after what follows it."""
-    base_calls, other_calls = [(n.op, n.target) for n in base_nodes], [(n.op, n.target) for n in other_nodes]
+    calls, other_calls = [(n.op, n.target) for n in nodes], [(n.op, n.target) for n in others]
     starts = (
-        s
-        for s in range(len(other_nodes) + 1)
-        if base_calls[:s] == other_calls[:s] and base_calls[s + surplus :] == other_calls[s:]
+        s for s in range(len(others) + 1) if calls[:s] == other_calls[:s] and calls[s + surplus :] == other_calls[s:]
     )
     return next(starts, None)
 
 
-def _check_same_call(base_node: fx.Node, base_fact: Fact, other_node: fx.Node, other_fact: Fact, number: int) -> None:
-    base_call, other_call = (
-        (base_node.op, base_node.target, base_fact.kind, base_fact.scope),
-        (other_node.op, other_node.target, other_fact.kind, other_fact.scope),
+def _check_same_call(node: fx.Node, fact: Fact, other: fx.Node, other_fact: Fact, number: int) -> None:
+    call, other_call = (
+        (node.op, node.target, fact.kind, fact.scope),
+        (other.op, other.target, other_fact.kind, other_fact.scope),
     )
-    if base_call != other_call:
-        raise PathMismatchError(f"one way calls {other_node.name!r} where the other calls {base_node.name!r}", number)
-    if (base_fact.draws, base_fact.modes, _layout(base_fact)) != (
-        other_fact.draws,
-        other_fact.modes,
-        _layout(other_fact),
-    ):
-        raise PathMismatchError(
-            f"{base_node.name!r} has another shape, stride or dtype, draws otherwise, or runs under another mode",
-            number,
+    if call != other_call:
+        raise MismatchError(f"one path calls {other.name!r} where the other calls {node.name!r}", number)
+    if (fact.draws, fact.modes, _layout(fact)) != (other_fact.draws, other_fact.modes, _layout(other_fact)):
+        raise MismatchError(
+            f"{node.name!r} has another shape, stride or dtype, draws otherwise, or runs under another mode", number
         )
-    if other_fact.takes_gradient and not base_fact.takes_gradient:
-        raise PathMismatchError(f"{base_node.name!r} takes a gradient only where something is left out", number)
+    if other_fact.takes_gradient and not fact.takes_gradient:
+        raise MismatchError(f"{node.name!r} takes a gradient only where something is left out", number)
 
 
 def _layout(fact: Fact) -> object:
     return fact.meta and (fact.meta.shape, fact.meta.stride, fact.meta.dtype)
 
 
-def _pair_arguments(
-    base_value: Any, other_value: Any, base: Recording, other: Recording
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the values at the same places of two structures. Raise UnlikeError if anything else differs."""
-    if isinstance(base_value, fx.Node) and isinstance(other_value, fx.Node):
-        if "get_attr" not in (base_value.op, other_value.op):
-            yield base_value, other_value
-        elif not _is_same_object(base_value, other_value, base, other):
-            raise PathMismatchError(f"{other_value.name!r} is used where {base_value.name!r} was expected")
-    elif (
-        isinstance(base_value, (tuple, list))
-        and type(base_value) is type(other_value)
-        and len(base_value) == len(other_value)
-    ):
-        for base_item, other_item in zip(base_value, other_value, strict=True):
-            yield from _pair_arguments(base_item, other_item, base, other)
-    elif isinstance(base_value, dict) and isinstance(other_value, dict) and list(base_value) == list(other_value):
-        yield from _pair_arguments(tuple(base_value.values()), tuple(other_value.values()), base, other)
-    elif isinstance(base_value, slice) and isinstance(other_value, slice):
-        base_item, other_item = ((value.start, value.stop, value.step) for value in (base_value, other_value))
-        yield from _pair_arguments(base_item, other_item, base, other)
-    elif type(base_value) is not type(other_value) or not (base_value is other_value or base_value == other_value):
-        raise PathMismatchError(
-            f"one way passes {reprlib.repr(other_value)} where the other passes {reprlib.repr(base_value)}"
-        )
+def _pair_arguments(a: Any, b: Any, base: Recording, other: Recording) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the values at the same places of two structures. Raise MismatchError if anything else differs."""
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        if "get_attr" not in (a.op, b.op):
+            yield a, b
+        elif not _is_same_object(a, b, base, other):
+            raise MismatchError(f"{b.name!r} is used where {a.name!r} was expected")
+    elif isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
+        for x, y in zip(a, b, strict=True):
+            yield from _pair_arguments(x, y, base, other)
+    elif isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        yield from _pair_arguments(tuple(a.values()), tuple(b.values()), base, other)
+    elif isinstance(a, slice) and isinstance(b, slice):
+        x, y = ((v.start, v.stop, v.step) for v in (a, b))
+        yield from _pair_arguments(x, y, base, other)
+    elif type(a) is not type(b) or not (a is b or a == b):
+        raise MismatchError(f"one path passes {reprlib.repr(b)} where the other passes {reprlib.repr(a)}")
 
 
 def _is_same_object(base_node: fx.Node, other_node: fx.Node, base: Recording, other: Recording) -> bool:

@@ -27,7 +27,7 @@ from penstock.partition.recorder import foreign
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording.recording import Ask
 from penstock.partition.run.known_values import KnownValues
-from penstock.partition.units.units import RetryRecording
+from penstock.partition.units.units import RecordAgain
 from penstock.partition.values.objects import NodeValue
 
 REMEDY = (
@@ -97,11 +97,11 @@ class DrawnNumber(Drawn):
 
 
 for _name in (*COMPARISONS, *ARITHMETIC, *UNARY):
-    _function, _method = (
+    _function, _rule = (
         getattr(operator, _name),
         DrawnNumber._compare if _name in COMPARISONS else DrawnNumber._calculate,
     )
-    setattr(DrawnNumber, f"__{_name}__", partialmethod(_method, _function))
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(_rule, _function))
     if _name in ARITHMETIC:
         setattr(DrawnNumber, f"__r{_name}__", partialmethod(DrawnNumber._calculate, _function, reflected=True))
 
@@ -129,19 +129,15 @@ class Chance:
 
     Args:
         writer: where they are recorded.
-        known_values: runs functions that draw.
+        values: runs functions that draw.
         call: makes a call and records it.
         choices: the answer to each question, by its number; questions that are not in it get False.
     """
 
     def __init__(
-        self,
-        writer: Writer,
-        known_values: KnownValues,
-        call: Callable[[Any, Any, Any], Any],
-        choices: Mapping[int, bool],
+        self, writer: Writer, values: KnownValues, call: Callable[[Any, Any, Any], Any], choices: Mapping[int, bool]
     ) -> None:
-        self._writer, self._known_values, self._call, self._choices = writer, known_values, call, choices
+        self._writer, self._known_values, self._call, self._choices = writer, values, call, choices
         self._thread = threading.get_ident()
         self._generators = foreign.generator_states()
         self._drew_in_unit = False
@@ -260,8 +256,9 @@ class Chance:
         with writer.pause():
             if self._known_values.unknown(args, kwargs):
                 raise PartitionError(
-                    f"{writer.current_position()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
-                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
+                    f"{writer.current_position()} calls {function.__name__}, which draws random numbers, with a "
+                    "tensor whose values are unknown when the forward is recorded. Switch it off, or do it outside the "
+                    "model"
                 )
             with unset_fake_temporarily(), writer.observer.trial():
                 value = function(*args, **kwargs)
@@ -277,7 +274,7 @@ class Chance:
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is foreign.draw and (function := foreign.enclosing_function()) is not None:
-            raise RetryRecording(f"{self._writer.current_position()} draws an array", functions=[function])
+            raise RecordAgain(f"{self._writer.current_position()} draws an array", functions=[function])
         if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._writer.write_number("call_function", target, args, kwargs, draws=True)
@@ -286,7 +283,7 @@ class Chance:
     def refuse(self, subject: str) -> NoReturn:
         refusal = f"{self._writer.current_position()} uses {subject}, which a recording cannot follow. {REMEDY}"
         if (function := foreign.enclosing_function()) is not None and not self._writer.is_paused:
-            raise RetryRecording(refusal, functions=[function])
+            raise RecordAgain(refusal, functions=[function])
         raise PartitionError(refusal)
 
 

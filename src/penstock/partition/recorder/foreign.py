@@ -51,19 +51,16 @@ def draw(name: str, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def redirect_draws(
-    model: nn.Module,
-    handler: Handler,
-    replacements: Mapping[FunctionType, Callable[..., Any]],
-    from_numpy: Callable[..., Any],
+    model: nn.Module, handler: Handler, swaps: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
     """Redirect draws to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements, within a
     context."""
-    new: dict[int, Any] = {id(function): value for function, value in replacements.items()}
+    new: dict[int, Any] = {id(function): value for function, value in swaps.items()}
     for name, function in drawing_functions().items():
         new[id(function)] = partial(handler, name, function)
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for namespace in _namespaces(model, replacements):
+        for namespace in _namespaces(model, swaps):
             for name, value in list(namespace.items()):
                 if id(value) in new:
                     changed.append((namespace, name, value))

@@ -73,11 +73,9 @@ def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[
                 yield names, name, value
 
 
-def _is_apply(method: Any, torch_apply: Any) -> bool:
+def _is_apply(method: Any, apply: Any) -> bool:
     cls = method.__self__
-    return (
-        isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == torch_apply.__get__(None, cls)
-    )
+    return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == apply.__get__(None, cls)
 
 
 class OlderCheckpoints:

@@ -36,9 +36,9 @@ from penstock.partition.run.loan import Loan
 from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import find_attributes, taken
-from penstock.partition.units.units import Opening, RetryRecording, Unit, UnitCall, UnitSpec
+from penstock.partition.units.units import Opening, RecordAgain, Unit, UnitCall, UnitSpec
 from penstock.partition.values.objects import MutableArguments, hides_tensors, holds_tensors, tensors_in
-from penstock.partition.watch.observer import RunningCall
+from penstock.partition.watch.observer import Call
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
@@ -79,11 +79,11 @@ class Recorder(Writer, TorchFunctionMode):
         self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
         self.blanks: dict[fx.Node, list[fx.Node]] = {}  # see `make_guard`
         self._sized_by_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
-        self.memory_read: set[int] = set()  # memory of buffers and constants whose values were read
+        self.reads: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
         self.taken_names = {*attempt.unit_spec.taken}  # names of attributes that are read after the calls of such units
-        self._real_run_reasons: dict[str, list[str]] = {}  # reason -> their names
+        self._real_runs: dict[str, list[str]] = {}  # reason -> their names
         self.result_checks = ResultChecks(attempt.opening)
         self._thread = threading.get_ident()
         self._numbers = count()
@@ -117,8 +117,8 @@ class Recorder(Writer, TorchFunctionMode):
             reason = calls.refusal_reason(function, args, kwargs)
             if reason is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
-                    f"{self.current_position()} assigns to `.data` of {name!r}, which cannot be replayed on a stage. Update it in "
-                    "place: .data.copy_(...), .data.mul_(...)",
+                    f"{self.current_position()} assigns to `.data` of {name!r}, which cannot be replayed on a "
+                    "stage. Update it in place: .data.copy_(...), .data.mul_(...)",
                     self.scope,
                 )
             if reason is not None:
@@ -176,9 +176,7 @@ class Recorder(Writer, TorchFunctionMode):
         if type(result := guard.expected) not in (bool, int, float):
             raise error
         self.guards.append(guard)
-        self.memory_read |= {
-            storage for fact in facts if fact.kind in ("buffer", "constant") for storage in fact.storages
-        }
+        self.reads |= {storage for fact in facts if fact.kind in ("buffer", "constant") for storage in fact.storages}
         return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,7 +203,7 @@ class Recorder(Writer, TorchFunctionMode):
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
                 if (refusal := self._hidden_refusal(leaf)) is not None:
-                    raise RetryRecording(refusal, opened=[unit.name])
+                    raise RecordAgain(refusal, opened=[unit.name])
             self.known_values.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             mutable = MutableArguments(args, kwargs, self._model_objects)
             self.chance.check_generators()
@@ -245,7 +243,7 @@ class Recorder(Writer, TorchFunctionMode):
                 reason, self.scope, alternative="Call it in a module of its own, and name that in leaf_modules=[...]"
             )
         if unit:
-            raise RetryRecording(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+            raise RecordAgain(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
         self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _extract_attributes(self, node: fx.Node, unit: Unit) -> None:
@@ -279,24 +277,20 @@ class Recorder(Writer, TorchFunctionMode):
         return result
 
     @contextmanager
-    def _as_running_call(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[RunningCall]:
+    def _as_running_call(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Call]:
         """Wrap a call that will be a node: it may read only what it was given."""
         own_tensors = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
         readable = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in own_tensors}
-        call = RunningCall(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, readable)
+        call = Call(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, readable)
         with self.observer.calling(call):
             yield call
 
-    def _check_seeds(self, drew: Collection[Any], position: str) -> None:
+    def _check_seeds(self, drew: Collection[Any], where: str) -> None:
         """Raise Obstacle if a recorded call drew after the forward had seeded the generator."""
         if drew and self.observer.seed_is_set:
-            raise Obstacle(
-                f"{position} draws random numbers after the forward has seeded torch's generator", self.scope
-            )
+            raise Obstacle(f"{where} draws random numbers after the forward has seeded torch's generator", self.scope)
 
-    def _run_unit(
-        self, original: UnitCall, unit: Unit, args: Any, kwargs: Any
-    ) -> tuple[Any, list[Any], frozenset[int]]:
+    def _run_unit(self, call: UnitCall, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """Run a unit on fake tensors or, if that fails, for real.
 
         Returns its result, which of its modules drew, and what it wrote.
@@ -304,18 +298,18 @@ class Recorder(Writer, TorchFunctionMode):
         rollback = self.observer.mark()
         try:
             with quiet():
-                return original(unit.module, *args, **kwargs), *self.observer.take_effects()
+                return call(unit.module, *args, **kwargs), *self.observer.take_effects()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
             rollback()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             result, drew, writes = run_for_real(
-                original, unit, args, kwargs, self.loan, self.observer, error, self.taken_names
+                call, unit, args, kwargs, self.loan, self.observer, error, self.taken_names
             )
             self.ran_for_real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            self._real_run_reasons.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
+            self._real_runs.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
             return result, find_drawing_modules(unit.module, drew), writes
 
     def _note_shapes_read(self, args: Any, kwargs: Any) -> None:
@@ -327,11 +321,6 @@ class Recorder(Writer, TorchFunctionMode):
     @property
     def all_notes(self) -> tuple[str, ...]:
         """What the user should know about this recording, without repeats."""
-        real_units = [
-            (", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._real_run_reasons.items()
-        ]
-        real_notes = [
-            f"{names} ran once for real, on made-up inputs: fake tensors will not do ({error})"
-            for names, error in real_units
-        ]
-        return tuple(dict.fromkeys([*real_notes, *self.notes]))
+        runs = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._real_runs.items()]
+        notes = [f"{names} ran once for real, on made-up inputs: fake tensors will not do ({e})" for names, e in runs]
+        return tuple(dict.fromkeys([*notes, *self.notes]))

@@ -24,7 +24,7 @@ from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
-from penstock.partition.units.units import Opening, RetryRecording, Unit, canonical_names
+from penstock.partition.units.units import Opening, RecordAgain, Unit, canonical_names
 from penstock.partition.values.objects import (
     CONSTANTS,
     MutableArguments,
@@ -51,10 +51,8 @@ class Writer:
         super().__init__()
         self.model, self.units, self.loan, self.reach, self.opening = model, units, loan, reach, opening
         self.entry, self.module_names = EntryModes(loan.device), canonical_names(model)
-        names_by_storage = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        self.observer = Observer(
-            self.module_names, names_by_storage, frozenset(map(storage_of, loan.originals.values()))
-        )
+        names = {storage_of(fake): name for name, fake in loan.fakes.items()}
+        self.observer = Observer(self.module_names, names, frozenset(map(storage_of, loan.originals.values())))
         self.side_channels = SideChannels(model, units, reach, self.observer)
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -271,14 +269,15 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise RetryRecording(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
+                raise RecordAgain(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
             if maker is not None and maker.call.unit:
-                raise RetryRecording(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
+                raise RecordAgain(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
-                f"{self.current_position()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
-                f"parameter{': ' + holder if (holder := self._find_holder(tensor)) else ''}. Register it as an nn.Parameter"
+                f"{self.current_position()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but "
+                f"is no parameter{': ' + at if (at := self._find_holder(tensor)) else ''}. Register it as an "
+                "nn.Parameter"
             )
         return self._constant(tensor, (self._find_holder(tensor) or "tensor").rpartition(".")[2])
 

@@ -19,7 +19,7 @@ from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
 from penstock.partition.recording.calls import Target
 from penstock.partition.state.remembered import Left, Remembered
-from penstock.partition.units.units import DEFAULT_UNITS, NOTHING, Opening, UnitSpec
+from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, UnitSpec
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
@@ -71,11 +71,11 @@ class Fact:
         source_line: `file:line` of the call in the user's code, for messages.
         is_anywhere: whether it is a random number, or leads to a decision: every stage that needs it computes it.
         branch: what runs only if a decision says so; see `Branch`.
-        work: how much work it is, including its backward; see `work_of`.
+        work: how much work it is, including its backward; see `count_work`.
         runs_again: whether it is a unit that a checkpoint around it would rerun in backward, which a stage does not.
         updates: the index of each node that updated the result in place, and the result's meta from then on.
         depends_on_values: whether it is a unit that ran for real: what it writes and draws may differ in other calls.
-        result_pattern: for a unit, what its results must look like; None if there is nothing to check.
+        pattern: for a unit, what its results must look like; None if there is nothing to check.
         read_at: for such a unit, the line that depends on a shape of its results, and that line's module.
     """
 
@@ -96,7 +96,7 @@ class Fact:
     runs_again: bool = False
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
     depends_on_values: bool = False
-    result_pattern: Pattern | None = None
+    pattern: Pattern | None = None
     read_at: tuple[str, str] = ("", "")
 
     @property
@@ -323,7 +323,7 @@ class Recording:
     device: torch.device
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
-    unit_spec: UnitSpec = DEFAULT_UNITS
+    unit_spec: UnitSpec = NO_SPEC
     left: tuple[Left, ...] = ()
     opening: Opening = NOTHING
     needed: frozenset[str] = frozenset()

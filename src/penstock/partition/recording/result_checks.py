@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten
 from penstock.partition.recording.recording import Fact, Pattern
-from penstock.partition.units.units import Opening, RetryRecording
+from penstock.partition.units.units import Opening, RecordAgain
 
 LITERALS = (bool, int, float, str, type(None))
 VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
@@ -57,11 +57,11 @@ class ResultChecks:
         ran_for_real = fact.depends_on_values
         pattern = make_pattern(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (opened := self._opening.around(fact.scope)):
-            raise RetryRecording(keep_whole=opened)  # a module that stays whole has no such constants
+            raise RecordAgain(keep_whole=opened)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
-            fact.result_pattern = pattern
+            fact.pattern = pattern
 
     def settle(self, facts: Mapping[fx.Node, Fact], sized: Collection[fx.Node]) -> Collection[fx.Node]:
         """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
@@ -74,10 +74,8 @@ class ResultChecks:
             reader = readers.get(nodes[id(fact)])
             if reader is not None:
                 fact.read_at = reader
-            elif fact.result_pattern is not None:
-                fact.result_pattern = tuple(
-                    (path, kind, None if kind == "tensor" else v) for path, kind, v in fact.result_pattern
-                )
+            elif fact.pattern is not None:
+                fact.pattern = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.pattern)
         return readers
 
 
@@ -130,10 +128,8 @@ def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
         recorded = [_describe_expected(kind, value) for _, kind, value in pattern]
         return _describe_values(flat.paths, [*map(_describe_actual, flat.leaves)]), _describe_values(expected, recorded)
     for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
-        actual_kind, actual = _describe_leaf(leaf, shapes=value is not None)
-        is_equal = type(actual) is type(value) and (
-            actual == value or (actual != actual and value != value)
-        )  # NaN equals NaN
+        actual_kind, got = _describe_leaf(leaf, shapes=value is not None)
+        is_equal = type(got) is type(value) and (got == value or (got != got and value != value))  # NaN equals NaN
         if not (actual_kind != "tensor" if kind == "any" else actual_kind == kind and is_equal):
             return _describe_actual(leaf), _describe_expected(kind, value)
     return None

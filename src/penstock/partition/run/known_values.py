@@ -24,10 +24,10 @@ from penstock._base.errors import PartitionError
 from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.remembered import find_attributes
-from penstock.partition.units.units import RetryRecording, Unit, UnitCall, has_forward
+from penstock.partition.units.units import RecordAgain, Unit, UnitCall, has_forward
 from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import MutableArguments, holds_tensors, tensors_in
-from penstock.partition.watch.observer import Observer, RunningCall
+from penstock.partition.watch.observer import Call, Observer
 
 FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Functions that take of a tensor its shape and kind alone."""
@@ -113,28 +113,22 @@ class KnownValues:
     def _run_sized(self, function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> CallResult:
         """Make a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
         with two sets of made-up numbers for the unknown ones. Raise `error` if anything but numbers differs."""
-        tensors, results = leaf_tensors((args, kwargs)), []
-        if len(unknown := self.unknown(args, kwargs)) == len(tensors) or not all(
-            map(Tensor.is_floating_point, unknown)
-        ):
+        inputs, runs = leaf_tensors((args, kwargs)), []
+        if len(unknown := self.unknown(args, kwargs)) == len(inputs) or not all(map(Tensor.is_floating_point, unknown)):
             raise error
         with unset_fake_temporarily(), self._observer.trial():
             for scale in (0, 1):
                 numbers = {id(tensor): _make_numbers(tensor, scale) for tensor in unknown}
-                arguments = map_tensors(lambda t, numbers=numbers: numbers.get(id(t), t), (args, kwargs))
+                trial = map_tensors(lambda t, numbers=numbers: numbers.get(id(t), t), (args, kwargs))
                 self._observer.take_effects(keep=False)
-                result = flatten(function(*arguments[0], **arguments[1]))
+                result = flatten(function(*trial[0], **trial[1]))
                 drew, writes = self._observer.take_effects()
-                results.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
-                if (
-                    drew
-                    or writes & {*map(storage_of, leaf_tensors(arguments))}
-                    or len(results[-1]) < len(result.leaves)
-                ):
+                runs.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
+                if drew or writes & {*map(storage_of, leaf_tensors(trial))} or len(runs[-1]) < len(result.leaves):
                     raise error
-            if not all(map(same_bits, *results)):
+            if not all(map(same_bits, *runs)):
                 raise error
-        from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in tensors)
+        from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in inputs)
         leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
         self._mark_known([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
@@ -142,16 +136,14 @@ class KnownValues:
     def _run_fill(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         """Whole numbers that fill a tensor like another one, whose values do not matter: wav2vec 2.0 makes its mask of
         ones like the sound, and counts them for its loss. None for any other call."""
-        template = args[0] if args and getattr(function, "__name__", "") in FILLING else None
-        if not isinstance(template, Tensor) or self._calls in self._fake_calls or len(leaf_tensors((args, kwargs))) > 1:
+        like = args[0] if args and getattr(function, "__name__", "") in FILLING else None
+        if not isinstance(like, Tensor) or self._calls in self._fake_calls or len(leaf_tensors((args, kwargs))) > 1:
             return None
-        dtype = kwargs.get("dtype") or template.dtype
-        if dtype.is_floating_point or dtype.is_complex or template.device.type == "meta":
+        dtype = kwargs.get("dtype") or like.dtype
+        if dtype.is_floating_point or dtype.is_complex or like.device.type == "meta":
             return None
         with unset_fake_temporarily(), self._observer.trial():
-            memory = torch.empty_strided(
-                template.size(), template.stride(), dtype=template.dtype, device=template.device
-            )
+            memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
             value: Tensor = function(memory, *args[1:], **kwargs)
         return value
 
@@ -180,10 +172,10 @@ class KnownValues:
         self._observer.take_effects()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raise Learned if real values were overwritten with something unknown."""
+        """Raise RecordAgain if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
-            raise RetryRecording(unknown=self._fake_calls | stale)
+            raise RecordAgain(unknown=self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the result depends on values, which it finds out by computing it without them.
@@ -192,7 +184,7 @@ class KnownValues:
         """
         fake_args, fake_kwargs = map_tensors(self._mode.from_tensor, (args, kwargs))
         try:
-            with self._observer.trial(), self._observer.calling(RunningCall(-1)), quiet():
+            with self._observer.trial(), self._observer.calling(Call(-1)), quiet():
                 function(*fake_args, **fake_kwargs)
         except Exception:
             if not (holds_tensors(result) or _is_plain(result)):
@@ -218,7 +210,7 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(leaf, (bool, int, float)) for leaf in flatten(value).leaves)
 
 
-PLAIN_TYPES = (bool, int, float, complex, str)
+PLAIN = (bool, int, float, complex, str)
 
 
 def run_for_real(
@@ -237,16 +229,14 @@ def run_for_real(
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
     Attributes in `taken` keep what the unit leaves there, even without a gradient.
     """
-    stand_ins: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
 
     def make_real(fake: Tensor) -> Tensor:
-        if id(fake) not in stand_ins:
+        if id(fake) not in pairs:
             is_known = not isinstance(fake, FakeTensor)
             stand_in = fake.clone() if is_known else _make_stand_in(fake, loan.originals.get(id(fake)), loan.device)
-            stand_ins[id(fake)] = fake, stand_in
-        return stand_ins[id(fake)][1]
+            pairs[id(fake)] = fake, stand_in
+        return pairs[id(fake)][1]
 
     snapshot = Snapshot(unit.module)
     with unset_fake_temporarily() as mode:
@@ -255,7 +245,7 @@ def run_for_real(
                 real_args, real_kwargs = map_tensors(make_real, (args, kwargs))
                 _install_real(unit.module, make_real)
                 mutable = MutableArguments(real_args, real_kwargs)
-                versions = [stand_in._version for _, stand_in in stand_ins.values()]
+                versions = [stand_in._version for _, stand_in in pairs.values()]
             result = original(unit.module, *real_args, **real_kwargs)
         except PartitionError:
             raise
@@ -265,20 +255,16 @@ def run_for_real(
                 f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error}{cause}"
             ) from error
         finally:
-            kept_ids = {id(value) for attribute, value in find_attributes(unit.module, unit.name, taken_names)}
-            snapshot.restore(
-                lambda value: isinstance(value, PLAIN_TYPES) or id(value) in kept_ids or _requires_grad(value)
-            )
-    drew, storages = observer.take_effects(keep=False)
+            keep = {id(value) for attribute, value in find_attributes(unit.module, unit.name, taken_names)}
+            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in keep or _has_grad(value))
+    drew, writes = observer.take_effects(keep=False)
     written = set[int]()
-    for (original_fake, stand_in), version in zip(stand_ins.values(), versions, strict=True):
+    for (original_fake, stand_in), version in zip(pairs.values(), versions, strict=True):
         if stand_in._version != version:
             torch.autograd.graph.increment_version(original_fake)
-        if (
-            stand_in._version != version or storage_of(stand_in) in storages
-        ):  # batch norm does not count as a new version
+        if stand_in._version != version or storage_of(stand_in) in writes:  # batch norm does not count as a new version
             written.add(observer.root(original_fake))  # the run on fakes may have given it other memory
-    to_fake = _make_converter(list(stand_ins.values()), mode, loan.device)
+    to_fake = _make_converter(list(pairs.values()), mode, loan.device)
     converted = map_tensors(to_fake, (result, mutable.containers))
     for module, name, value in list(snapshot.changed()):
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -296,7 +282,7 @@ def _install_real(unit: nn.Module, make_real: Callable[[Tensor], Tensor]) -> Non
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
-def _requires_grad(value: Any) -> bool:
+def _has_grad(value: Any) -> bool:
     """Whether an attribute was set to something that requires a gradient, such as a loss term. It stays, so that code
     that finds it can be told where it came from."""
     return any(t.requires_grad for t in tensors_in(value))
@@ -321,11 +307,9 @@ def _may_draw(module: nn.Module) -> bool:
     return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))
 
 
-def _make_converter(
-    stand_ins: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device
-) -> Callable[[Tensor], Tensor]:
-    by_id = {id(real): fake for fake, real in stand_ins}
-    by_storage = {storage_of(real): fake for fake, real in stand_ins}
+def _make_converter(pairs: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    by_id = {id(real): fake for fake, real in pairs}
+    by_storage = {storage_of(real): fake for fake, real in pairs}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) in by_id:

@@ -23,19 +23,11 @@ from penstock.partition import source
 from penstock.partition.source import Obstacle
 from penstock.partition.state.assumptions import find_words
 from penstock.partition.state.reach import Holder, Reach, holders_in_context, is_below
-from penstock.partition.state.remembered import (
-    ALL_UNITS,
-    MAX_CARRIED_ELEMENTS,
-    SCALARS,
-    Absent,
-    Left,
-    Remembered,
-    find_carried_over,
-)
-from penstock.partition.units.units import RetryRecording, Unit, UnitSpec
+from penstock.partition.state.remembered import ALL_UNITS, MAX_CARRIED, SCALARS, Absent, Left, Remembered, find_carried
+from penstock.partition.units.units import RecordAgain, Unit, UnitSpec
 from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
-from penstock.partition.watch.observer import ForeignRead, Observer, RunningCall
+from penstock.partition.watch.observer import Call, ForeignRead, Observer
 
 Run = Callable[[Any, Any], Any]
 Change = tuple[Holder, Any, Any]
@@ -51,9 +43,7 @@ class SideChannels:
 
     def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
         self._model, self._observer, self._reach = model, observer, reach
-        self._influenced: dict[
-            str, str
-        ] = {}  # units before which plain values that they may read were set -> their names
+        self._preset: dict[str, str] = {}  # units before which plain values that they may read were set -> their names
         self._writers: set[str] = set()  # units that write where others can read
         self._setters: dict[tuple[int, Any], str] = {}  # a place and a key -> the last unit to change what is there
         self._units = {unit.name: unit for unit in units.values()}
@@ -61,8 +51,8 @@ class SideChannels:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def check_call(self, call: RunningCall) -> None:
-        """Raise Learned or PartitionError if a call that is not a unit read what it was not given."""
+    def check_call(self, call: Call) -> None:
+        """Raise RecordAgain or PartitionError if a call that is not a unit read what it was not given."""
         reads = [f for f in self._observer.foreign.values() if f.reader.call is call]
         if not reads:
             return
@@ -74,26 +64,24 @@ class SideChannels:
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held_storages <= {storage_of(t) for t in (*module.parameters(), *module.buffers())}:
-                raise RetryRecording(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
+                raise RecordAgain(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
         raise PartitionError(
             f"{refusal}, and no module but the model encloses it. Give the part of the model that makes this call a "
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
-    def check_units(self, known_storages: Collection[int]) -> None:
-        """Raise Learned if a unit read what it was not given. `known`: the memory of what has a node."""
+    def check_units(self, seen: Collection[int]) -> None:
+        """Raise RecordAgain if a unit read what it was not given. `seen`: the memory of what has a node."""
         reads = [f for f in self._observer.foreign.values() if f.reader.call.is_unit]
         to_open = {f.reader.call.unit for f in reads}
-        to_open |= {f.origin.call.unit for f in reads if f.origin is not None and f.storage not in known_storages} - {
-            ""
-        }
-        if self._influenced:
-            to_open |= {*self._influenced, *self._writers}
+        to_open |= {f.origin.call.unit for f in reads if f.origin is not None and f.storage not in seen} - {""}
+        if self._preset:
+            to_open |= {*self._preset, *self._writers}
         if reads:
-            raise RetryRecording("; ".join(dict.fromkeys(map(_refusal, reads[:3]))), opened=to_open)
-        for name, changed_names in self._influenced.items():
-            raise RetryRecording(
-                f"the forward changes {changed_names} before it runs {name!r}, but its stage would not see that change. "
+            raise RecordAgain("; ".join(dict.fromkeys(map(_refusal, reads[:3]))), opened=to_open)
+        for name, names in self._preset.items():
+            raise RecordAgain(
+                f"the forward changes {names} before it runs {name!r}, but its stage would not see that change. "
                 "Pass what it needs as an argument",
                 opened=to_open,
             )
@@ -106,19 +94,15 @@ class SideChannels:
         self._reach.cached.forget()  # a unit must not get other units' tensors from a cache
         try:
             holders = self._reach.holders_in(unit.name)
-            snapshots = [(holder, holder.copied()) for holder in holders]
-            preset = [
-                (holder, key, value) for holder in holders if holder.is_changed() for key, value in holder.changes()
-            ]
-            if names := [holder.name(key) for holder, key, value in preset if self._reads(unit, holder, key, value)]:
-                self._influenced[unit.name] = shortened(names)
+            snapshots = [(h, h.copied()) for h in holders]
+            preset = [(h, key, value) for h in holders if h.is_changed() for key, value in h.changes()]
+            if names := [h.name(key) for h, key, value in preset if self._reads(unit, h, key, value)]:
+                self._preset[unit.name] = shortened(names)
             result = run(args, kwargs)
-            changed = ((p, earlier, k, v) for p, earlier in snapshots if p.differs(earlier) for k, v in p.changes())
-            changes = [
-                (p, k, v) for p, earlier, k, v in changed if k is None or k not in earlier or earlier[k] is not v
-            ]
-            self._setters |= {(id(holder), key): unit.name for holder, key, _ in changes}
-            if not all(self._reach.belongs_to(holder, unit.name) for holder, *_ in changes):
+            changed = ((p, old, k, v) for p, old in snapshots if p.differs(old) for k, v in p.changes())
+            changes = [(p, k, v) for p, old, k, v in changed if k is None or k not in old or old[k] is not v]
+            self._setters |= {(id(h), key): unit.name for h, key, _ in changes}
+            if not all(self._reach.belongs_to(h, unit.name) for h, *_ in changes):
                 self._writers.add(unit.name)
             if changes and unit.name not in self.remembered:
                 self._look_for_state(unit, changes, args, kwargs, run)
@@ -142,7 +126,7 @@ class SideChannels:
     def check_stateless(self) -> None:
         """Raise Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
         observer, in_units = self._observer, {id(m) for unit in self._units.values() for m in unit.module.modules()}
-        attributes = find_carried_over({type(module) for module in self._model.modules() if id(module) not in in_units})
+        attributes = find_carried({type(module) for module in self._model.modules() if id(module) not in in_units})
         for holder, key, value in self._changes():
             carried_over = attributes.get(key) if holder.attributes and (id(holder), key) not in self._setters else None
             is_state = (
@@ -150,11 +134,11 @@ class SideChannels:
             )
             if carried_over is not None and (any(is_state) or (carried_over.counts and type(value) in (int, float))):
                 raise Obstacle(
-                    f"the forward changes {holder.name(key)!r}, which it reads at {carried_over.read_at}, and so behaves "
-                    "differently the next time, which a recording cannot follow",
+                    f"the forward changes {holder.name(key)!r}, which it reads at {carried_over.read_at}, and so "
+                    "behaves differently the next time, which a recording cannot follow",
                     "",
-                    alternative="Take such state as an input of the model and return it with the result; count steps in "
-                    "the training loop, and set there, between steps, what depends on the count (model.frozen = True)",
+                    alternative="Take such state as an input of the model and return it with the result; count steps "
+                    "in the training loop, and set there, between steps, what depends on it (model.frozen = True)",
                 )
 
     def _look_for_state(self, unit: Unit, changes: Sequence[Change], args: Any, kwargs: Any, run: Run) -> None:
@@ -162,20 +146,16 @@ class SideChannels:
 
         Only a second run tells what it takes; it runs only if there is a tensor that it has made of its inputs.
         """
-        counters = find_carried_over({type(module) for module in unit.module.modules()})
+        counters = find_carried({type(module) for module in unit.module.modules()})
         counts = any(type(value) in (int, float) and key in counters for _, key, value in changes)
         observer, reused = self._observer, set[int]()
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
-        tensors_left = [
-            t for *_, value in changes for t in tensors_in(value) if not observer.is_steady(observer.root(t))
-        ]
-        made_here = {
-            observer.root(t) for t in tensors_left if (m := observer.maker(t)) is not None and m.call.unit == unit.name
-        }
-        if made_here and not any(map(hides_tensors, objects)):
+        tensors = [t for *_, value in changes for t in tensors_in(value) if not observer.is_steady(observer.root(t))]
+        roots = {observer.root(t) for t in tensors if (m := observer.maker(t)) is not None and m.call.unit == unit.name}
+        if roots and not any(map(hides_tensors, objects)):
             observer.forget_contents()
             with self._rerun(run, args, kwargs):
-                reused = made_here & observer.contents_read  # what it overwrites first (scratch memory) is no state
+                reused = roots & observer.contents_read  # what it overwrites first (scratch memory) is no state
         if counts or reused:
             names = shortened([holder.name(key) for holder, key, _ in changes])
             following_sizes = frozenset(self._following_sizes(args, kwargs, run, reused) if reused else ())
@@ -206,7 +186,7 @@ class SideChannels:
         raises.
 
         Args:
-            anew: run as if nothing had changed since the forward began; otherwise in the present state.
+            from_start: run as if nothing had changed since the forward began; otherwise in the present state.
         """
         reach, observer = self._reach, self._observer
         snapshots = [(holder, holder.copied()) for holder in reach.changed()]
@@ -218,7 +198,7 @@ class SideChannels:
                     reach.restore()
                 with (
                     suppress(Exception),
-                    observer.calling(RunningCall(-1, readable=observer.roots(tensors_in(copies)))),
+                    observer.calling(Call(-1, inputs=observer.roots(tensors_in(copies)))),
                     quiet(),
                 ):
                     run(*copies)
@@ -237,43 +217,39 @@ class SideChannels:
             has_node: whether a tensor is recorded.
             real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
 
-        Raises Learned if units must be opened to carry what they left.
+        Raises RecordAgain if units must be opened to carry what they left.
         """
         found, to_open = [], set[str]()
         for holder, key, value in self._changes():
-            unit_by_id = {id(t): m.call.unit for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
-            if not unit_by_id and type(value) not in SCALARS:
+            units = {id(t): m.call.unit for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
+            if not units and type(value) not in SCALARS:
                 continue
             text, value = holder.name(key), [*value] if key is None else value
             is_inside = holder.module and not holder.outside
-            makers = {*unit_by_id.values()} or {
-                name for name in self._units if is_inside and is_below(holder.text, name)
-            }
-            if not unit_by_id and not makers.isdisjoint(real):
+            makers = {*units.values()} or {name for name in self._units if is_inside and is_below(holder.text, name)}
+            if not units and not makers.isdisjoint(real):
                 value = Absent.at(text)
-            to_carry = [t for t in leaf_tensors(value) if id(t) in unit_by_id and t.numel() <= MAX_CARRIED_ELEMENTS]
+            to_carry = [t for t in leaf_tensors(value) if id(t) in units and t.numel() <= MAX_CARRIED]
             if ALL_UNITS in spec.shut or (text not in spec.carried and not any(t.requires_grad for t in to_carry)):
                 to_carry = []
-            to_open |= {unit_by_id[id(t)] for t in to_carry if not has_node(t)} & (self._units.keys() - spec.shut)
+            to_open |= {units[id(t)] for t in to_carry if not has_node(t)} & (self._units.keys() - spec.shut)
             small = tuple(filter(has_node, to_carry))
             found.append(Left(holder, key, value, frozenset(makers if all(makers) else ()), small))
         if to_open:
             texts = ", ".join(sorted(to_open)[:4])
-            raise RetryRecording(
-                f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False
-            )
+            raise RecordAgain(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
         return found
 
 
-def _refusal(foreign_read: ForeignRead) -> str:
-    if foreign_read.held is not None:
+def _refusal(read: ForeignRead) -> str:
+    if read.held is not None:
         return (
-            f"{foreign_read.reader} uses {foreign_read.held!r}, which belongs to another module. Pass it as an argument, or register that "
-            "module in this one"
+            f"{read.reader} uses {read.held!r}, which belongs to another module. Pass it as an argument, or register "
+            "that module in this one"
         )
-    origin = "" if foreign_read.origin is None else str(foreign_read.origin)
+    origin = "" if read.origin is None else str(read.origin)
     return (
-        f"{foreign_read.reader} uses a tensor of shape {foreign_read.shape} that was made in {origin} and was not passed to it as an "
+        f"{read.reader} uses a tensor of shape {read.shape} that was made in {origin} and was not passed to it as an "
         "argument. Pass it as an argument and return it from where it is made"
     )
 

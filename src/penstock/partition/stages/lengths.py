@@ -125,12 +125,10 @@ def resize_inputs(leaves: Sequence[Any], dims: Dims, length: int) -> list[Any]:
 
 
 def _is_packed(leaf: Any) -> bool:
-    return bool(
-        leaf[3] == tuple(step if n > 1 else 0 for n, step in zip(leaf[1], _packed_strides(leaf[1]), strict=True))
-    )
+    return bool(leaf[3] == tuple(step if n > 1 else 0 for n, step in zip(leaf[1], _strides(leaf[1]), strict=True)))
 
 
-def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a packed tensor."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
@@ -144,14 +142,12 @@ def _partition(recorded: Mapping[int, Partition], length: int) -> Partition:
         partitions[0],
         result_leaves=fit([partition.result_leaves for partition in partitions]),
         guards=tuple(
-            replace(versions[0], module=_fit_code([guard.module for guard in versions], fit))
-            for versions in zip(*(partition.guards for partition in partitions), strict=True)
+            replace(group[0], module=_fit_code([guard.module for guard in group], fit))
+            for group in zip(*(partition.guards for partition in partitions), strict=True)
         ),
         stages=tuple(
-            replace(
-                versions[0], meta=fit([s.meta for s in versions]), module=_fit_code([s.module for s in versions], fit)
-            )
-            for versions in zip(*(partition.stages for partition in partitions), strict=True)
+            replace(group[0], meta=fit([s.meta for s in group]), module=_fit_code([s.module for s in group], fit))
+            for group in zip(*(partition.stages for partition in partitions), strict=True)
         ),
     )
 
@@ -192,10 +188,10 @@ def _fit(values: Sequence[Any], lengths: Sequence[int], target: int) -> Any:
         slope = (values[1] - first) // (lengths[1] - lengths[0])
         _require_same([value - slope * length for value, length in zip(values, lengths, strict=True)])
         return first + slope * (target - lengths[0])
-    if kind is TensorMeta and all(value.stride == _packed_strides(value.shape) for value in values):
+    if kind is TensorMeta and all(value.stride == _strides(value.shape) for value in values):
         _require_same([(value.dtype, value.requires_grad) for value in values])
         shape = fit([value.shape for value in values])
-        return replace(first, shape=shape, stride=_packed_strides(shape))
+        return replace(first, shape=shape, stride=_strides(shape))
     if is_dataclass(kind):
         return replace(first, **{f.name: fit([getattr(value, f.name) for value in values]) for f in fields(kind)})
     if kind is slice:

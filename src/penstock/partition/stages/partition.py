@@ -47,7 +47,7 @@ class Partition:
         drawing_modules: the modules inside blocks that draw random numbers, by qualified name.
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
-        work: each stage's work, including its backward; see `work_of`.
+        work: each stage's work, including its backward; see `count_work`.
         costs: what a microbatch costs on each stage, by the profile that decided where to cut; empty if none did.
         link: what a message between two stages was taken to cost.
         notes: what the user should know about the recording.
@@ -90,9 +90,7 @@ class Partition:
     def joined(self, other: Partition) -> Partition | None:
         """Return one partition for both if they differ only in shapes, inside stages, that no code reads."""
         pairs = zip(self.guards, other.guards, strict=False)
-        guards = tuple(
-            g if g.expected == other_guard.expected else replace(g, expected=None) for g, other_guard in pairs
-        )
+        guards = tuple(g if g.expected == o.expected else replace(g, expected=None) for g, o in pairs)
         if guards == self.guards or any(guard.expected is None and not guard.is_free for guard in guards):
             return None
         is_same = [s.meta for s in self.stages] == [s.meta for s in other.stages] and self.code == other.code
@@ -167,21 +165,19 @@ def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
     """Raise PartitionError if a parameter or buffer that training needs is on no stage, and name it."""
     recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
-    missing = [
-        name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages
-    ]
-    used = {name for node in recording.facts for name in split.held_names(node)}
-    missing += [name for name in recording.held if name in recording.touched - used and name not in missing]
-    if missing:
+    absent = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
+    used = {name for node in recording.facts for name in split.held_by(node)}
+    absent += [name for name in recording.held if name in recording.touched - used and name not in absent]
+    if absent:
         raise PartitionError(
-            f"the forward uses {shortened(missing)}, but no recorded call does, so that no stage would have "
-            f"{'it' if len(missing) == 1 else 'them'}. {_remedy(split.model, missing)}"
+            f"the forward uses {shortened(absent)}, but no recorded call does, so that no stage would have "
+            f"{'it' if len(absent) == 1 else 'them'}. {_remedy(split.model, absent)}"
         )
 
 
-def _remedy(model: nn.Module, missing: Sequence[str]) -> str:
-    scope = missing[0].rpartition(".")[0]
-    while scope and not (has_forward(model.get_submodule(scope)) and all(n.startswith(f"{scope}.") for n in missing)):
+def _remedy(model: nn.Module, absent: Sequence[str]) -> str:
+    scope = absent[0].rpartition(".")[0]
+    while scope and not (has_forward(model.get_submodule(scope)) and all(n.startswith(f"{scope}.") for n in absent)):
         scope = scope.rpartition(".")[0]
     if not scope:  # the model's own forward uses them, and it cannot run as a whole
         return (

@@ -80,7 +80,7 @@ class CutRecording:
         return bisect_right(self.starts, index)
 
     def work(self) -> tuple[int, ...]:
-        """Return each stage's work; see `work_of`."""
+        """Return each stage's work; see `count_work`."""
         totals = [0] * self.count
         for fact in self.facts.values():
             totals[self.find_stage(fact.index)] += fact.work
@@ -234,7 +234,7 @@ class CutRecording:
         storage_by_name = {name: storage for storage, name in self.recording.memory.items()}
         for stage in range(self.count):
             touched = {s for node in received[stage] | run[stage] for s in self.facts[node].storages}
-            touched |= {storage_by_name[name] for node in run[stage] for name in self.held_names(node)}
+            touched |= {storage_by_name[name] for node in run[stage] for name in self.held_by(node)}
             for storage in touched:
                 stages.setdefault(storage, set()).add(stage)
         for storage in names:
@@ -275,7 +275,7 @@ class CutRecording:
         input_storages = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}
         return any(writer.writes & input_storages for writer in self.writers if writer.index >= self.facts[node].index)
 
-    def held_names(self, node: fx.Node) -> list[str]:
+    def held_by(self, node: fx.Node) -> list[str]:
         """Canonical names of the parameters and buffers that a node uses."""
         fact = self.facts[node]
         if fact.kind in ("parameter", "buffer"):

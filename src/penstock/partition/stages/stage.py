@@ -114,11 +114,9 @@ class Stage:
             return device if value == self.device and isinstance(value, torch.device) else value
 
         module = _convert_constants(self.module, convert)
-        buffer_ids = {id(t) for t in self.buffers.values()}
+        ids = {id(t) for t in self.buffers.values()}
         for name, tensor in list(module.named_buffers()):
-            if id(tensor) not in buffer_ids and any(
-                n.op == "get_attr" and n.target == name for n in module.graph.nodes
-            ):
+            if id(tensor) not in ids and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
                 owner, _, field = name.rpartition(".")
                 module.get_submodule(owner)._buffers[field] = tensor.to(device)
         return replace(self, module=module, device=device)
@@ -189,7 +187,7 @@ def with_arguments(old: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphMod
 def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: RandomSource) -> Stage:
     """Build a stage from its plan."""
     recording, model = split.recording, split.model
-    names = sorted({name for node in plan.run for name in split.held_names(node)}, key=list(recording.held).index)
+    names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
     public = public_names(model, list(recording.held))
     tensors = {name: recording.held[name] for name in names}
     parameters = {public[n]: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
@@ -213,7 +211,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
             extra[str(node.target)] = Gate(inside, len(branch.outputs), runs_if, streams, branch.calls)
     module = _module(model, extra, _graph(split, plan, streams_name), f"submod_{index}")
     _keep_persistence(model, module)
-    uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_names(node)}
+    uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
     may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
     remembered = tuple(r for r in recording.remembered if any(split.uses(node, r) for node in plan.run))
     return Stage(
@@ -293,9 +291,9 @@ def _write_calls(
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         new[node].meta["where"] = facts[node].scope, facts[node].source_line
-        if facts[node].result_pattern is not None:
+        if facts[node].pattern is not None:
             fact = facts[node]
-            graph.call_function(check_returned, (new[node], fact.scope, fact.result_pattern, fact.read_at))
+            graph.call_function(check_returned, (new[node], fact.scope, fact.pattern, fact.read_at))
 
     for modes, group in groupby(nodes, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, device))

@@ -40,7 +40,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 NEW = object()
 """Stands for something that was not there before a step."""
 
-Readings = dict[tuple[str, ...], Hashable]
+Values = dict[tuple[str, ...], Hashable]
 Attributes = tuple[tuple[tuple[str, ...], Hashable], ...]
 
 
@@ -52,14 +52,14 @@ class Assumptions:
         opened: the modules whose forward is recorded call by call, by name.
         units: the units that they call, by name.
         words: the names in the code of the opened modules: it may read attributes of units that are called so.
-        chances: see `chances_of`.
+        chances: see `find_chances`.
     """
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     words: frozenset[str] = frozenset()
     chances: Collection[tuple[str, nn.Module, str]] = ()
-    _values_before: Readings = field(default_factory=dict)  # values that steps change, as they were before
+    _values_before: Values = field(default_factory=dict)  # values that steps change, as they were before
 
     def find_modules(self, model: nn.Module, opened: Collection[nn.Module], whole: Collection[int]) -> None:
         """Find the modules whose forward is recorded call by call, and the units, of which `whole` are the `id`s."""
@@ -84,8 +84,8 @@ class Assumptions:
         for path in after.keys() - {path for path, _ in before}:
             self._values_before.setdefault(path, NEW)
 
-    def _read(self) -> Readings:
-        readings: Readings = {}
+    def _read(self) -> Values:
+        readings: Values = {}
         for name, module in self.opened.items():
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
@@ -104,7 +104,7 @@ class Assumptions:
             readings[name, attribute, "draws"] = bool(value) if isinstance(value, COMPARABLE) else True
         return readings
 
-    def _read_classes(self, readings: Readings, name: str, module: nn.Module) -> None:
+    def _read_classes(self, readings: Values, name: str, module: nn.Module) -> None:
         for cls in type(module).__mro__:
             if package_name(cls.__module__) == "torch":
                 break
@@ -144,7 +144,7 @@ def read_contents(value: object) -> Hashable:
     description."""
     if isinstance(value, COMPARABLE):
         return None
-    readings: Readings = {}
+    readings: Values = {}
     _read_value(readings, (), value, id, DEPTH, set())
     return tuple(readings.items())
 
@@ -158,13 +158,13 @@ def find_chances(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return [
         (name, module, attribute)
         for name, module in model.named_modules()
-        for attribute, value in (_class_attributes(type(module)) | vars(module)).items()
+        for attribute, value in (_members(type(module)) | vars(module)).items()
         if isinstance(value, (int, float)) and attribute not in TORCH_ATTRIBUTES
         if attribute == "p" or "drop" in attribute or (type(value) in (int, float) and not value)
     ]
 
 
-def _class_attributes(kind: type) -> dict[str, object]:
+def _members(kind: type) -> dict[str, object]:
     """Return the attributes of a module's classes, without torch's."""
     classes = [cls for cls in reversed(kind.__mro__) if package_name(cls.__module__) not in ("torch", "builtins")]
     return {name: value for cls in classes for name, value in vars(cls).items() if not name.startswith("__")}
@@ -172,38 +172,31 @@ def _class_attributes(kind: type) -> dict[str, object]:
 
 def find_words(kind: type) -> frozenset[str]:
     """Return the names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
-    return frozenset[str]().union(
-        *(_find_code_words(f.__code__) for v in _class_attributes(kind).values() for f in iter_functions(v))
-    )
+    return frozenset[str]().union(*(_words(f.__code__) for v in _members(kind).values() for f in iter_functions(v)))
 
 
 @cache
-def _find_code_words(code: CodeType) -> frozenset[str]:
-    inner = [_find_code_words(part) for part in code.co_consts if isinstance(part, CodeType)]
+def _words(code: CodeType) -> frozenset[str]:
+    inner = [_words(part) for part in code.co_consts if isinstance(part, CodeType)]
     return frozenset(code.co_names).union(filter(lambda part: isinstance(part, str), code.co_consts), *inner)
 
 
 def _read_value(
-    readings: Readings,
-    path: tuple[str, ...],
-    value: Any,
-    identify: Callable[[Any], Hashable],
-    depth: int,
-    enclosing: set[int],
+    values: Values, path: tuple[str, ...], value: Any, ident: Callable[[Any], Hashable], depth: int, outer: set[int]
 ) -> None:
     kind = type(value)
     if isinstance(value, COMPARABLE):
-        readings[path] = kind, _hashable(value)
+        values[path] = kind, _hashable(value)
     elif isinstance(value, (np.generic, np.ndarray)) and value.nbytes <= LARGEST_ARRAY:
-        readings[path] = kind, value.dtype.str, value.shape, value.tobytes()
+        values[path] = kind, value.dtype.str, value.shape, value.tobytes()
     elif isinstance(value, (set, frozenset)) and len(value) <= LENGTH:
-        readings[path] = kind, frozenset(_hashable(i) if isinstance(i, COMPARABLE) else identify(i) for i in value)
-    elif depth and id(value) not in enclosing and (parts := _parts(value)) is not None:
-        readings[path] = kind, len(parts)
+        values[path] = kind, frozenset(_hashable(i) if isinstance(i, COMPARABLE) else ident(i) for i in value)
+    elif depth and id(value) not in outer and (parts := _parts(value)) is not None:
+        values[path] = kind, len(parts)
         for key, part in parts.items():
-            _read_value(readings, (*path, key), part, identify, depth - 1, {*enclosing, id(value)})
+            _read_value(values, (*path, key), part, ident, depth - 1, {*outer, id(value)})
     else:
-        readings[path] = kind, identify(value)
+        values[path] = kind, ident(value)
 
 
 def _parts(value: Any) -> dict[str, Any] | None:

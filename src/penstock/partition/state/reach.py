@@ -340,10 +340,9 @@ def _named_in(value: Any) -> Iterable[Any]:
 
 
 class CachedFunctions:
-    """The caching functions among those that a model's code names (see `named_by`). A table of positions with fake
-    tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a tensor
-    passed behind the model's back. Entries are looked at only if there are new ones.
-    """
+    """The caching functions among those that a model's code names (see `find_named_code`). A table of positions with
+    fake tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a
+    tensor passed behind the model's back. Entries are looked at only if there are new ones."""
 
     def __init__(self, named: Iterable[Any]) -> None:
         cached = [value for value in named if type(value) is CACHED]

@@ -121,45 +121,39 @@ class CarriedOver:
     read_at: str
 
 
-def find_carried_over(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
+def find_carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
     """Return those in the code of these classes, by name. One that is only counted, and never read, is none."""
-    return _find_carried_over(
+    return _find_carried(
         frozenset(base for kind in kinds for base in kind.__mro__ if package_name(base.__module__) != "torch")
     )
 
 
 @cache
-def _find_carried_over(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
+def _find_carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
     counts: dict[tuple[str, type], bool] = {}
     reads: dict[str, str] = {}
-    set_first: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
+    first: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
     for kind in sorted(classes, key=lambda kind: kind.__qualname__):
         for name, code in ((name, f.__code__) for name, member in vars(kind).items() for f in iter_functions(member)):
             lines: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
-            self_attributes: set[str] = set()
+            attrs: set[str] = set()
             for attribute, line, sets, of_self in _accesses(code) if name != "__init__" else ():
-                self_attributes |= {attribute} if of_self and attribute not in lines else set()
+                attrs |= {attribute} if of_self and attribute not in lines else set()
                 lines[attribute].append((line, sets))
             for attribute, accesses in lines.items():
-                loads, stores = (
-                    {line for line, is_store in accesses if is_store is stored} for stored in (False, True)
-                )
+                loads, stores = ({line for line, is_store in accesses if is_store is s} for s in (False, True))
                 if accesses[0][1]:
-                    set_first |= (
-                        {(attribute, kind if attribute in self_attributes else object)} if name == "forward" else set()
-                    )
+                    first |= {(attribute, kind if attribute in attrs else object)} if name == "forward" else set()
                 elif stores:
                     counts[attribute, kind] = counts.get((attribute, kind), False) or bool(loads & stores)
                 for line in sorted(loads - stores):
                     reads.setdefault(attribute, f"{code.co_filename}:{line}")
-    for key in set_first:
-        for counted in [counted for counted in counts if counted[0] == key[0]]:
-            if issubclass(key[1], counted[1]) or issubclass(counted[1], key[1]):
-                del counts[counted]
+    for key in first:
+        for attr in [attr for attr in counts if attr[0] == key[0]]:
+            if issubclass(key[1], attr[1]) or issubclass(attr[1], key[1]):
+                del counts[attr]
     return {
-        name: CarriedOver(
-            any(is_counted for (counted, _), is_counted in counts.items() if counted == name), reads[name]
-        )
+        name: CarriedOver(any(flag for (attr, _), flag in counts.items() if attr == name), reads[name])
         for name in {name for name, _ in counts} & reads.keys()
     }
 
@@ -178,7 +172,7 @@ def _accesses(code: CodeType) -> Iterator[tuple[str, int, bool, bool]]:
             yield from _accesses(constant)
 
 
-MAX_CARRIED_ELEMENTS = 1024
+MAX_CARRIED = 1024
 """The most elements that a value may have to be carried to the last stage in case the loss function reads it."""
 
 

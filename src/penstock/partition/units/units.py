@@ -73,10 +73,10 @@ class UnitSpec:
         return UnitSpec(*(getattr(self, field.name) | getattr(more, field.name) for field in fields(self)))
 
 
-DEFAULT_UNITS = UnitSpec()
+NO_SPEC = UnitSpec()
 
 
-class RetryRecording(BaseException):
+class RecordAgain(BaseException):
     """The forward has shown what must be recorded otherwise: record again.
 
     Not an Exception, so that the model's own `except` clauses do not catch it.
@@ -84,7 +84,7 @@ class RetryRecording(BaseException):
     Args:
         refusal: what to say if that is impossible.
         needed: whether the model is then refused; otherwise it is recorded with the opened modules shut.
-        keep_whole: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
+        keep_whole: the name of a module that was opened for balance but cannot be recorded call by call; empty for all.
         unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
             written into them later; negative ones are inputs.
         additions: what to add to the `UnitSpec`.
@@ -105,7 +105,7 @@ class RetryRecording(BaseException):
 
 
 def find_units(
-    model: nn.Module, leaves: Sequence[str] = (), spec: UnitSpec = DEFAULT_UNITS, apart: Collection[str] = ()
+    model: nn.Module, leaves: Sequence[str] = (), spec: UnitSpec = NO_SPEC, apart: Collection[str] = ()
 ) -> dict[int, Unit]:
     """Return the units of a model, by `id` of the module.
 
@@ -206,13 +206,9 @@ def public_name(model: nn.Module, name: str) -> str:
 
 def real_name(model: nn.Module, name: str) -> str:
     """Return the name in `named_modules()` of what has this name without the wrappers around it."""
-    names = [existing for existing, _ in model.named_modules(remove_duplicate=False)]
+    names = [path for path, _ in model.named_modules(remove_duplicate=False)]
     plain = public_name(model, name)
-    return (
-        name
-        if name in names
-        else next((existing for existing in names if existing and unwrapped(existing) == plain), plain)
-    )
+    return name if name in names else next((path for path in names if path and unwrapped(path) == plain), plain)
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
@@ -231,9 +227,7 @@ def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
 
 
 @contextmanager
-def intercepted(
-    modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Module, Any, Any], Any]
-) -> Iterator[None]:
+def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
 
     This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
@@ -303,7 +297,7 @@ class Opening:
     def refuse_draw(self, scope: str, source_line: str) -> None:
         """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
-            raise RetryRecording(keep_whole=name)
+            raise RecordAgain(keep_whole=name)
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "

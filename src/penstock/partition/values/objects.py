@@ -1,9 +1,8 @@
 """What a value holds: tensors inside tuples, lists, dicts and registered pytrees, and inside opaque objects.
 
-Objects, lists and dicts that are passed to a block are values (`Passed`): a stage rebuilds them for each call from the
-tensors that it has, and then extracts what the call left in them. So a cache that every block writes to crosses cuts
-like any other value.
-"""
+Objects, lists and dicts that are passed to a block are values (`MutableArguments`): a stage rebuilds them for each call
+from the tensors that it has, and then extracts what the call left in them. So a cache that every block writes to
+crosses cuts like any other value."""
 
 from __future__ import annotations
 

@@ -23,35 +23,27 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.trees import flatten
 from penstock.partition.source import Obstacle, current_line
-from penstock.partition.watch.work import (
-    RUNNING,
-    OperatorCall,
-    Traits,
-    argument_names,
-    estimate_work,
-    get_traits,
-    list_tensors,
-)
+from penstock.partition.watch.work import RUNNING, OpCall, Traits, argument_names, count_work, get_traits, list_tensors
 
 SEED = 0x2D1B6A0F93C5E847
 """A seed that no forward would set. The same for every recording, so that made-up values are too."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunningCall:
+class Call:
     """A recorded call while it runs.
 
     Attributes:
         number: its node's number; negative if it is only tried.
         scope: the name of the module that it is in; for a unit, the unit's own name.
         is_unit: whether it is a unit.
-        readable: the memory of its arguments, and of what its own module holds.
+        inputs: the memory of its arguments, and of what its own module holds.
     """
 
     number: int
     scope: str = ""
     is_unit: bool = False
-    readable: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
 
     @property
     def unit(self) -> str:
@@ -59,7 +51,7 @@ class RunningCall:
         return self.scope if self.is_unit else ""
 
 
-OUTSIDE = RunningCall(-1)
+OUTSIDE = Call(-1)
 """Stands for code between the calls, and for what made the model's inputs."""
 
 
@@ -67,7 +59,7 @@ OUTSIDE = RunningCall(-1)
 class Location:
     """Where something happened: in a recorded call, on a line."""
 
-    call: RunningCall
+    call: Call
     line: str = ""
 
     def __str__(self) -> str:
@@ -92,14 +84,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         registered: ids of the model's modules; draws in a module made by the forward count as its caller's.
         held: the name of each parameter and buffer, by its memory.
-        originals: the memory of the real parameters and buffers, for which those in `held` stand in.
+        real: the memory of the real parameters and buffers, for which those in `held` stand in.
 
     Attributes:
         stack: the modules whose forward is running, outermost first.
         calls: every module called so far, with the value of `position` at that time.
         returned: for the `id` of each tensor that a module returned, the tensor and the innermost module to return it.
         position: set by the owner: the index of the node that is being recorded.
-        work: the work since the owner last set it to 0; see `work_of`.
+        work: the work since the owner last set it to 0; see `count_work`.
         call: the recorded call that is running.
         touched: the names of the parameters and buffers that any operator took.
         foreign: what was read besides arguments, once for each call and memory.
@@ -113,10 +105,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         registered: Collection[int] = (),
         held: Mapping[int, str] | None = None,
-        originals: frozenset[int] = frozenset(),
+        real: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registered, self.held, self._originals = registered, held or {}, originals
+        self._registered, self.held, self._real = registered, held or {}, real
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
@@ -130,14 +122,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside_function = False
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
-        self._keep_alive: list[Any] = []  # what holds memory whose number must not be used again
+        self._alive: list[Any] = []  # what holds memory whose number must not be used again
         self._makers: dict[int, Location] = {}
-        self._aliases: dict[int, int] = {}  # memory that stands for other memory
+        self._roots: dict[int, int] = {}  # memory that stands for other memory
         self._fixed: set[int] = set()
         self._steady: set[int] = set()
-        self._old_contents: dict[
-            int, tuple[Any, Any]
-        ] = {}  # older tensors that the forward writes to: memory, and a copy
+        self._backups: dict[int, tuple[Any, Any]] = {}  # older tensors that the forward writes to: memory, and a copy
         self._overwritten: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +154,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_made(func, traits, roots, results)
         if is_plain:
             trains = self._inside_function or torch.is_grad_enabled()
-            self.work += estimate_work(OperatorCall(func, args, kwargs, result), tensors, results, trains)
+            self.work += count_work(OpCall(func, args, kwargs, result), tensors, results, trains)
         return result
 
     # -- what is drawn and written ----------------------------------------------------------------------------------
@@ -197,7 +187,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         drew, written = self._drew, frozenset(self._written)
         if keep:
-            self._keep_alive += self._written.values()
+            self._alive += self._written.values()
         self._drew, self._written = [], {}
         return drew, written
 
@@ -213,17 +203,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep_contents(self, tensor: Tensor) -> None:
         """Keep what a tensor that is older than the forward holds, before an operator writes to it."""
         root = storage_of(tensor)
-        if root in self._aliases or any(
-            root in table for table in (self._makers, self.held, self._originals, self._old_contents)
-        ):
+        if root in self._roots or any(root in table for table in (self._makers, self.held, self._real, self._backups)):
             return
         memory = tensor.untyped_storage()
         with unset_fake_temporarily():
-            self._old_contents[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
+            self._backups[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Undoe what the forward wrote to tensors that existed before."""
-        for memory, copy in self._old_contents.values():
+        for memory, copy in self._backups.values():
             memory.copy_(copy)
 
     # -- seeds and generators ---------------------------------------------------------------------------------------
@@ -239,16 +227,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own."""
         if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
             return
-        location, unit = Location(self.call), self.call.unit
+        caller, unit = Location(self.call), self.call.unit
         if not unit:
             scope = self.call.scope
-            raise Obstacle(
-                f"{location} draws from a torch.Generator of its own, which stages cannot keep in step", scope
-            )
+            raise Obstacle(f"{caller} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
         user = self.generators.setdefault(id(generator), (generator, unit))[1]
         if user != unit:
             raise PartitionError(
-                f"{location} draws from the same torch.Generator as {user!r}: on stages of their "
+                f"{caller} draws from the same torch.Generator as {user!r}: on stages of their "
                 "own they would draw in another order. Give each a generator of its own, or none"
             )
 
@@ -257,7 +243,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def root(self, tensor: Tensor) -> int:
         """Return the number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
         number = storage_of(tensor)
-        return self._aliases.get(number, number)
+        return self._roots.get(number, number)
 
     def roots(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         return frozenset(map(self.root, tensors))
@@ -291,7 +277,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name, maker = self.held.get(root), self._makers.get(root)
             if name is not None:
                 self.touched.add(name)
-            if call is OUTSIDE or root in call.readable or (maker.call is call if maker is not None else name is None):
+            if call is OUTSIDE or root in call.inputs or (maker.call is call if maker is not None else name is None):
                 continue
             if (call.number, root) not in self.foreign:
                 location = Location(call, current_line())
@@ -316,18 +302,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._alias(tensor, roots[0])
                 continue
             number = storage_of(tensor)
-            self._aliases.pop(number, None)
+            self._roots.pop(number, None)
             self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
-            self._keep_alive.append(WeakStorage(tensor))
+            self._alive.append(WeakStorage(tensor))
 
     def _is_steady_source(self, root: int) -> bool:
-        return self.is_steady(root) or root in self.held or root in self._originals
+        return self.is_steady(root) or root in self.held or root in self._real
 
     def _alias(self, tensor: Tensor, root: int) -> None:
         number = storage_of(tensor)
         if number != root:
-            self._aliases[number] = root
-            self._keep_alive.append(WeakStorage(tensor))
+            self._roots[number] = root
+            self._alive.append(WeakStorage(tensor))
 
     def _is_cached_cast(self, operator: Any, roots: list[int]) -> bool:
         """Whether this is autocast's half-precision copy of a parameter, which it keeps for the next use."""
@@ -337,7 +323,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- calls, modules and trials ----------------------------------------------------------------------------------
 
     @contextmanager
-    def calling(self, call: RunningCall) -> Iterator[None]:
+    def calling(self, call: Call) -> Iterator[None]:
         """Surround a recorded call."""
         before, self.call = self.call, call
         try:
@@ -348,14 +334,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the modules, calls, draws, writes and work that come from here on. Where
         tensors come from and which modules returned them stays known: hooks may have kept them."""
-        depth, num_calls, num_kept = len(self.stack), len(self.calls), len(self._keep_alive)
+        depth, num_calls, num_kept = len(self.stack), len(self.calls), len(self._alive)
         drew, written, work = self._drew.copy(), self._written.copy(), self.work
 
         def rollback() -> None:
             del self.stack[depth:], self.calls[num_calls:]
-            self._keep_alive[num_kept:] = [
-                item for item in self._keep_alive[num_kept:] if isinstance(item, WeakStorage)
-            ]
+            self._alive[num_kept:] = [item for item in self._alive[num_kept:] if isinstance(item, WeakStorage)]
             self._drew, self._written, self.work = drew, written, work
 
         return rollback

@@ -26,7 +26,7 @@ LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter", "_em
 Group = Literal["free", "lookup", "product", "other"]
 
 
-class OperatorCall(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an operator, and what it returned."""
 
     func: Any
@@ -35,7 +35,7 @@ class OperatorCall(NamedTuple):
     result: Any
 
 
-def estimate_work(call: OperatorCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor], trains: bool) -> int:
+def count_work(call: OpCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor], trains: bool) -> int:
     """Return the work of one call of an operator, including its backward.
 
     Args:
@@ -43,7 +43,7 @@ def estimate_work(call: OperatorCall, inputs: Sequence[Tensor], outputs: Sequenc
         given, made: the tensors among its arguments and in its result.
         trains: whether gradients are recorded; if so, those of arguments that require one count too.
     """
-    group = classify_operator(call.func)
+    group = find_group(call.func)
     if group == "free":
         return 0
     trained = [tensor for tensor in inputs if trains and tensor.requires_grad]
@@ -57,7 +57,7 @@ def estimate_work(call: OperatorCall, inputs: Sequence[Tensor], outputs: Sequenc
 
 
 @functools.cache
-def classify_operator(func: Any) -> Group:
+def find_group(func: Any) -> Group:
     """Return what kind of work an operator does."""
     packet = func.overloadpacket
     name = packet.__name__
@@ -68,7 +68,7 @@ def classify_operator(func: Any) -> Group:
     return "product" if packet in flop_registry or name in _FORMULAS else "other"
 
 
-def count_operations(call: OperatorCall) -> int:
+def count_operations(call: OpCall) -> int:
     """Return the floating-point operations of a product; 0 if there is no formula for it."""
     packet = call.func.overloadpacket
     try:
