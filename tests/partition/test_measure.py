@@ -60,7 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Waits.now_ns
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=read))
-    monkeypatch.setattr(clock, "waited", lambda *_: 0)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: 0)
     return found
 
 
@@ -183,7 +183,7 @@ def test_cuts_follow_time(measures_all: None) -> None:
 def test_what_others_took_of_a_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of each layer's time a thread waits for its core."""
     quiet = [unit.forward_seconds for unit in profile_of(waiting([1]), X).units]
-    monkeypatch.setattr(clock, "waited", lambda *_: Waits.now_ns // 2)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: Waits.now_ns // 2)
     assert [unit.forward_seconds for unit in profile_of(waiting([1]), X).units] == [each / 2 for each in quiet]
 
 

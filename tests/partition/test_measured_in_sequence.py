@@ -52,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Cold.now_ms, Cold.last = 0, -1
     fake = SimpleNamespace(perf_counter_ns=lambda: Cold.now_ms * 1_000_000, ran=found)
     monkeypatch.setattr(clock, "time", fake)
-    monkeypatch.setattr(clock, "waited", lambda *_: 0)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: 0)
     return found
 
 

@@ -169,7 +169,7 @@ def _is_evener(units: Sequence[Candidate], others: Sequence[Candidate], stages: 
 
 def _weigh(recording: Recording, model: nn.Module, balance: Measure, begins: Mapping[str, int]) -> list[Candidate]:
     stage_calls = CutRecording(recording, model, (), [*begins.values()][1:]).local_calls
-    starts, after_mark = dict[str, int](), False  # waits: no call has followed a mark, which goes before a module there
+    starts, after_mark = dict[str, int](), False  # whether no call has followed a mark yet, which goes before a module
     for (name, position), calls in zip(begins.items(), stage_calls, strict=False):
         starts |= {name: position} if not after_mark and (calls or is_mark(name)) else {}
         after_mark = (after_mark or is_mark(name)) and not calls

@@ -79,7 +79,7 @@ def choose_opening(
 
 
 def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, fixed: Collection[str]) -> Iterator[str]:
-    """Yield the modules inside which the best cuts would fall, if opening them is worthwhile. Leave out `whole`.
+    """Yield the modules inside which the best cuts would fall, if opening them is worthwhile. Leave out `fixed`.
 
     Assumes that all repeated blocks of a module weigh the same.
     """

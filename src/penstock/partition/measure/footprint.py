@@ -89,9 +89,9 @@ def run_on_fakes(
 def typical_losses(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Take as much memory as cross entropy: it keeps the logarithms of probabilities. A model's own loss is taken as it
     is."""
-    own_losses = [output for output in outputs if output.dim() == 0 and output.requires_grad]
-    if own_losses:
-        return own_losses
+    losses = [output for output in outputs if output.dim() == 0 and output.requires_grad]
+    if losses:
+        return losses
     trained = [output for output in outputs if output.requires_grad]
     return [nn.functional.log_softmax(output, -1).select(-1, 0).mean() for output in trained]
 

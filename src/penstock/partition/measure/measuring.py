@@ -63,7 +63,7 @@ def measure(
     """Measure the cost of each unit of a recording. Change nothing of the model, nor any random generator.
 
     Args:
-        places: the candidates for cuts; those at which no cut is possible join the one before.
+        candidates: for cuts; those at which no cut is possible join the one before.
         args, kwargs: what was recorded.
         budget_seconds: how long to measure; None: nothing is run, so that weights may be on the meta device.
         splits: makes what splits backwards, which are then measured too.
@@ -110,11 +110,10 @@ def _make_inputs(recording: Recording, args: Sequence[Any], kwargs: Mapping[str,
 
 
 class _Measurement:
-    """The units of a recording while they are measured. To make it runs one of each kind, on what earlier ones made.
+    """The units of a recording while they are measured. Making it runs one of each kind, on what earlier ones made.
 
     Args:
-        seen: what they take on fake tensors.
-        given: the model's inputs.
+        footprints: what they take on fake tensors.
     """
 
     def __init__(self, units: Units, footprints: Footprints, model_inputs: Values, splits: MakeSplitter | None) -> None:
@@ -167,8 +166,8 @@ class _Measurement:
 
     def _build_sequence(self, deadline: float) -> list[UnitRunner] | None:
         """Run a microbatch through all units, so that memory is allocated, and return them; alike ones share their
-        times, of which there are none yet. None if that takes too much time or memory, or raises. `until`: when
-        everything has to be done, by `time.perf_counter`."""
+        times, of which there are none yet. None if that takes too much time or memory, or raises. `deadline`:
+        when everything has to be done, by `time.perf_counter`."""
         units = [self._runners[first] for first in self._units.first_of_kind]
         seconds_left = deadline - time.perf_counter()
         sizes = (cost.parameter_bytes + cost.gradient_bytes + cost.activation_bytes for cost in self._costs)

@@ -219,8 +219,8 @@ def _advance(step: Step, parts: int) -> None:
 
 
 def _measure_memory(device: torch.device, step: Step, num_parts: int) -> Footprint | None:
-    """Return the memory of a step by the allocator, kernels' own buffers included: after its first `first` parts, and
-    the peak beyond that; None if it is not reported."""
+    """Return the memory of a step by the allocator, kernels' own buffers included: after its first `num_parts` parts,
+    and the peak beyond that; None if it is not reported."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

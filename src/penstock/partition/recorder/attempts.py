@@ -225,8 +225,8 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:
-        why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
-        raise Obstacle(why, recorder.scope) from error
+        reason = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        raise Obstacle(reason, recorder.scope) from error
     except RuntimeError as error:
         if any(
             word in str(error).lower() for word in ("subclasses", "fake tensor", "allocated")
@@ -236,8 +236,8 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
-    where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope)
+    text = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
+    return Obstacle(f"{text}, which a recording cannot follow", recorder.scope)
 
 
 def _module(recorder: Recorder) -> str:
@@ -317,7 +317,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
     tensors += [t for entry in left for t in entry.small]
     texts = frozenset(entry.text for entry in left if entry.small)
     with_generators = [Remembered(f"a torch.Generator in {u!r}", u) for _, u in recorder.observer.generators.values()]
-    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
+    used_names = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     return Recording(
         graph=recorder.graph,
         facts=recorder.facts,
@@ -338,7 +338,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
         left=tuple(carried),
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
-        needed=frozenset(needed),
+        needed=frozenset(used_names),
         touched=frozenset(recorder.observer.touched),
         remembered=(*recorder.side_channels.remembered.values(), *with_generators),
     )

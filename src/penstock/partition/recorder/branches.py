@@ -47,9 +47,9 @@ def merge_branches(first: Recording, record: Callable[[Mapping[int, bool]], Reco
         return _Merger(*_paths(first, record)).merge()
     except MismatchError as error:
         ask = first.asks[error.number or 0]
-        where = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
+        scope = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
         raise Obstacle(
-            f"{where} branches on a random number at {ask.source_line}, and its two paths differ in more than the "
+            f"{scope} branches on a random number at {ask.source_line}, and its two paths differ in more than the "
             f"modules that one leaves out: {error}",
             ask.scope,
             "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
@@ -280,7 +280,7 @@ def _unmatched_value(node: fx.Node, number: int | None) -> MismatchError:
 
 
 def _find_region_start(nodes: Sequence[fx.Node], others: Sequence[fx.Node], surplus: int) -> int | None:
-    """Return where in `mine` the `spare` nodes that `theirs` lacks are: at the question, or after what follows it."""
+    """Return where in `nodes` the `surplus` ones that `others` lacks are: at the question, or after what follows it."""
     calls, other_calls = [(n.op, n.target) for n in nodes], [(n.op, n.target) for n in others]
     starts = (
         s for s in range(len(others) + 1) if calls[:s] == other_calls[:s] and calls[s + surplus :] == other_calls[s:]

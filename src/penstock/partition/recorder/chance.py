@@ -200,7 +200,7 @@ class Chance:
 
     @contextmanager
     def redirect_draws(self, whole_functions: Collection[FunctionType]) -> Iterator[None]:
-        """Wrap the forward. `whole`: functions that are recorded as one call."""
+        """Wrap the forward. `whole_functions`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             return self._call(real, (array,), {}) if isinstance(array, DrawnArray) else real(array)

@@ -53,7 +53,7 @@ def draw(name: str, *args: Any, **kwargs: Any) -> Any:
 def redirect_draws(
     model: nn.Module, handler: Handler, swaps: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
-    """Redirect draws to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements, within a
+    """Redirect draws to `handler`, and `swaps`' keys and `torch.from_numpy` to their replacements, within a
     context."""
     new: dict[int, Any] = {id(function): value for function, value in swaps.items()}
     for name, function in drawing_functions().items():

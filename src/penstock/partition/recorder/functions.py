@@ -64,7 +64,7 @@ def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[
     """Yield the places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module.
 
     Args:
-        own: torch's `apply`: a class method in Python, since torch 2.15 in C.
+        torch_apply: torch's `apply`: a class method in Python, since torch 2.15 in C.
     """
     attributes = (vars(module) for module in recorder.model.modules())
     for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):

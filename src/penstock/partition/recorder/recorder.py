@@ -279,8 +279,8 @@ class Recorder(Writer, TorchFunctionMode):
     @contextmanager
     def _as_running_call(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Call]:
         """Wrap a call that will be a node: it may read only what it was given."""
-        own_tensors = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
-        readable = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in own_tensors}
+        tensors = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
+        readable = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in tensors}
         call = Call(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, readable)
         with self.observer.calling(call):
             yield call

@@ -193,7 +193,7 @@ def make_guard(
     """Make a guard for a call that the graph will leave out because its result is not a tensor.
 
     `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
-    `held`: the buffers and constants that it reads.
+    `tensors`: the buffers and constants that it reads.
     `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
     be read before they travel, without waiting for a device.
     """

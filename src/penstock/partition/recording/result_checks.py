@@ -111,14 +111,14 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
         "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
         "since the calls that follow were recorded with that"
     )
-    where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
+    location = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
         f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
         if scope
         else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
         "name that in leaf_modules=[...], so that it runs as a whole"
     )
-    raise PartitionError(f"{unit!r} returned {actual} where the recording has {expected}: {reason}{where}. {remedy}")
+    raise PartitionError(f"{unit!r} returned {actual} where the recording has {expected}: {reason}{location}. {remedy}")
 
 
 def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:

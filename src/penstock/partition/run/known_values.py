@@ -227,7 +227,7 @@ def run_for_real(
     wrote.
 
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
-    Attributes in `taken` keep what the unit leaves there, even without a gradient.
+    Attributes in `taken_names` keep what the unit leaves there, even without a gradient.
     """
     pairs: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
 

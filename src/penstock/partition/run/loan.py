@@ -25,7 +25,7 @@ class Snapshot:
         self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
 
     def restore(self, keep_if: Callable[[Any], bool] = lambda value: False) -> None:
-        """Restore everything except attributes whose new value `keeps` accepts."""
+        """Restore everything except attributes whose new value `keep_if` accepts."""
         kept_values = [(vars(module), name, value) for module, name, value in self.changed() if keep_if(value)]
         for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
             module.__dict__.clear()

@@ -219,7 +219,7 @@ class SideChannels:
 
         Raises RecordAgain if units must be opened to carry what they left.
         """
-        found, to_open = [], set[str]()
+        entries, to_open = [], set[str]()
         for holder, key, value in self._changes():
             units = {id(t): m.call.unit for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
             if not units and type(value) not in SCALARS:
@@ -234,11 +234,11 @@ class SideChannels:
                 to_carry = []
             to_open |= {units[id(t)] for t in to_carry if not has_node(t)} & (self._units.keys() - spec.shut)
             small = tuple(filter(has_node, to_carry))
-            found.append(Left(holder, key, value, frozenset(makers if all(makers) else ()), small))
+            entries.append(Left(holder, key, value, frozenset(makers if all(makers) else ()), small))
         if to_open:
             texts = ", ".join(sorted(to_open)[:4])
             raise RecordAgain(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
-        return found
+        return entries
 
 
 def _refusal(read: ForeignRead) -> str:

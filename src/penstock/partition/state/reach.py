@@ -148,7 +148,7 @@ class Reach:
         return list({id(holder): holder for group in groups for holder in group}.values())
 
     def belongs_to(self, holder: Holder, name: str) -> bool:
-        """Whether a place belongs to the module of that name, or to an object that only this module can reach."""
+        """Whether a holder belongs to the module of that name, or to an object that only this module can reach."""
         other_paths = (text for first, text in self._repeats if is_below(holder.text, first))
         return not holder.outside and all(is_below(text, name) for text in (holder.text, *other_paths))
 

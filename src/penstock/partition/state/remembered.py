@@ -244,7 +244,7 @@ class Left:
         return self.place.name(self.key)
 
     def recorded(self, find_output: Callable[[Tensor], int]) -> Left:
-        """Return the same with its tensors replaced. `index_of` returns the index of the output that carries a
+        """Return the same with its tensors replaced. `find_output` returns the index of the output that carries a
         tensor."""
         carried_ids, flat = {id(t) for t in self.small}, flatten(self.value)
         leaves: list[Any] = []
@@ -265,8 +265,8 @@ def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
             entry.place.replace(entry.key, _fill_template(entry.value, outputs))
         yield
     finally:
-        for place, entries in reversed(snapshots):
-            place.put(entries)
+        for holder, entries in reversed(snapshots):
+            holder.put(entries)
 
 
 def _fill_template(template: Flat, outputs: Sequence[Tensor]) -> Any:
@@ -307,8 +307,8 @@ def taken(result: Any, attribute: Attribute) -> Tensor:
 def find_attributes(block: nn.Module, name: str, taken_names: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
     """Yield the attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
 
-    These are tensors that require a gradient, and the attributes in `taken`, which did so in another recording: the
-    loss of an evaluation reads them too.
+    These are tensors that require a gradient, and the attributes in `taken_names`, which did so in another recording:
+    the loss of an evaluation reads them too.
     """
     for inner, module in block.named_modules(prefix=name):
         for key, value in vars(module).items():

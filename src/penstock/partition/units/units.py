@@ -288,10 +288,11 @@ class Opening:
         """Return the same for modules that are opened because a cut lies inside."""
         return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
-    def refusal(self, name: str, why: str) -> str:
+    def refusal(self, name: str, reason: str) -> str:
         """Build the message for a module with a cut inside that cannot be opened."""
         return (
-            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {why}. Or cut at {name!r}"
+            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {reason}. "
+            f"Or cut at {name!r}"
         )
 
     def refuse_draw(self, scope: str, source_line: str) -> None:

@@ -2,7 +2,8 @@
 
 Objects, lists and dicts that are passed to a block are values (`MutableArguments`): a stage rebuilds them for each call
 from the tensors that it has, and then extracts what the call left in them. So a cache that every block writes to
-crosses cuts like any other value."""
+crosses cuts like any other value.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def count_work(call: OpCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 
     Args:
         call: the call and its result.
-        given, made: the tensors among its arguments and in its result.
+        inputs, outputs: the tensors among its arguments and in its result.
         trains: whether gradients are recorded; if so, those of arguments that require one count too.
     """
     group = find_group(call.func)
