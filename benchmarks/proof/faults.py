@@ -505,7 +505,7 @@ def drawn_numbers_are_frozen() -> None:
 
     def frozen(self: Chance, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        self._generators = foreign.states()
+        self._generators = foreign.generator_states()
         return value
 
     Chance._draw = frozen  # type: ignore[method-assign]

@@ -60,7 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Waits.now_ns
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=read))
-    monkeypatch.setattr(clock, "waited", lambda *_: 0)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: 0)
     return found
 
 
@@ -84,7 +84,7 @@ def weighed(model: nn.Module, stages: int, balance: Balance | BalanceChoice = "t
 
 @pytest.fixture
 def measures_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision, "LEAST_WORK", 0)
+    monkeypatch.setattr(decision, "MIN_MEASURED_WORK", 0)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_cuts_follow_time(measures_all: None) -> None:
 def test_what_others_took_of_a_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of each layer's time a thread waits for its core."""
     quiet = [unit.forward_seconds for unit in profile_of(waiting([1]), X).units]
-    monkeypatch.setattr(clock, "waited", lambda *_: Waits.now_ns // 2)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: Waits.now_ns // 2)
     assert [unit.forward_seconds for unit in profile_of(waiting([1]), X).units] == [each / 2 for each in quiet]
 
 
@@ -199,10 +199,10 @@ def test_on_a_busy_machine_one_thread_is_measured(measures_all: None, monkeypatc
     monkeypatch.setattr(decision, "measure", measured)
     try:
         torch.set_num_threads(2)
-        monkeypatch.setattr(clock, "all_waited", lambda: 0)
+        monkeypatch.setattr(clock, "total_wait_ns", lambda: 0)
         assert weighed(waiting([0, 1]), 2)((X,)).notes == ()
         hours = iter(3_600_000_000_000 * number for number in range(2))
-        monkeypatch.setattr(clock, "all_waited", lambda: next(hours))
+        monkeypatch.setattr(clock, "total_wait_ns", lambda: next(hours))
         (note,) = weighed(waiting([0, 1]), 2)((X,)).notes
         assert torch.get_num_threads() == 2
     finally:

@@ -171,13 +171,13 @@ def test_a_right_model_raises_no_alarm(name: str, autocast: bool, monkeypatch: p
 
 
 def test_schedules_with_as_many_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, measured = [], partitioner.measured
+    stages, measured = [], partitioner.decide_by_measuring
 
     def noting(recording: Any, model: nn.Module, cuts: Sequence[str], *given: Any) -> Any:
         stages.append(len(cuts) + 1)
         return measured(recording, model, cuts, *given)
 
-    monkeypatch.setattr(partitioner, "measured", noting)
+    monkeypatch.setattr(partitioner, "decide_by_measuring", noting)
     x, y = torch.randn(2, 8, WIDTH)
     options = {"ranks": 2, "microbatches": 4}
     one = Verification(*with_reference(Layers(), F.mse_loss), Microbatch((x,), {}, y), options, full_batch=False)

@@ -15,7 +15,7 @@ import torch
 
 from penstock._base.stages import Link
 from penstock.costs import MeasuredLink
-from penstock.partition.measure.clock import settle
+from penstock.partition.measure.clock import synchronize
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.transport_choice import TransportChoice, make_transport
 from penstock.runtime.transport.protocol import Transport
@@ -84,7 +84,7 @@ def _measure(
             if sends:
                 there.send(0, [message])
             (back if sends else there).receive(0)
-            settle(device)
+            synchronize(device)
             if not sends:
                 back.send(0, [answer])
             seconds.append(time.perf_counter() - begun)

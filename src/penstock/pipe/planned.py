@@ -14,7 +14,7 @@ from penstock._base.errors import ArgumentError, PlanError, warn
 from penstock._base.words import counted
 from penstock.costs import first_difference
 from penstock.distributed.world import World
-from penstock.partition.measure.units import identity
+from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE
@@ -98,7 +98,7 @@ class Followed:
         choice = self.plan.choice
         if self.plan.made_for is not None:
             made_for = self.plan.made_for
-            mine = identity(as_module(model), made_for.device if device_type == "meta" else device_type)
+            mine = compute_fingerprint(as_module(model), made_for.device if device_type == "meta" else device_type)
             if difference := first_difference(made_for, mine):
                 raise PlanError(
                     f"plan= is not for this model on this device: {difference}; make a plan of this one with "

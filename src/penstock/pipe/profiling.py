@@ -23,8 +23,8 @@ from penstock.costs.hardware import DeviceSpec, Efficiency
 from penstock.costs.hardware import device as known
 from penstock.distributed.world import World, device_of, join
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
-from penstock.partition.measure.clock import undisturbed
-from penstock.partition.measure.units import identity
+from penstock.partition.measure.clock import measure_undisturbed
+from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import checked_inputs
@@ -148,7 +148,7 @@ def profile(
         return estimate(every(None), kind, _efficiency(calibrate, kind))
     where = there or input_device(example, model)
     # ranks that measure their links do so all at once, so none decides by itself to do it again
-    return _with_links(measured, where) if links else undisturbed(measured, where)
+    return _with_links(measured, where) if links else measure_undisturbed(measured, where)
 
 
 def specified(device: torch.device | DeviceSpec | str | None) -> DeviceSpec | None:
@@ -208,7 +208,7 @@ def made_here(
 ) -> ModelFingerprint:
     """Return the fingerprint for a profile of this model with such inputs."""
     module = as_module(model)
-    return identity(module, input_device((args, kwargs), module).type)
+    return compute_fingerprint(module, input_device((args, kwargs), module).type)
 
 
 def _pieces(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.partition.recorder import foreign
 from penstock.partition.source import is_ours
 from penstock.partition.stages.stage import Gate
-from penstock.partition.units.units import intercepted
+from penstock.partition.units.units import intercept
 from penstock.partition.watch.work import argument_names, is_seeded
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
@@ -55,7 +55,7 @@ class ReferenceDraws(TorchFunctionMode):
         self._in_backward = backward
         calls = {function: self._as_one_call(function) for function in self._single_calls}
         units = map(self._model.get_submodule, self._units.values())
-        with foreign.replaced(self._model, self._foreign, calls, torch.from_numpy), intercepted(units, self._unit):
+        with foreign.redirect_draws(self._model, self._foreign, calls, torch.from_numpy), intercept(units, self._unit):
             with _Operators(self), self:
                 yield
 

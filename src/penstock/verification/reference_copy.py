@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock._base.errors import ArgumentError
 from penstock._base.words import a, in_a_line
-from penstock.partition.run.loan import generators
+from penstock.partition.run.loan import save_generators
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
@@ -47,8 +47,8 @@ def with_reference(
     """
     if isinstance(model, nn.Module) or not callable(model):
         return _copy_pair(ModelAndLoss(as_module(model), loss))
-    restore_start = generators()
-    first, restore_end = _call_factory(model, loss), generators()
+    restore_start = save_generators()
+    first, restore_end = _call_factory(model, loss), save_generators()
     restore_start()
     second = _call_factory(model, loss)
     restore_end()
@@ -146,7 +146,7 @@ def _find_shared(first: ModelAndLoss, second: ModelAndLoss) -> tuple[str, str] |
         parts |= dict.fromkeys((id(module), id(vars(module))), f"module {name!r}" if name else "the model")
     parts |= {_memory_key(tensor): f"the memory of {name!r}" for name, tensor in _named_tensors(first.model)}
     reachable = [(tensor, name) for name, tensor in _named_tensors(second.model)]
-    for holder in build_reach(second.model, second.loss).places:
+    for holder in build_reach(second.model, second.loss).holders:
         if not holder.outside:
             reachable += [(holder.entries, holder.text), *((value, holder.text) for value in initial_values(holder))]
     if isinstance(second.loss, FunctionType):

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from penstock.partition.run.loan import Snapshot
-from penstock.partition.source import OF_TORCH
+from penstock.partition.source import TORCH_ATTRIBUTES
 from penstock.partition.state.reach import Holder
 from penstock.verification.hidden_state import StateHolder, build_reach, find_hidden_state, initial_values
 from penstock.verification.reference_copy import ModelAndLoss
@@ -20,7 +20,7 @@ from penstock.verification.reference_copy import ModelAndLoss
 RECORDING = "recording"
 """The owner of what a recording between two steps changes and does not restore, such as a count in a class."""
 
-_WITH_HOOKS = OF_TORCH | {"_output_capturing_hooks_installed"}
+_WITH_HOOKS = TORCH_ATTRIBUTES | {"_output_capturing_hooks_installed"}
 """Attributes of modules that stay as they are, as hooks do: transformers notes so that a model's blocks have them."""
 
 
@@ -36,7 +36,7 @@ class States:
 
     def __init__(self, pair: ModelAndLoss) -> None:
         self._reach = build_reach(pair.model, pair.loss)
-        values = [pair.loss, *pair.model.modules(), *(v for h in self._reach.places for v in initial_values(h))]
+        values = [pair.loss, *pair.model.modules(), *(v for h in self._reach.holders for v in initial_values(h))]
         self._hidden = find_hidden_state(values, (*pair.model.parameters(), *pair.model.buffers()))
         self._modules = Snapshot(pair.model)
         self._states: dict[Hashable, list[tuple[StateHolder, Any]]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock._base.compat import fake_mode, storage_of
 from penstock.partition.run.known_values import KnownValues
-from penstock.partition.units.units import Learned
+from penstock.partition.units.units import RecordAgain
 from penstock.partition.watch.observer import Observer
 from scaffolding.proofs import proven
 
@@ -32,7 +32,7 @@ def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
     known.expose([value])
     with mode:
         known.refuse_writes(frozenset(fresh_storages()))
-    with pytest.raises(Learned):  # but its own still is
+    with pytest.raises(RecordAgain):  # but its own still is
         known.refuse_writes(frozenset([storage_of(mode.from_tensor(value))]))
 
 
@@ -40,7 +40,7 @@ def test_no_new_memory_is_taken_for_what_was_written_inside_of_a_call() -> None:
     observer = Observer()
     with fake_mode(), observer:
         torch.zeros(3).add_(1)  # gone with the call
-        _, written = observer.take()
+        _, written = observer.take_effects()
         assert written
         assert not written & set(fresh_storages())
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.source import OF_TORCH
+from penstock.partition.source import TORCH_ATTRIBUTES
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.schedule import Op
 
@@ -91,7 +91,7 @@ class ForwardAttributes(Feature):
             new = self._modules[position]
             if new.keys() == old.keys() and all(map(is_, new.values(), old.values())):
                 continue
-            for name in (old | new).keys() - OF_TORCH:
+            for name in (old | new).keys() - TORCH_ATTRIBUTES:
                 if new.get(name, MISSING) is not old.get(name, MISSING):
                     yield (position, name), old.get(name, MISSING)
 

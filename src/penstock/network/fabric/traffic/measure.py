@@ -16,9 +16,9 @@ from penstock._base.errors import ArgumentError
 from penstock._base.stages import MODEL_INPUT
 from penstock._base.trees import flatten, leaf_tensors
 from penstock.network.fabric.traffic.layers import Layer, record
-from penstock.partition.measure.clock import settle
-from penstock.partition.measure.footprint import ends_of
-from penstock.partition.measure.running import RunningUnit
+from penstock.partition.measure.clock import synchronize
+from penstock.partition.measure.footprint import backward_roots
+from penstock.partition.measure.running import UnitRunner
 from penstock.partition.run.loan import untouched_generators
 
 REPETITIONS = 5
@@ -45,7 +45,7 @@ def layer_seconds(
     ended = [0] * len(layers)
 
     def note(index: int, parameter: Tensor) -> None:
-        settle(parameter.device)
+        synchronize(parameter.device)
         ended[index] = time.perf_counter_ns()
 
     for key, index in indices.items():
@@ -64,11 +64,11 @@ def _time_layers(
     with untouched_generators():
         began = time.perf_counter_ns()
         results = leaf_tensors(model(*args, **kwargs))
-        edges, make_gradients = ends_of(results)
+        edges, make_gradients = backward_roots(results)
         if not edges:
             raise ArgumentError("no result of the model takes a gradient, so there is no backward to measure")
         gradients = make_gradients()
-        settle(gradients[0].device)
+        synchronize(gradients[0].device)
         forward_ended = at = time.perf_counter_ns()
         torch.autograd.backward(edges, gradients)
     seconds = []
@@ -92,7 +92,7 @@ def stage_seconds(
     measured = []
     with torch.enable_grad(), untouched_generators():
         for stage in partition.stages:
-            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs])
+            unit = UnitRunner(stage, [values[i.source, i.name] for i in stage.meta.inputs])
             outputs = unit.begin()
             for _ in range(REPETITIONS):
                 unit.run()
