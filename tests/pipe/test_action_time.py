@@ -14,7 +14,11 @@ from penstock.pipe import profiling
 
 
 def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {profiling.FEW: 1.0, profiling.MANY: 1.0 + (1.0 + 2 * 0.25) * (profiling.MANY - profiling.FEW) * 4}
+    seconds = {
+        profiling.FEW_MICROBATCHES: 1.0,
+        profiling.MANY_MICROBATCHES: 1.0
+        + (1.0 + 2 * 0.25) * (profiling.MANY_MICROBATCHES - profiling.FEW_MICROBATCHES) * 4,
+    }
     monkeypatch.setattr(profiling, "_step_seconds", seconds.__getitem__)
     monkeypatch.setattr(profiling, "_least", lambda _: 1.0)
     monkeypatch.setattr(profiling, "_update_seconds", lambda values, _: 3.0 + 2.0**-30 * values)

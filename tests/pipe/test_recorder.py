@@ -328,7 +328,7 @@ def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
                 first.step(X, target=Y)
             second.step(X, target=Y)
             until = time.monotonic() + 30
-            while time.monotonic() < until and not first.session.recorder._told:  # type: ignore[union-attr]
+            while time.monotonic() < until and not first.session.recorder._has_warned:  # type: ignore[union-attr]
                 first.step(X, target=Y)
                 time.sleep(0.05)
 

@@ -61,7 +61,7 @@ def test_more_nodes_than_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) 
     schedule, costs = generate("interleaved-1f1b", 5, 7, 2), [StageCost(1 + s, 2, 1, 3) for s in range(10)]
     whole = simulate(schedule, costs, LinkCost(0.25, 4))
     found = idle_time_by_cause(schedule, whole), critical_path(schedule, whole)
-    monkeypatch.setattr("penstock.simulate.computations._TOGETHER", 30)
+    monkeypatch.setattr("penstock.simulate.computations._NODES_PER_PART", 30)
     assert simulate(schedule, costs, LinkCost(0.25, 4)) == whole
     assert (idle_time_by_cause(schedule, whole), critical_path(schedule, whole)) == found
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from penstock.costs import UnitCost, kept_bytes, tied_bytes_overcount
 from penstock.schedule import Action, Op, Placement, Row, Schedule, stages_with_backward
-from penstock.schedule.activations import run_again, trips
+from penstock.schedule.activations import offload_trips, recomputed_microbatches
 from penstock.simulate import StageCost
 from penstock.simulate.computations import IS_COMPUTE, column
-from penstock.simulate.costs import LinkCost, OfStage
-from penstock.simulate.memory_use import changes_of
+from penstock.simulate.costs import LinkCost, StageCosts
+from penstock.simulate.memory_use import allocation_table
 
 Floats = NDArray[np.float64]
 
@@ -103,7 +103,7 @@ def kept_peaks(schedule: Schedule, costs: Sequence[StageCost], transient: Sequen
     each stage of one copy."""
     place, found = schedule.placement, []
     every = [(cost,) for cost in costs] * place.pipelines
-    changes = changes_of(every, stages_with_backward(schedule))[0, ..., 0]
+    changes = allocation_table(every, stages_with_backward(schedule))[0, ..., 0]
     for row, stages in zip(schedule.rows, place.by_rank, strict=True):
         op, stage = _computations(row)
         taken, freed = changes[:, op, stage]
@@ -187,7 +187,7 @@ class Keeping:
 
     ways: tuple[Way, ...]
     peak_bytes: tuple[float, ...]
-    costs: tuple[OfStage, ...]
+    costs: tuple[StageCosts, ...]
 
 
 def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
@@ -196,7 +196,7 @@ def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
     place = schedule.placement
     ways = dict.fromkeys(range(place.depth), Way.KEEPS)
     peaks = dict(enumerate(kept_peaks(schedule, demand.costs, demand.transient)))
-    costs: dict[int, OfStage] = dict(enumerate([*demand.costs] * place.pipelines))
+    costs: dict[int, StageCosts] = dict(enumerate([*demand.costs] * place.pipelines))
     for ranks in _together(schedule):
         if any(peaks[rank] > demand.limits[rank] for rank in ranks):
             by_stage, needed, made = _best(schedule, demand, ranks)
@@ -211,7 +211,7 @@ def best_keeping(schedule: Schedule, demand: Demand) -> Keeping:
 
 def _best(
     schedule: Schedule, demand: Demand, ranks: Sequence[int]
-) -> tuple[dict[int, Way], dict[int, float], dict[int, OfStage]]:
+) -> tuple[dict[int, Way], dict[int, float], dict[int, StageCosts]]:
     """Choose for ranks that hold copies of the same stages, usually a single rank: return the policy of each stage of
     one copy, what each rank then needs, and what each stage costs."""
     depth = schedule.placement.depth
@@ -256,7 +256,7 @@ class _Done:
     """
 
     held: Floats
-    cost: OfStage
+    cost: StageCosts
     extra_seconds: float
 
     @classmethod
@@ -269,7 +269,9 @@ class _Done:
         other = frozenset[int]()  # the microbatches that run again, or that are away for long enough
         if way is not Way.KEEPS:
             runs = way is Way.RECOMPUTES
-            other = run_again(lambda _: (), work, stage) if runs else trips(work, stage).for_backward
+            other = (
+                recomputed_microbatches(lambda _: (), work, stage) if runs else offload_trips(work, stage).for_backward
+            )
         each, change = [cost] * (max(places, default=-1) + 1), np.zeros(len(work) + 2)
 
         def hold(first: int, last: int, amount: float) -> None:

@@ -1,7 +1,7 @@
 """The simulation's inner loop: when each node ends if all of them start as early as they can.
 
-Plain code on indexable columns, so that numba can compile it: it is then more than ten times as quick. The results are
-the same to the bit.
+Plain code on indexable columns, so that numba can compile it, which makes it more than ten times as fast. The results
+are bitwise identical.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ LARGE = 50_000
 """From this many nodes on it pays to load numba, which takes half a second."""
 
 NOT_RUN = -1.0
-"""Instead of the time when a node ended: it has not run. Anything lower: the same, and a rank sleeps on it."""
+"""The end of a node that has not run. A lower number also names the rank that waits for it."""
 
 _loaded = False
 
 
-def loop(nodes: int) -> Callable[..., int] | None:
-    """Return the compiled `run` for this many nodes; None if plain Python is quicker, or numba is missing."""
-    global _loaded  # noqa: PLW0603  (once it has been loaded, it is always quicker)
+def compiled_run(nodes: int) -> Callable[..., int] | None:
+    """Return the compiled `run` for this many nodes; None if plain Python is faster, or numba is missing."""
+    global _loaded  # noqa: PLW0603  (once it has been loaded, it is always faster)
     if nodes < LARGE and not _loaded:
         return None
-    made = _compiled()
-    _loaded = made is not None
-    return made
+    compiled = _compiled()
+    _loaded = compiled is not None
+    return compiled
 
 
 @cache
@@ -40,20 +40,20 @@ def _compiled() -> Callable[..., int] | None:
 
 
 def run(
-    first: Any, need: Any, work: Any, seconds: Any, lag: Any, paired: Any, hold: Any,
-    turns: Any, at: Any, begin: Any, starts: Any, ends: Any,
+    first: Any, need: Any, entries: Any, seconds: Any, lag: Any, paired: Any, hold: Any,
+    runnable: Any, position: Any, begin: Any, starts: Any, ends: Any,
 ) -> int:  # fmt: skip
-    """Run every rank ahead until it needs what has not run, and resume it from the rank that runs that.
+    """Run each rank until it needs a node that has not run; the rank that runs that node resumes it.
 
     Args:
         first: the first node of each rank, then the number of nodes.
         need: for each node, the node on another rank that it waits for, or -1.
-        work: for each node, its place in the next four:
+        entries: for each node, its index in the next four:
         seconds: how long it takes.
         lag: from when the output of what it needs leaves until that arrives.
         paired: whether it overlaps with the next node: both start when both can, and its output leaves when both end.
         hold: how long that next node takes.
-        turns: room for a number for each rank; so is `at`.
+        runnable, position: buffers with a number for each rank.
         begin: when each rank begins.
         starts: for each node.
         ends: for each node, `NOT_RUN` at first.
@@ -63,44 +63,44 @@ def run(
     """
     ranks = len(first) - 1
     for rank in range(ranks):
-        turns[rank] = rank
-        at[rank] = first[rank]
-    waiting, unfinished = ranks, ranks
-    while waiting > 0:
-        waiting -= 1
-        rank = turns[waiting]
-        node, end = at[rank], first[rank + 1]
+        runnable[rank] = rank
+        position[rank] = first[rank]
+    pending, unfinished = ranks, ranks
+    while pending > 0:
+        pending -= 1
+        rank = runnable[pending]
+        node, end = position[rank], first[rank + 1]
         now = ends[node - 1] if node > first[rank] else begin[rank]
         while node < end:
-            entry = work[node]
-            made = need[node]
-            if made >= 0:
-                sent = ends[made]
-                if sent < 0:
-                    ends[made] = NOT_RUN - 1 - rank
+            entry = entries[node]
+            needed = need[node]
+            if needed >= 0:
+                arrival = ends[needed]
+                if arrival < 0:
+                    ends[needed] = NOT_RUN - 1 - rank
                     break
-                sent += lag[entry] + hold[work[made]]
-                if sent > now:
-                    now = sent
+                arrival += lag[entry] + hold[entries[needed]]
+                if arrival > now:
+                    now = arrival
             if paired[entry]:
-                made = need[node + 1]
-                if made >= 0:
-                    sent = ends[made]
-                    if sent < 0:
-                        ends[made] = NOT_RUN - 1 - rank
+                needed = need[node + 1]
+                if needed >= 0:
+                    arrival = ends[needed]
+                    if arrival < 0:
+                        ends[needed] = NOT_RUN - 1 - rank
                         break
-                    sent += lag[work[node + 1]] + hold[work[made]]
-                    if sent > now:
-                        now = sent
+                    arrival += lag[entries[node + 1]] + hold[entries[needed]]
+                    if arrival > now:
+                        now = arrival
             starts[node] = now
             now += seconds[entry]
-            woken = ends[node]
+            sleeper = ends[node]
             ends[node] = now
-            if woken < NOT_RUN:
-                turns[waiting] = int(NOT_RUN - 1 - woken)
-                waiting += 1
+            if sleeper < NOT_RUN:
+                runnable[pending] = int(NOT_RUN - 1 - sleeper)
+                pending += 1
             node += 1
-        at[rank] = node
+        position[rank] = node
         if node == end:
             unfinished -= 1
     return unfinished

@@ -147,7 +147,7 @@ class _Unsplit:
             **{name: self._options[name] for name in alike if name in self._options},
         )
         self.alone = build(made.model, ((), {}), World(1), generate("naive", 1, len(self._all)), given)
-        self._draws = bool(self.alone.session.drawing_modules) or self.alone.session.draws_in_glue
+        self._draws = bool(self.alone.session.drawing_modules) or self.alone.session.draws_outside_modules
         self.trained = trained(self.alone.session.split.all_parameters(), self.alone)
         coarse = (torch.bfloat16, torch.float16)
         matrices = [n for n, p in self.trained.items() if p.requires_grad and p.dim() == 2 and rule.in_place]

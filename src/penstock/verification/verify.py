@@ -25,7 +25,7 @@ from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
-from penstock.pipe.arguments import checked_inputs, is_whole
+from penstock.pipe.arguments import has_values, validate_inputs
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -36,7 +36,7 @@ from penstock.runtime.gradients.distribution import copy_into, whole
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merged
 from penstock.verification.first_difference import ROUNDING, first_difference, usual_factors
 from penstock.verification.reference import (
@@ -113,7 +113,7 @@ def verify(
     for name in options.keys() - known.keys():
         raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
     check_grad_enabled("penstock.verify")
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = validate_inputs(args, kwargs)
     first = Microbatch(tuple(args), kwargs, target)
     return Verification(*twins(model, loss_fn), first, options, reduction, exact, full_batch, batches).report(schedule)
 
@@ -164,7 +164,7 @@ class Verification:
         args, kwargs = self.first.args, dict(self.first.kwargs)
         options = {**self.options, "schedule": schedule, "loss_fn": self.mine.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
-        if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
+        if isinstance(schedule, str) and options.get("microbatches") is None and has_values((args, kwargs)):
             options["microbatches"] = cutting.usual((args, kwargs))
         for made in (self.mine, self.other) if self.initial else ():
             set_values(made.model, self.initial)
@@ -241,9 +241,9 @@ class Verification:
         sizes = copies.ranks, len(pipe.stages), order.microbatches, losses[0], exact, copies.data_parallel
         report = VerificationReport(rows, order.name, *sizes, len(steps), expected.whole_batch, tuple(notes), first)
         if not report.ok:
-            verified.passed.discard(pipe.session.fingerprint())
+            verified.verified_fingerprints.discard(pipe.session.fingerprint())
         elif trails is None:
-            verified.passed.add(pipe.session.fingerprint())
+            verified.verified_fingerprints.add(pipe.session.fingerprint())
         return report, steps
 
 
@@ -253,7 +253,7 @@ def _measured_depth(options: Mapping[str, Any]) -> int:
     ranks, given = options.get("ranks"), options.get("balance", "time") != "time"
     if ranks is None or given or any(value is not None for value in decided):
         return 0
-    return order_of(
+    return resolve_order(
         options["schedule"], ranks, options.get("microbatches"), options.get("stages_per_rank")
     ).placement.depth
 

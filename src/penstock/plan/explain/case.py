@@ -17,7 +17,7 @@ from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
 from penstock.simulate.computations import COMPUTE, Columns, Floats, Ints, column
-from penstock.simulate.simulator import CostColumns, timed_columns
+from penstock.simulate.simulator import CostColumns, simulate_columns
 from penstock.trace.around import PIPELINE, Around, around, done
 from penstock.trace.measured import Replica, Step
 
@@ -126,7 +126,7 @@ class Case:
     def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
         """Return one replica's timeline, with the host time after an action as part of it."""
         costs, links = _costs(seconds, self.host), self._links(schedule.ranks)
-        return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
+        return simulate_columns(schedule, _columns(schedule), costs, links, begin=begin)
 
     def _links(self, ranks: int) -> dict[tuple[int, int], LinkCost]:
         usual = median(self.latency.values()) if self.latency else 0.0
@@ -196,7 +196,7 @@ def _sends(schedule: Schedule) -> NDArray[np.bool_]:
     return found
 
 
-_columns = lru_cache(maxsize=4)(Columns.of)
+_columns = lru_cache(maxsize=4)(Columns.from_schedule)
 """One schedule is replayed a dozen times."""
 
 
@@ -207,7 +207,7 @@ def _costs(seconds: Floats, host: Floats) -> CostColumns:
     made = np.zeros((len(Op), *seconds.shape[1:]))
     made[Op.F.code], made[Op.B.code] = with_host[_F], backward + with_host[_W]
     made[Op.I.code], made[Op.W.code] = backward, with_host[_W]
-    return CostColumns.of_seconds(made)
+    return CostColumns.from_seconds(made)
 
 
 def case_of(step: Step, seconds: Floats) -> Case:
@@ -234,12 +234,12 @@ def case_of(step: Step, seconds: Floats) -> Case:
 def _gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
     """Return, for each action: the rank from which it needs something (-1: none) and its own; where in [O, S] that was
     produced, and when; the op and stage that its rank ran before, and their end; and its own start."""
-    columns = Columns.of(replica.schedule)
+    columns = Columns.from_schedule(replica.schedule)
     starts, ends = times_of(replica.timeline)
     need, rank, op, stage = columns.need, columns.rank, PLACE[columns.op], columns.stage
     source, made = np.where(need >= 0, rank[need], -1), np.where(need >= 0, ends[need], np.nan)
     maker = op[need] * replica.schedule.stages + stage[need]
-    return source, rank, maker, made, np.roll(op, 1), np.roll(stage, 1), columns.before(ends), starts
+    return source, rank, maker, made, np.roll(op, 1), np.roll(stage, 1), columns.previous_ends(ends), starts
 
 
 def _host(op: Ints, stage: Ints, lost: Floats, stages: int) -> Floats:

@@ -34,7 +34,7 @@ from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.feature import Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.activations import NEAR, Trips, trips
+from penstock.schedule.activations import NEAR, OffloadTrips, offload_trips
 
 
 class Lanes:
@@ -194,20 +194,20 @@ class Offload(Feature):
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
         compiled = stage.binding.compile is not None or any_compiled(stage.modules())
-        return cls(stage.index, stage.device, stage.held, trips(stage.row, stage.index), compiled=compiled)
+        return cls(stage.index, stage.device, stage.held, offload_trips(stage.row, stage.index), compiled=compiled)
 
     def __init__(
         self,
         stage: int,
         device: torch.device,
         held: Callable[[], Iterable[Tensor]],
-        trips: Trips,
+        offload_trips: OffloadTrips,
         *,
         compiled: bool = False,
     ) -> None:
         self._stage = stage
         self._held = held
-        self._trips = trips
+        self._trips = offload_trips
         nothing = torch.empty(0, device=device)
         self._device, self._kind = nothing.device, type(nothing)
         self._lanes = lanes_of(self._device)
@@ -366,7 +366,7 @@ def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> 
     """
     rank_of = order.placement.rank_of
     asked = [stage for stage in range(len(rank_of)) if offload[stage % len(offload)]]
-    idle = [stage for stage in asked if not trips(order.rows[rank_of[stage]], stage).any]
+    idle = [stage for stage in asked if not offload_trips(order.rows[rank_of[stage]], stage).any]
     there = [stage for stage in asked if on_host[rank_of[stage]] and stage not in idle]
     found = []
     if idle:

@@ -33,7 +33,7 @@ from penstock.runtime.features.offload import Away, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.activations import run_again
+from penstock.schedule.activations import recomputed_microbatches
 
 Keeping = Callable[[Sequence[int]], Collection[int]]
 """From a stage's microbatches, in the order in which they run, chooses those that keep their forward."""
@@ -61,7 +61,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         if isinstance(policy, int):
             text = f"layers 0, {policy}, {2 * policy}, ... run again in backward on "
         elif isinstance(policy, str) and policy in KEPT_FORWARDS:
-            again = len(run_again(KEPT_FORWARDS[policy], order.rows[rank], stage))
+            again = len(recomputed_microbatches(KEPT_FORWARDS[policy], order.rows[rank], stage))
             text = f"{again} of {forwards} forwards run again in backward on "
         else:
             text = "its own choice of forwards runs again in backward, out of those on "
@@ -130,7 +130,7 @@ class RecomputedStage(Feature):
         those that their backward follows at once."""
 
         def of(stage: StageContext) -> Feature | None:
-            return cls.rerunning(stage, run_again(kept, stage.row, stage.index))
+            return cls.rerunning(stage, recomputed_microbatches(kept, stage.row, stage.index))
 
         of.__qualname__ = f"{cls.__qualname__}.keeping"
         return of

@@ -36,17 +36,17 @@ def estimate(group: dist.ProcessGroup | None = None) -> Offset:
         if clocks[other] == clocks[0] != "":
             continue  # both read the same clock
         if rank == 0:
-            for _ in range(host_clock.FEWEST):
+            for _ in range(host_clock.INITIAL_EXCHANGES):
                 dist.recv(stamp, other)
                 stamp[0] = host_clock.now_ns()
                 dist.send(stamp, other)
         elif rank == other:
             offset = host_clock.HostOffset(clocks[0])
-            while offset.wants_more:
+            while offset.needs_more:
                 asked = host_clock.now_ns()
                 dist.send(stamp, 0)
                 dist.recv(stamp, 0)
-                offset.note(asked, int(stamp[0]))
+                offset.add_exchange(asked, int(stamp[0]))
             found = Offset(offset.nanoseconds, offset.error_ns + int(DRIFT * CLOCK_SECONDS * 1e9))
     return found
 
