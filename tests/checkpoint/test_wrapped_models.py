@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock import PartitionError, Pipeline, checkpoint, inspect, pipeline
-from penstock.pipe.described import module_names
+from penstock.pipe.run_info import module_names
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 

@@ -196,7 +196,7 @@ def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
 def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=90, highlight=False)
-    monkeypatch.setattr("penstock.pipe.recorder.Console", lambda **_: console)
+    monkeypatch.setattr("penstock.pipe.run_recorder.Console", lambda **_: console)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     train(tmp_path / "quiet")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

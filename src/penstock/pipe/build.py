@@ -24,12 +24,12 @@ from penstock.distributed.launch.processes import VERIFY
 from penstock.distributed.world import World, join, parse_device, resolve_device
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_not_parallelized, default_device, has_values, share_example, validate_inputs
-from penstock.pipe.described import record
+from penstock.pipe.apply_plan import AppliedPlan
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.pipe.planned import AppliedPlan
+from penstock.pipe.run_info import record
 from penstock.pipe.session import Session
+from penstock.pipe.validation import check_not_parallelized, default_device, has_values, share_example, validate_inputs
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction

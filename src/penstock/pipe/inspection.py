@@ -25,12 +25,12 @@ from penstock.partition import Balance, Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.arguments import validate_inputs
 from penstock.pipe.build import build
-from penstock.pipe.described import module_names
-from penstock.pipe.forecast import RankMemory, predict_rank_memory
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
+from penstock.pipe.predictions import RankMemory, predict_rank_memory
+from penstock.pipe.run_info import module_names
+from penstock.pipe.validation import validate_inputs
 from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction

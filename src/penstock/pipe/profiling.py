@@ -27,10 +27,10 @@ from penstock.partition.measure.clock import undisturbed
 from penstock.partition.measure.units import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import validate_inputs
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
+from penstock.pipe.validation import validate_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.batch.outline import Example

@@ -19,8 +19,8 @@ from penstock._base.trees import unflatten
 from penstock.distributed.launch.step_file import announcer
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
-from penstock.pipe.recorder import Recorder
 from penstock.pipe.result import StepResult
+from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.verified import compute_fingerprint
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.cutting import Batch, Microbatch, refuse_aliases

@@ -11,7 +11,7 @@ from typing import SupportsIndex
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import quoted
 from penstock.schedule.action import Action, Op, Overlap
-from penstock.schedule.drawn import Displayable
+from penstock.schedule.display import Displayable
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row, is_list
 

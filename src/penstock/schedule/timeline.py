@@ -19,7 +19,7 @@ from penstock._base.files import STRICT, validate
 from penstock._base.second_names import also, formerly
 from penstock._base.words import counted
 from penstock.schedule.action import Action, Op
-from penstock.schedule.drawn import Displayable
+from penstock.schedule.display import Displayable
 from penstock.schedule.placement import MAX_RANKS
 from penstock.schedule.row import Row
 

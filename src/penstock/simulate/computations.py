@@ -1,6 +1,6 @@
 """A schedule's computations as numpy columns, one entry per action: what the simulation and its analyses run on.
 
-What an action waits for comes from `penstock.schedule.dependencies.REQUIREMENTS`, looked up for whole columns. These are
+What an action waits for comes from `penstock.schedule.dependencies.REQUIREMENTS`, looked up for whole columns. They are
 built rank by rank and in 32 bits: a schedule of 17 million actions has to fit into memory, with its times.
 """
 

@@ -26,7 +26,7 @@ from penstock.simulate.costs import (
     cost_between,
     costs_by_microbatch,
 )
-from penstock.simulate.earliest import NOT_RUN, compiled_run, run
+from penstock.simulate.event_loop import NOT_RUN, compiled_run, run
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
-from penstock.pipe.arguments import has_values, validate_inputs
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
+from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.runtime.gradients.distribution import copy_into, whole

@@ -14,10 +14,10 @@ from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import lower_bound, search
 from penstock.simulate.search.dispatch import Pattern, dispatch
-from penstock.simulate.search.found import serial_rows
 from penstock.simulate.search.improve import extrapolate, improve
 from penstock.simulate.search.pattern import sample, vary
 from penstock.simulate.search.problem import Problem, Rows, problem
+from penstock.simulate.search.result import serial_rows
 from penstock.simulate.search.timing import fits, time_rows
 
 seeds = st.integers(0, 2**32)

@@ -136,7 +136,7 @@ def describe_signal(number: int) -> str:
 
 
 def was_interrupted(failure: str) -> bool:
-    """Whether these words, of a rank or of `describe_signal`, say that somebody stopped the job, and not that it failed."""
+    """Whether this message, of a rank or of `describe_signal`, means that the job was stopped and did not fail."""
     return _INTERRUPTED.search(failure) is not None
 
 

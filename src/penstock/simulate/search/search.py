@@ -28,10 +28,10 @@ from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import fill_activation_sizes, memory_units
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.found import Baseline, SearchResult, evaluate, find_baselines, serial_rows
 from penstock.simulate.search.improve import extrapolate, improve
 from penstock.simulate.search.pattern import HEURISTIC, hill_climb, pattern_from_timing, regular
 from penstock.simulate.search.problem import Objective, Problem, Rows, problem
+from penstock.simulate.search.result import Baseline, SearchResult, evaluate, find_baselines, serial_rows
 from penstock.simulate.search.timing import time_rows
 
 # Nominal times, so that the number of steps does not depend on the machine.
@@ -245,7 +245,7 @@ class _Solver:
         return [(timing.cost, rows) for rows in all_rows if (timing := time_rows(self.problem, rows)) is not None]
 
     def extrapolate_round(self, solver: _Solver, start: list[_Solution], solutions: list[_Solution]) -> list[_Solution]:
-        """Search a round with fewer microbatches, and repeat the middle of its rows more often. Return the solutions."""
+        """Search a round with fewer microbatches; return the solutions with the middle of their rows repeated."""
         small_is_met = solver.is_met(start)  # if so, there is nothing to gain with fewer
         explored = start if small_is_met else start + solver.explore(start, _SMALL_SHARE)
         if self.budget.is_over:  # what was cut short is not what more time would have stretched

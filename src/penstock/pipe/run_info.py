@@ -18,8 +18,8 @@ from penstock._base.errors import ArgumentError, warn
 from penstock._base.gradients import gradient_bytes
 from penstock.partition.stages.stage import Gate
 from penstock.partition.units.chain import unwrapped
-from penstock.pipe.forecast import activation_bytes, memory_after_actions, optimizer_bytes, predict_step
-from penstock.pipe.recorder import Recorder
+from penstock.pipe.predictions import activation_bytes, memory_after_actions, optimizer_bytes, predict_step
+from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.session import Session
 from penstock.pipe.verified import verified_fingerprints
 from penstock.plan import Plan
