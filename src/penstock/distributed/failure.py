@@ -82,12 +82,12 @@ class Failure(NamedTuple):
         return cls(int(rank), action_text, line_of(str(error), 2 * _MAX_CHARACTERS), kind)
 
     def __str__(self) -> str:
-        where = f"at {self.action}" if self.action else "outside of a step"
+        position_text = f"at {self.action}" if self.action else "outside of a step"
         descriptions = {
-            "raised": f"failed {where}",
-            "lost": f"was lost, last seen {where}",
+            "raised": f"failed {position_text}",
+            "lost": f"was lost, last seen {position_text}",
             "left": "has exited",
-            "stalled": f"stalled {where}",
+            "stalled": f"stalled {position_text}",
         }
         return f"rank {self.rank} {descriptions[self.kind]}: {self.error}"
 

@@ -87,7 +87,7 @@ class Groups:
 
     Attributes:
         members: the global rank of each of the pipeline's ranks.
-        paired: whether each way gets a group of its two ranks (`pair`).
+        paired: whether each pair of ranks, by direction, gets its own group (`pair`).
     """
 
     def __init__(self, world: World, backend: str, options: GroupOptions | None = None) -> None:
@@ -101,7 +101,7 @@ class Groups:
         self._is_part = is_part_of_job(world.everyone)
         self.paired = self._is_part or is_bound()
         self._groups: list[dist.ProcessGroup] = []
-        self._ways: dict[RankPair, dist.ProcessGroup | None] = {}  # None: between two other ranks
+        self._pair_groups: dict[RankPair, dist.ProcessGroup | None] = {}  # None: of two other ranks
         self._roles: dict[Role | tuple[int, ...], dist.ProcessGroup] = {}
         self._created: set[tuple[int, ...]] = set()
         roles = self._roles
@@ -129,23 +129,23 @@ class Groups:
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
         """Return the group in which one rank of the pipeline sends to another. It carries no other messages of the
         two."""
-        pair = self._ways.get((source_rank, target_rank))
+        pair = self._pair_groups.get((source_rank, target_rank))
         return self["up" if source_rank < target_rank else "down"] if pair is None else pair
 
     def pair(self, pairs: Iterable[RankPair]) -> None:
-        """Give each of these ways that has none a group of its two ranks.
+        """Give each of these pairs that has no group yet a group of its two ranks.
 
         Then nothing else is on that group's communicator, even if the whole group has only one. The ranks of all
         pipelines of the mesh call it together.
         """
-        for matching in matchings(set(pairs) - self._ways.keys()):
-            self._ways.update(dict.fromkeys(matching))
-            parts = [[line[rank] for rank in way] for line in self._lines for way in matching]
-            local_pair = next((way for way in matching if self._rank in way), None)
+        for matching in matchings(set(pairs) - self._pair_groups.keys()):
+            self._pair_groups.update(dict.fromkeys(matching))
+            parts = [[line[rank] for rank in ranks] for line in self._lines for ranks in matching]
+            local_pair = next((ranks for ranks in matching if self._rank in ranks), None)
             if local_pair is None:
                 self._skip(parts)
             else:
-                self._ways[local_pair] = self._create_own(parts, self.backend)
+                self._pair_groups[local_pair] = self._create_own(parts, self.backend)
 
     def make(self, holders: Sequence[int]) -> None:
         """Make the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
@@ -162,7 +162,7 @@ class Groups:
     def close(self) -> None:
         """End the use of the groups. If the mesh is the whole job, they are destroyed, and their threads end."""
         self._roles.clear()
-        self._ways.clear()
+        self._pair_groups.clear()
         while self._groups:
             group = self._groups.pop()
             if not self._is_part:
@@ -225,7 +225,7 @@ def new_group(
 
 
 def matchings(pairs: Iterable[RankPair]) -> list[list[RankPair]]:
-    """Divide ways into sets in each of which no rank occurs twice, so that their groups can be made at once."""
+    """Divide pairs into sets in each of which no rank occurs twice, so that their groups can be made at once."""
     result: list[list[RankPair]] = []
     for pair in sorted(pairs):
         for matching in result:

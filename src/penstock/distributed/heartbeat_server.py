@@ -204,7 +204,7 @@ class HeartbeatServer:
             for message in parse(lines):
                 self._handle(connection, message)
         except ConnectionError:
-            self._drop(connection, gone=True)
+            self._drop(connection, peer_closed=True)
         except Exception:
             self._drop(connection)
 
@@ -252,14 +252,14 @@ class HeartbeatServer:
             with contextlib.suppress(OSError):
                 connection.send(message)
 
-    def _drop(self, connection: Connection, *, gone: bool = False) -> None:
+    def _drop(self, connection: Connection, *, peer_closed: bool = False) -> None:
         self._open.remove(connection)
         self._selector.unregister(connection.link)
         connection.close()
         rank = connection.rank
         if rank is not None and self._connections.get(rank) is connection:
             del self._connections[rank]
-            if gone:
+            if peer_closed:
                 self._detector.record_disconnect(rank)
             self._acknowledge(rank)
 

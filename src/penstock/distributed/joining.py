@@ -184,16 +184,16 @@ class MissingRanks:
 
     def _explain_error(self, error: str, host: str, port: int) -> str:
         """Explain what it means that torch's store failed."""
-        where = f"{host}:{port} (MASTER_ADDR and MASTER_PORT)"
+        location = f"{host}:{port} (MASTER_ADDR and MASTER_PORT)"
         if "EADDRINUSE" in error:
             return (
-                f"another process listens at {where} already: an earlier job, or a second process with "
+                f"another process listens at {location} already: an earlier job, or a second process with "
                 f"RANK={self._rank}; set a free MASTER_PORT, and another RANK for each process"
             )
         if not self.reached and "timed out" in error:
             return f"it cannot reach rank 0 {_describe_address(host, port)}"
         summary = line_of(error, _MAX_CHARACTERS)
-        return f"the store at {where}, which rank 0 or its agent keeps, is gone; see why that has ended ({summary})"
+        return f"the store at {location}, which rank 0 or its agent keeps, is gone; see why that has ended ({summary})"
 
     @property
     def needs_update(self) -> bool:
@@ -315,11 +315,11 @@ def _have(ranks: Sequence[int]) -> str:
 
 def _describe_address(host: str, port: int) -> str:
     """Describe whether something listens at MASTER_ADDR and MASTER_PORT."""
-    where = f"at {host}:{port} (MASTER_ADDR and MASTER_PORT)"
+    location = f"at {host}:{port} (MASTER_ADDR and MASTER_PORT)"
     try:
         socket.create_connection((host, port), timeout=1.0).close()
     except (socket.gaierror, UnicodeError) as error:
-        return f"{where}: {host!r} does not resolve to an address ({error}); set MASTER_ADDR to rank 0's host"
+        return f"{location}: {host!r} does not resolve to an address ({error}); set MASTER_ADDR to rank 0's host"
     except OSError as error:
-        return f"{where}, where nothing answers ({error}); set the same address and port on every rank"
-    return f"{where}, where something listens that is not rank 0, or is too busy; set rank 0's port on every rank"
+        return f"{location}, where nothing answers ({error}); set the same address and port on every rank"
+    return f"{location}, where something listens that is not rank 0, or is too busy; set rank 0's port on every rank"

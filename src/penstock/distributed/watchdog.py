@@ -145,9 +145,9 @@ class Watchdog:
         try:
             connection = heartbeat_server.connect(address, rank, timeouts.stall_seconds)
         except OSError as error:
-            where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+            hosts = f"{' or '.join(address['hosts'])}, port {address['port']}"
             raise RankFailedError(
-                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+                f"rank {rank} cannot reach rank 0 at {hosts} ({error}), where ranks report failures to each other. "
                 f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
             ) from error
         return_address = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names

@@ -277,8 +277,8 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
-        held = [parameter for _, parameter in self.named_parameters()]
-        return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
+        local_parameters = [parameter for _, parameter in self.named_parameters()]
+        return iter(local_parameters or [nn.Parameter(torch.empty(0, device=self.device))])
 
     def parameter_groups(self, options_of: OptionsOf) -> list[dict[str, Any]]:
         """Return the groups for an optimizer: the same number, in the same order, on every rank; some may be empty on

@@ -94,8 +94,8 @@ def predict_rank_memory(
     if recomputes:
         received = [sum(meta_bytes(i.meta) for i in meta.inputs) for meta in metas]
         complete = [Footprint(size, f.kept + f.working - size) for size, f in zip(received, complete, strict=True)]
-    kept = _net_activations(complete, input_bytes)
-    costs = [StageCost(1, 1, 1, activation_bytes=size, weight_gradient_bytes=size) for size in kept]
+    activations = _net_activations(complete, input_bytes)
+    costs = [StageCost(1, 1, 1, activation_bytes=size, weight_gradient_bytes=size) for size in activations]
     peaks = [rank_memory.peak_activations for rank_memory in memory(order, costs, simulate(order, costs))]
     placement, depth = order.placement, order.placement.depth
     transients = [Transient(f.working, size) for f, size in zip(complete, input_bytes, strict=True)]

@@ -36,8 +36,8 @@ def recomputed_microbatches(
         if action.stage == stage and action.op is Op.F
         if (following.stage, following.microbatch) == (stage, action.microbatch) and following.op in (Op.B, Op.I)
     }
-    kept = immediate | set(select(forwards))
-    return frozenset(k for k in backwards - kept if k is not None)
+    keeping = immediate | set(select(forwards))
+    return frozenset(k for k in backwards - keeping if k is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,15 +132,15 @@ def in_flight_by_stage(schedule: Schedule, since: Op = Op.F) -> list[int]:
 
 def _held_activations(row: Row, with_backward: frozenset[int]) -> Iterator[int]:
     """Yield the number of activations that a rank holds during each F."""
-    held: set[tuple[int, int]] = set()
+    activations: set[tuple[int, int]] = set()
     for stage, op, number in zip(row.stage, row.op, row.microbatch, strict=True):
         if op == _F:
-            held.add((stage, number))
-            yield len(held)
+            activations.add((stage, number))
+            yield len(activations)
             if stage not in with_backward:
-                held.discard((stage, number))
+                activations.discard((stage, number))
         elif op in _ADDS_WEIGHT_GRADIENTS:
-            held.discard((stage, number))
+            activations.discard((stage, number))
 
 
 def _index_problems(schedule: Schedule) -> Iterator[Violation]:

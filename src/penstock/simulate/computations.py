@@ -171,7 +171,7 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
     neighbors = Neighbors(schedule)
     for part in _parts(rows, first):
         for op, nodes, stage, source_stage, position, producers in _iter_needs(schedule, neighbors, part, tables):
-            needed = np.full(len(position), -1, np.int32)  # the node of the first of the makers that is there
+            needed = np.full(len(position), -1, np.int32)  # of the first producer in the schedule
             for table in (tables[op] for op in producers if op in tables):
                 needed = np.where(needed < 0, table[position], needed)
             if source_stage is stage:

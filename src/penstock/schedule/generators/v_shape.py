@@ -241,7 +241,7 @@ class _ActivationCurve:
 
     @property
     def peak(self) -> int:
-        return max(held for held, _ in self._after)
+        return max(count for count, _ in self._after)
 
     def try_move(self, earlier: int, slot: int, limit: int) -> bool:
         """Count again, now that an action has moved to an earlier slot. Return whether the rank stays within its limit;
@@ -256,10 +256,10 @@ class _ActivationCurve:
         self._after[earlier : earlier + len(states)] = states
         return True
 
-    def _step(self, slot: int, held: int, pending: int) -> tuple[int, int]:
+    def _step(self, slot: int, count: int, pending: int) -> tuple[int, int]:
         action = self._by_slot.get(slot)
         if action is None:
-            return (held - 1, pending - 1) if pending and not self._explicit else (held, pending)
+            return (count - 1, pending - 1) if pending and not self._explicit else (count, pending)
         if action.op is Op.I:
-            return held, pending + 1
-        return held + (1 if action.op is Op.F else -1), pending
+            return count, pending + 1
+        return count + (1 if action.op is Op.F else -1), pending

@@ -82,8 +82,8 @@ class _Chains:
             previous = [lane.copy() for lane in heads]
             for lane in order:
                 head = heads[lane]
-                for other, lead, lag in waits[lane]:
-                    arrived = heads[other][: len(head) - lead] + seconds[other] + lag
+                for source, lead, lag in waits[lane]:
+                    arrived = heads[source][: len(head) - lead] + seconds[source] + lag
                     np.maximum(head[lead:], arrived, out=head[lead:])
                 heads[lane] = _run(head, seconds[lane])
             if all(map(np.array_equal, previous, heads)):

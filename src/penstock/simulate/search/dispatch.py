@@ -75,9 +75,9 @@ class Admission:
         stages, forwards = self._stages[rank], self._forwards
         finished = forwards[stages[-1]]
         used = 0.0
-        for other in stages:
-            ahead = forwards[other] + (other == stage) - finished
-            used += self._held[other] * ahead if ahead > 0 else self._held[other]
+        for lower in stages:
+            ahead = forwards[lower] + (lower == stage) - finished
+            used += self._held[lower] * ahead if ahead > 0 else self._held[lower]
         return used <= self._limit[rank]
 
 
