@@ -404,7 +404,7 @@ def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.Captu
     with missing:
         said = ""
         while said.count("\n") < 2:
-            missing._over.wait(0.02)  # the main thread may be blocked
+            missing._finished.wait(0.02)  # the main thread may be blocked
             said += capsys.readouterr().err
     one = r"penstock: rank 0 has waited \d+ s for rank 2, which has not called penstock\.pipeline yet"
     assert all(re.fullmatch(one, line) for line in said.splitlines())

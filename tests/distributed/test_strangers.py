@@ -156,7 +156,7 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
     served: Served, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strangers may take its place, or a middlebox cut it."""
-    whole, broken = served.server._admit if how == "before the token" else served.server._take, []
+    whole, broken = served.server._admit if how == "before the token" else served.server._handle, []
 
     def once(connection: Connection, *sent: Any) -> None:
         if not broken and (how == "before the token" or connection.rank == 0):

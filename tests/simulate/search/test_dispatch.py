@@ -114,7 +114,7 @@ def test_a_row_that_differs_late_is_timed_from_there(
     since = before.starts[rows[rank][min(i, to)]][rows[rank][: min(i, to)].count(rows[rank][min(i, to)])]
     if fits(asked, rank, changed[rank]):
         whole = time_rows(asked, changed)
-        assert time_rows(asked, changed, before=before, since=since) == whole
+        assert time_rows(asked, changed, previous=before, changed_at=since) == whole
         if whole is not None:
             assert time_rows(asked, changed, whole.cost, before, since) == whole
             assert time_rows(asked, changed, whole.cost - 0.5, before, since) in (None, whole)
