@@ -167,7 +167,7 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
             raise ConnectionResetError
         whole(connection, *sent)
 
-    monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_take", once)
+    monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_handle", once)
     watchdog = Watchdog.join(served.server.address, 0, 2, PATIENCE, MissingRanks(0, 2, PATIENCE))
     assert broken
     assert watchdog.failure is None
