@@ -4,9 +4,9 @@ In come what torchrun says in the environment, or a DeviceMesh; out come a `Worl
 process groups, and a `Watchdog`, which every wait between ranks tells what it waits for. If a wait is in vain, each
 rank names the same cause:
 
->>> from penstock.distributed.failure import OUTSIDE, Position, Sighting, wait_chain
+>>> from penstock.distributed.failure import OUTSIDE, Position, RankStatus, wait_chain
 >>> waits, computes = Position("1RECV_F0", peers=(1,)), Position("1F0")
->>> wait_chain(2, [Sighting(OUTSIDE), Sighting(computes, seconds=40.0), Sighting(waits, seconds=31.0)])
+>>> wait_chain(2, [RankStatus(OUTSIDE), RankStatus(computes, seconds=40.0), RankStatus(waits, seconds=31.0)])
 (1, 'rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 runs 1F0 (40 s so far)')
 
 launch/         starts a job's processes, and says how they ended; what to run; the step that they are at

@@ -216,5 +216,5 @@ def notify(text: str) -> None:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 1, 2`."""
+    """Format `rank 1`, or `ranks 1, 2`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

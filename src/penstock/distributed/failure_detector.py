@@ -1,4 +1,4 @@
-"""Rank 0's knowledge about all ranks, and its verdicts: which ranks are lost, and which wait for which.
+"""Rank 0's view of all ranks: which are lost, and which wait for which.
 
 Everything that decides whether to give up a rank is in this file, without sockets or threads. The rules:
 
@@ -160,7 +160,7 @@ class FailureDetector:
             self.record_failure(Failure(peer, entry.status.doing.action or None, explanation, "lost"))
 
     def _fail_first_disconnected(self) -> None:
-        """Accuse the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
+        """Record the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
         ranks = enumerate(self._ranks)
         _, first = min(
             (entry.closed_at, rank) for rank, entry in ranks if entry.closed_at is not None and entry.left_at is None

@@ -26,7 +26,7 @@ accelerators (losses). For tensors: a pipeline's ranks, each way (up, down); tho
 GROUP_SECONDS = 3600.0
 """How long an operation of a group may take, unless the user says otherwise.
 
-The watchdog, which knows who waits for whom, ends a wait after half of it (`Patience.timeout_seconds`), and one for a
+The watchdog, which knows who waits for whom, ends a wait after half of it (`Timeouts.timeout_seconds`), and one for a
 lost rank within seconds. This limit is for what it does not see, such as a device that hangs. Torch's own of ten
 minutes for NCCL would end a first step in which another rank compiles.
 """
@@ -34,11 +34,11 @@ minutes for NCCL would end a first step in which another rank compiles.
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What torch is told of each group.
+    """The options of each torch group.
 
     Attributes:
         seconds: how long one of its operations may take.
-        backend_options: what torch calls `pg_options`, for groups that exchange a device's tensors.
+        backend_options: torch's `pg_options`, for groups that exchange a device's tensors.
     """
 
     seconds: float = GROUP_SECONDS

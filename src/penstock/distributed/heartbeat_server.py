@@ -4,14 +4,14 @@ It does not use torch's TCPStore: if the server is stopped, TCPStore calls block
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    first, a line that is no JSON: token, space, rank
-                     join: [machine, pid, started]     beat: sighting     failure: as below
+                     join: [machine, pid, started]     beat: RankStatus   failure: as below
                      asked: nanoseconds                noted: true, the answer to a failure
     to a rank        absent: [ranks that have not joined], with every answer until it is empty
                      sightings: [...], in answer to a beat     failure: [rank, action, error, kind]
                      clock: [asked, nanoseconds here], in answer to asked
 
-Whoever reaches the port can connect. The server parses no byte of a guest, a connection that has not sent the token
-yet. What goes wrong with one connection ends only that one.
+Anyone who reaches the port can connect. The server parses nothing from a guest, a connection that has not sent the
+token yet. An error on one connection ends only that one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _remember_error(self) -> Iterator[None]:
-        """Keep the error that ended the connection: the kernel tells it once, and then only that it is closed."""
+        """Keep the error that ended the connection: the kernel reports it once, and then only that it is closed."""
         try:
             yield
         except OSError as error:
@@ -279,7 +279,7 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
             continue
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(link)
-        with contextlib.suppress(ConnectionError):  # whoever receives learns of it
+        with contextlib.suppress(ConnectionError):  # the receiver will notice it
             connection.send({"join": astuple(process)}, f"{address['token']} {rank}\n")
         return connection
     assert problem is not None

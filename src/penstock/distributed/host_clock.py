@@ -1,7 +1,7 @@
 """The clock on which the times of all ranks are compared: that of rank 0's host.
 
-As in NTP (RFC 5905), a rank on another host asks for the time there. Of the latest exchanges the one with the shortest
-round trip counts, and half of that bounds the error. Exchanges go with the watchdog's beats, so no step waits for them.
+As in NTP (RFC 5905), a rank on another host requests the time there. The latest exchange with the shortest round trip
+counts, and half of that trip bounds the error. Exchanges go with the watchdog's beats, so no step waits for them.
 """
 
 from __future__ import annotations

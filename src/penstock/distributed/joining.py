@@ -1,6 +1,6 @@
-"""How ranks find each other before anything watches them, and what they say while one is missing.
+"""How ranks find each other before the watchdog starts, and what they print while one is missing.
 
-Ranks meet at torch's store, which only tells who has come. The failure detector takes over as soon as rank 0 has come.
+Ranks meet at torch's store, which only shows which have arrived. The failure detector takes over once rank 0 has.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _SEARCH_SECONDS = 5.0
 _MAX_NAMED = 8
 _MAX_CHARACTERS = 200
 _URL = "env://?world_size=-1"
-"""The store of the environment's variables, which does not wait for all ranks then: those that come say who is missing.
-"""
+"""The store of the environment's variables; it does not wait for all ranks: those that arrive report who is missing."""
 _REMEDY = "start all ranks with torchrun or penstock run, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
 
 
@@ -142,17 +141,17 @@ class Launcher:
 
 
 class MissingRanks:
-    """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds` that this rank waits.
+    """The ranks that have not arrived. Inside its `with` block, it prints every `warn_seconds` that this rank waits.
 
-    A thread says it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
+    A thread prints it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
 
     Args:
         caller: what each rank has to call.
 
     Attributes:
-        ranks: who is missing, as far as is known; empty once all have come and only torch may wait.
-        address: where they come to, if that is known: MASTER_ADDR and MASTER_PORT.
-        reached: whether this rank has come to it.
+        ranks: those missing, as far as is known; empty once all have arrived and only torch may wait.
+        address: where they meet, if that is known: MASTER_ADDR and MASTER_PORT.
+        reached: whether this rank has reached it.
     """
 
     address: tuple[str, int] | None = None
@@ -197,12 +196,12 @@ class MissingRanks:
 
     @property
     def needs_update(self) -> bool:
-        """Whether `ranks` should be up to date: it takes a question for each rank, and is told only now and then."""
+        """Whether `ranks` must be updated now: that takes a query per rank, so it is done only before a message."""
         end = self._began + self._timeouts.join_seconds
         return time.monotonic() + 2 * _LONGEST_LOOK_SECONDS >= min(self._next_warning, end)
 
     def check(self) -> None:
-        """Raise RankFailedError if this rank has waited for `join_seconds`, or who started it is gone."""
+        """Raise RankFailedError if this rank has waited for `join_seconds`, or its launcher is gone."""
         if (reason := self._launcher.explain_exit()) is not None:
             raise RankFailedError(f"rank {self._rank} stops: {reason}")
         if time.monotonic() >= self._next_search:
@@ -239,10 +238,10 @@ class MissingRanks:
 
 
 class Meeting:
-    """One of the times that all ranks come to the same place, in the order in which every rank counts them.
+    """One meeting of all ranks in a store; every rank counts the meetings in the same order.
 
     Args:
-        store: prefixed with the name of the place.
+        store: prefixed with the name of the meeting place.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -252,11 +251,11 @@ class Meeting:
         store.set(f"rank {rank} process {self._number}", json.dumps(astuple(Process.here())))
 
     def absent(self) -> tuple[int, ...]:
-        """Return the ranks that have not come."""
+        """Return the ranks that have not arrived."""
         return tuple(rank for rank in range(self._ranks) if self._store.add(f"rank {rank}", 0) < self._number)
 
     def broadcast(self, value: Any, missing: MissingRanks) -> Any:
-        """Return rank 0's value, a plain one, on every rank. Raise RankFailedError if rank 0 does not come."""
+        """Return rank 0's value, a plain one, on every rank. Raise RankFailedError if rank 0 does not arrive."""
         key = f"meeting {self._number}"
         if self._rank == 0:
             self._store.set(key, json.dumps(value))
@@ -265,7 +264,7 @@ class Meeting:
         return json.loads(self._store.get(key))
 
     def await_all(self, missing: MissingRanks) -> None:
-        """Wait until all ranks have come. Raise RankFailedError if one does not, or counts the ranks differently."""
+        """Wait until all ranks have arrived. Raise RankFailedError if one does not, or counts the ranks differently."""
         store, arrived_key = self._store, f"come {self._number}"
         agreeing_key = f"{arrived_key} of {self._ranks}"
         store.add(agreeing_key, 1)

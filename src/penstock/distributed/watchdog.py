@@ -1,4 +1,4 @@
-"""Ends this rank when another one fails, and says who waits for whom when a run stalls.
+"""Ends this rank when another one fails, and reports which rank waits for which when a run stalls.
 
 A blocked gloo wait cannot be polled, canceled or timed out from inside. So a separate thread watches the other ranks
 over its own connections; if the main thread waits in vain, the thread says why and exits the process. The exit is what
@@ -116,9 +116,9 @@ class Watchdog:
 
     @classmethod
     def connect(cls, rank: int, ranks: int, store: Store, timeouts: Timeouts | None = None) -> Watchdog:
-        """Connect the ranks of a pipeline and start to watch them. Every rank must call it, with the same patience.
+        """Connect the ranks of a pipeline and start to watch them. Every rank must call it, with the same timeouts.
 
-        Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
+        Until all have called it, those that have print every `warn_seconds` which ranks they wait for.
 
         Args:
             store: where these ranks meet, and no others.
@@ -228,7 +228,7 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Note what the main thread and its device are doing, and whether this process was asleep."""
+        """Record what the main thread and its device are doing, and whether this process was suspended."""
         self.device_lag = self.device()
         now, activity = self._clock(), (self.step, self.position, self.device_lag)
         was_suspended = self._timeouts.was_suspended(now - self._ticked_at)
@@ -294,7 +294,7 @@ class Watchdog:
             self._send(noted=True)
 
     def _decide(self) -> None:
-        """Exit if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
+        """Exit if the pipeline failed and the main thread cannot notice. Otherwise look for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
         self.statuses[self._rank] = self._local_status()
         device_waits = self.device_lag is not None and bool(self.device_lag.position.peers)
@@ -339,7 +339,7 @@ class Watchdog:
             self._warn(now, chain)
 
     def _warn(self, now: float, text: str) -> None:
-        """Say it every `warn_seconds` for which this rank does not move on."""
+        """Print the text every `warn_seconds` for which this rank does not move on."""
         seconds = now - self._activity_since
         if seconds >= self._warned_seconds + self._timeouts.warn_seconds:
             self._warned_seconds = seconds

@@ -1,4 +1,4 @@
-"""Follows a plan: what it decides takes the place of arguments that were not given."""
+"""Applies a plan: its decisions replace arguments that were not passed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AppliedPlan:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the plan decides of `penstock.pipeline`'s arguments."""
+        """The arguments of `penstock.pipeline` that the plan decides."""
         if self.plan is None:
             return {}
         return {
@@ -88,7 +88,7 @@ class AppliedPlan:
         return self.plan.devices if self.plan is not None and self.plan.choice.replicas == 1 else ()
 
     def check(self, world: World, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-        """Refuse another model, device or dtype, and processes that are not those of the plan.
+        """Check that model, device, dtype and processes are those of the plan.
 
         Raises:
             PlanError: names the difference.

@@ -295,8 +295,8 @@ def _split(
     options: Options,
     front_end: MakeFrontEnd | None,
 ) -> tuple[SplitModel, batches.CutBatch]:
-    """The model in stages, and the example as these take it. What an attempt shows is decided in `options`, on every
-    rank alike."""
+    """Split the model; return it with the example cut to fit. What an attempt reveals is decided in `options`, on all
+    ranks alike."""
     depth, streams = order.placement.depth, engine.streams
     while True:
         try:

@@ -97,12 +97,12 @@ class Options:
         object.__setattr__(self, name, value)
 
     def cut_in_pairs(self) -> None:
-        """Has batches cut into fewer microbatches, if need be, so that none has a single row."""
+        """Cut batches into fewer microbatches, if need be, so that none has a single row."""
         self.decide("cutting", replace(self.cutting, inputs=replace(self.cutting.inputs, min_rows=2)))
 
     @property
     def loss_notes(self) -> tuple[str, ...]:
-        """What `reduction` should be, if it does not fit a loss of torch's."""
+        """Advice on `reduction`, if it does not fit a loss of torch's."""
         note = advice(self.loss, self.reduction)
         return () if note is None else (note,)
 

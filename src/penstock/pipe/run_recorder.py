@@ -93,9 +93,9 @@ class Recorder:
         self._has_warned = False
 
     def begin(self, step: int, fingerprint: Callable[[], str]) -> bool:
-        """Called before each training step, with its number, counted from 1.
+        """Begin a training step, with its number, counted from 1.
 
-        Returns whether its timeline is to be recorded, alike on all ranks.
+        Return whether its timeline is to be recorded, alike on all ranks.
         """
         if not self._started:
             self._started = True
@@ -107,7 +107,7 @@ class Recorder:
         return self._config.times(step, self._steps + 1)
 
     def end(self, step: int, result: StepResult, allocated: Mapping[int, Sequence[int]]) -> None:
-        """Called after each training step, with what it gives back.
+        """Record a training step that has ended.
 
         Args:
             allocated: what devices had allocated in the last step that was timed, by rank.
@@ -139,7 +139,7 @@ class Recorder:
         self._warn_of_trouble()
 
     def fail(self, failure: Failure | None) -> None:
-        """Something raised, which may end the run: hands over the steps that have ended. On any thread; raises nothing.
+        """Hand over the steps that have ended, after an error that may end the run. On any thread; raises nothing.
 
         Args:
             failure: this process's, for its state until the watchdog knows the first cause; None: it is not known yet.

@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What torch's `unscale_` calls: here with one answer for all ranks, which torch's `update` goes by."""
+        """Unscale the gradients, for torch's `unscale_`: with one result for all ranks, which torch's `update` uses."""
         any_inf = self._found_inf[id(optimizer)] = not all(
             self._pipe.all_gather_object(_unscale(optimizer, float(inv_scale)))
         )

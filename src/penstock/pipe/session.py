@@ -1,5 +1,5 @@
-"""What runs behind a `Pipeline`: its steps, from the caller's batch to the result, and what checkpoints, proofs and
-integrations work with outside of steps. Not for users: `Pipeline` has what they need.
+"""The implementation of a `Pipeline`: its steps, from the caller's batch to the result, and what checkpoints,
+verification and integrations use outside of steps. Internal: users work with `Pipeline`.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Session:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def on_close(self, act: Callable[[], None]) -> None:
-        """`close` calls `act` before it releases anything: for what runs alongside the steps. All ranks call it."""
+        """Have `close` call `act` before it releases anything: for threads beside the steps. All ranks call it."""
         self._close_callbacks.append(act)
 
     def check_open(self) -> None:
@@ -365,7 +365,7 @@ class Session:
             raise PipelineClosedError("this pipeline was closed; make a new one")
 
     def close(self) -> None:
-        """See `Pipeline.close`."""
+        """Close the pipeline; see `Pipeline.close`."""
         if self._closed:
             return
         self._closed = True

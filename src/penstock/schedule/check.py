@@ -84,7 +84,7 @@ def check(schedule: Schedule) -> list[Violation]:
 
 
 def require_legal(schedule: Schedule, file: str = "") -> Schedule:
-    """Return the schedule. Raise ScheduleError: it is not legal; names the rules that it breaks, of one in a `file` the
+    """Return the schedule. Raise ScheduleError: it is not legal; names the rules that it breaks; for a `file`, the
     first."""
     violations = [violation for violation in check(schedule) if violation.fatal]
     if violations and file:
@@ -144,7 +144,7 @@ def _held_activations(row: Row, with_backward: frozenset[int]) -> Iterator[int]:
 
 
 def _index_problems(schedule: Schedule) -> Iterator[Violation]:
-    """Numbers out of range, and actions on ranks that do not own their stage."""
+    """Yield numbers out of range, and actions on ranks that do not own their stage."""
     rank_of, stages = schedule.placement.rank_of, schedule.stages
     numbers_on = [schedule.numbers_on(stage) for stage in range(stages)]
     first, end = [numbers.start for numbers in numbers_on], [numbers.stop for numbers in numbers_on]
@@ -166,7 +166,7 @@ def _index_problems(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
-    """Actions that occur twice, and microbatches with two backwards on a stage: B, and I or W as well."""
+    """Yield actions that occur twice, and microbatches with two backwards on a stage: B, and I or W as well."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     if sum(map(len, dependencies.kinds.values())) < len(actions):
         for node, action in enumerate(actions):
@@ -184,7 +184,7 @@ def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
 
 
 def _sharding(schedule: Schedule) -> Iterator[Violation]:
-    """Stages whose parameters are gathered, or freed, twice in a row, or that compute while they are not gathered."""
+    """Yield stages that are gathered, or freed, twice in a row, or that compute while they are not gathered."""
     codes = {op.code for op in _SHARDING}
     for rank, row in enumerate(schedule.rows):
         if codes.isdisjoint(row.op):
@@ -205,7 +205,7 @@ def _sharding(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
-    """Missing forwards and backwards, and missing messages on a link that other microbatches use."""
+    """Yield missing forwards and backwards, and missing messages on a link that other microbatches use."""
     with_backward = stages_with_backward(schedule)
     for stage, rank in enumerate(schedule.placement.rank_of):
         forward, full, split, weights = (dependencies.nodes(stage, op) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -229,7 +229,7 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
 
 
 def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
-    """Actions that come before one that they wait for in the same row. They block their rank."""
+    """Yield actions that come before one that they wait for in the same row. They block their rank."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     for node in range(len(actions)) if unbuffered.blocked else ():
         rank = rank_of[node]
@@ -240,7 +240,7 @@ def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Viol
 
 
 def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
-    """Messages without their other end, and reductions with a single participant."""
+    """Yield messages without their other end, and reductions with a single participant."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     reducing: defaultdict[int, list[int]] = defaultdict(list)
     for (_, code, _), nodes in dependencies.kinds.items():
@@ -261,7 +261,7 @@ def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
 
 
 def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
-    """Pairs of ranks that post receives in a different order from the sends."""
+    """Yield pairs of ranks that post receives in a different order from the sends."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     posted: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -284,7 +284,7 @@ def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[V
 
 
 def _reduction_order(schedule: Schedule) -> Iterator[Violation]:
-    """Groups that ranks reduce in different orders."""
+    """Yield groups that ranks reduce in different orders."""
     sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
     rows = [[(k, i) for i, k in enumerate(row.microbatch) if row.op[i] == _REDUCE and k >= 0] for row in schedule.rows]
     for reductions in rows:
@@ -323,7 +323,7 @@ def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violatio
 
 
 def _inexact(schedule: Schedule) -> Iterator[Violation]:
-    """Weight gradients that are not added up in ascending order of microbatch, as they are on one device."""
+    """Yield weight gradients that are not added up in ascending order of microbatch, as they are on one device."""
     for rank, row in enumerate(schedule.rows):
         latest: dict[int, tuple[int, int]] = {}  # by stage, the last weight gradient: its microbatch and place
         for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):

@@ -140,7 +140,7 @@ _Items: TypeAlias = dict[int, Action | Overlap]
 
 
 def _error(row: int, column: int, text: str | bytes, reason: str) -> ScheduleError:
-    """`row` and `column` count from 0 here, and from 1 in the message."""
+    """Return the error for a cell. `row` and `column` count from 0 here, and from 1 in the message."""
     return ScheduleError(f"row {row + 1}, column {column + 1}, {text[:_SHOWN_CHARACTERS]!r}: {reason}")
 
 

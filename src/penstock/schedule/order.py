@@ -88,7 +88,7 @@ def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def runnable_order(dependencies: Dependencies) -> list[int]:
-    """`linearize` in nodes. Raise ScheduleError like it."""
+    """Return the order of `linearize` as nodes. Raise ScheduleError as it does."""
     first = min(dependencies.missing(), key=lambda pair: pair[0], default=None)
     if first is not None:
         node, need = first

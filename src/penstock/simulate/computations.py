@@ -156,7 +156,7 @@ def _parts(rows: Sequence[Row], first: Ints) -> Iterator[_Part]:
 
 
 def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) -> tuple[Ints, Ints, Ints, Ints] | None:
-    """`Columns.op`, `joined`, `need` and `source`. None if an action is out of place, or a need missing or too late."""
+    """Return `Columns.op`, `joined`, `need` and `source`; None if an action is misplaced, or a need missing or late."""
     ops, joined = np.empty(first[-1], np.int8), []
     tables: dict[Op, Ints] = {}
     for part in _parts(rows, first):

@@ -105,7 +105,7 @@ class LinkCost:
 
 
 def check_magnitude(name: str, value: float, text: str) -> None:
-    """Refuse numbers that could make a sum or a quotient infinite; `text` is the argument as the user wrote it.
+    """Check that a number cannot make a sum or a quotient infinite; `text` is the argument as the user wrote it.
 
     Raises:
         ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.

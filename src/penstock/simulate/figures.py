@@ -83,7 +83,7 @@ class SimulationSummary:
 
 
 def chunks(schedule: Schedule) -> int:
-    """Stages per rank and copy of the model; the most on any rank, if a file distributes them unevenly."""
+    """Return the stages per rank and copy of the model; the maximum if a file distributes them unevenly."""
     placement = schedule.placement
     return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
 

@@ -199,7 +199,7 @@ def simulate_with_columns(
     *,
     begin: Sequence[float] | None = None,
 ) -> tuple[Timeline, Columns]:
-    """`simulate`, and its columns for `Waits.from_timeline`: building them takes a second in a large schedule."""
+    """Simulate as `simulate`; return the columns too, for `Waits.from_timeline`: building them may take a second."""
     by_stage = CostColumns.from_costs(costs_by_microbatch(schedule, costs))
     columns = Columns.from_schedule(schedule)
     return simulate_columns(schedule, columns, by_stage, links, begin=begin), columns
@@ -213,7 +213,7 @@ def simulate_columns(
     *,
     begin: Sequence[float] | None = None,
 ) -> Timeline:
-    """`simulate` with the columns of the schedule and of its costs already built, to simulate it often.
+    """Simulate with the columns of the schedule and of its costs already built, to simulate it often.
 
     Raises:
         ArgumentError, ScheduleError: as `simulate`.

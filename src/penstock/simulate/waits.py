@@ -67,7 +67,7 @@ class CriticalPath:
 def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
     """Return the critical path of a timeline: from its last end backwards, each time to what the action had waited for.
 
-    Args and errors as for `idle`.
+    Args and errors as for `idle_time_by_cause`.
     """
     return Waits.from_timeline(schedule, timeline).critical_path()
 
@@ -110,7 +110,7 @@ class Waits:
         return cls(columns, timeline.makespan_seconds, starts, ends, need)
 
     def idle(self) -> list[dict[IdleCause, float]]:
-        """See `idle`."""
+        """Return the idle seconds; see `idle_time_by_cause`."""
         columns, departures, makespan = self.columns, self._departures(), self.makespan_seconds
         report = []
         for rank, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
@@ -135,7 +135,7 @@ class Waits:
         return report
 
     def critical_path(self) -> CriticalPath:
-        """See `critical_path`."""
+        """Return the critical path; see `critical_path`."""
         joined, first = set(self.columns.joined.tolist()), self.columns.first.tolist()
         spans: list[Span] = []
         node, link = self._last_node(), 0.0

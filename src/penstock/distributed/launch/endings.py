@@ -52,7 +52,7 @@ class RankFailure:
 
     @classmethod
     def first(cls, path: Path | str) -> Self | None:
-        """What failed first, by the file of `FAILURES`, with the exit status of that rank; None if nothing did."""
+        """Read what failed first from the file of `FAILURES`, with that rank's exit status; None if nothing did."""
         failures: list[Self] = []
         for line in _lines(path):
             with contextlib.suppress(ArgumentError):  # whatever a user's code wrote there

@@ -92,7 +92,7 @@ def _begin(arguments: Sequence[str], folder: str) -> None:
 
 
 def _run_script(path: str) -> None:
-    """Unlike `runpy.run_path`, keeps the arguments as typed and the module until the interpreter ends."""
+    """Run a script. Unlike `runpy.run_path`, keep the arguments as typed and the module until the interpreter ends."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__file__=path, __cached__=None, __builtins__=__builtins__)
     module.__loader__ = SourceFileLoader("__main__", path)

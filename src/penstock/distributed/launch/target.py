@@ -124,7 +124,7 @@ def _bound_names(statement: ast.stmt) -> list[str]:
 
 
 def call(text: str, function: Callable[[], Any]) -> Target:
-    """`load` of a function, which `text` names in messages."""
+    """Call a function as `load` does; `text` names it in messages."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)

@@ -24,7 +24,7 @@ class RowWriter:
     """
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
-        """`first`: the lowest microbatch of each stage for which that is not 0."""
+        """Start an empty row. `first`: the lowest microbatch of each stage for which that is not 0."""
         self.row: list[Action | Overlap] = []
         self._done: Counter[tuple[int, bool]] = Counter()
         self._first = first or {}

@@ -18,7 +18,7 @@ HEURISTIC = tuple(
     (math.inf, *numbers, 0.0) for numbers in ((1.0, 2.5, 3.0), (1.0, 1.5, 4.0), (0.25, 1.5, 2.0), (0.25, 1.0, 2.0))
 )
 """Of regular patterns: how late a W is, the patience, how slow backwards and forwards are, and how late the turn. Two
-for the memory of ZB-2p, two for that of ZB-1p. They are tried whatever time there is."""
+for the memory of ZB-2p, two for that of ZB-1p. They are tried however short the time is."""
 
 
 def period_seconds(problem: Problem) -> float:
@@ -27,12 +27,12 @@ def period_seconds(problem: Problem) -> float:
 
 
 def horizon_seconds(problem: Problem) -> float:
-    """Longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
+    """Return a time longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
     return sum(problem.work_seconds) + sum(problem.lag)
 
 
 def regular(problem: Problem) -> Iterator[Pattern]:
-    """Patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
+    """Yield patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
 
     Slow forwards fill the memory before the first backward, and a W waits for a gap: so they contain what the heuristic
     of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, finds (in its tables 5 and 6, or better): `HEURISTIC`.
@@ -144,7 +144,7 @@ def _chunk(problem: Problem, stage: int) -> int:
 
 
 def _stages(problem: Problem, random: Random) -> range:
-    """Stages to change together: a chunk, all, or any contiguous piece."""
+    """Draw stages to change together: a chunk, all, or any contiguous piece."""
     kind = random.random()
     if kind < 0.6:
         size = math.ceil(problem.stages / problem.chunks)

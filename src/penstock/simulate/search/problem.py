@@ -170,7 +170,7 @@ def problem(
 def _messages(
     placement: Placement, costs: Sequence[StageCost], links: Links
 ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """(need, lag, feeds) of each lane."""
+    """Return (need, lag, feeds) of each lane."""
     lanes = 3 * placement.stages
     need, lag, feeds = [-1] * lanes, [0.0] * lanes, [-1] * lanes
     for stage in range(placement.stages):

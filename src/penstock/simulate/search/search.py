@@ -129,7 +129,7 @@ def search_within(
     seconds: float,
     seed: int = 0,
 ) -> SearchResult:
-    """`search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
+    """Call `search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
     stages = [cost for cost in fill_activation_sizes(placement, costs) if isinstance(cost, StageCost)]
     limit = None if activations is None else [activations * unit for unit in memory_units(placement, stages)]
     return search(
@@ -167,7 +167,7 @@ class _Budget:
         return self._remaining <= 0
 
     def rounds(self, problem: Problem, share: float) -> Iterator[None]:
-        """Begin one round after another until time is up; `share` of each is for the problem."""
+        """Start one round after another until time is up; `share` of each is for the problem."""
         longest = _PATTERNS * _pattern_seconds(problem) / (_PATTERN_SHARE * share)
         for number in count():
             if self.is_over:
@@ -248,7 +248,7 @@ class _Solver:
         """Search a round with fewer microbatches; return the solutions with the middle of their rows repeated."""
         small_is_met = solver.is_met(start)  # if so, there is nothing to gain with fewer
         explored = start if small_is_met else start + solver.explore(start, _SMALL_SHARE)
-        if self.budget.is_over:  # what was cut short is not what more time would have stretched
+        if self.budget.is_over:  # with more time, a round that was cut short would have found other rows
             return []
         best = (rows for _, rows in sorted(explored, key=_objective)[:_EXTRAPOLATED])
         extended = [s for rows in best if (s := extrapolate(solver.problem, rows, self.problem)) is not None]
@@ -271,7 +271,7 @@ class _Solver:
         return [*explored, self.improve_best(solutions + explored, share * (1 - _PATTERN_SHARE))]
 
     def improve_best(self, solutions: list[_Solution], share: float) -> _Solution:
-        """Return the best that moves lead to: from different answers first, then from the best of what these became."""
+        """Return the best solution that moves reach, first from different solutions, then from the best so far."""
         problem, budget = self.problem, self.budget
         best = min(solutions, key=_objective)
         starts = sorted({cost: (cost, rows) for cost, rows in solutions}.values(), key=_objective)[:_STARTS]
