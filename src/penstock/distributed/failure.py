@@ -45,7 +45,7 @@ OUTSIDE = Position()
 
 
 class Watched(Protocol):
-    """Something that knows what the rank is doing, so that a watchdog can say who waits for whom."""
+    """An object with the rank's position, so that a watchdog can report which rank waits for which."""
 
     position: Position
 
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
     Attributes:
         rank: the rank at fault.
-        action: what it was doing; None outside a step. For a lost rank, what its last beat said.
+        action: what it was doing; None outside a step. For a lost rank, that of its last beat.
         error: type and message of the exception, or what is known about the lost rank, on one line.
         kind: `raised` an exception; `lost`: killed, stopped or out of reach; `left`: ended its program while another
             still waited for it; `stalled`: alive, but another waited for it for too long.
@@ -182,7 +182,7 @@ def wait_chain(rank: int, statuses: Sequence[RankStatus]) -> tuple[int, str]:
 def long_action(rank: int, statuses: Sequence[RankStatus], partners: Sequence[int]) -> str:
     """Describe a rank that has been in one action for long, and does not wait as far as is known.
 
-    Of its `partners`, with which it may meet in a collective within an action, those that are elsewhere are named.
+    It names those of its `partners`, with which it may meet in a collective within an action, that are elsewhere.
     """
     current = statuses[rank].doing
     elsewhere = [partner for partner in partners if statuses[partner].doing != current][:_MAX_NAMED]

@@ -26,7 +26,7 @@ accelerators (losses). For tensors: a pipeline's ranks, each way (up, down); tho
 GROUP_SECONDS = 3600.0
 """How long an operation of a group may take, unless the user says otherwise.
 
-The watchdog, which knows who waits for whom, ends a wait after half of it (`Timeouts.timeout_seconds`), and one for a
+The watchdog, which tracks all waits, ends a wait after half of it (`Timeouts.timeout_seconds`), and one for a
 lost rank within seconds. This limit is for what it does not see, such as a device that hangs. Torch's own of ten
 minutes for NCCL would end a first step in which another rank compiles.
 """

@@ -128,7 +128,7 @@ class HeartbeatServer:
         self._open: list[Connection] = []
         self._connections: dict[int, Connection] = {}  # to each rank, the last that it joined on
         self._stopping = threading.Event()
-        self._unaware: set[int] | None = None  # the ranks that have yet to note the failure, once they were told
+        self._unaware: set[int] | None = None  # the ranks that have not acknowledged the failure sent to them
         self._acknowledged = threading.Event()
         self.address: Address = {
             "hosts": [*([] if local_only else _local_hosts()), "127.0.0.1"],
@@ -183,7 +183,7 @@ class HeartbeatServer:
     def _accept(self) -> None:
         try:
             link, _ = self._listener.accept()
-        except OSError:  # this process has no file descriptor left, for example; the selector asks again at once
+        except OSError:  # this process has no file descriptor left, for example; the selector reports it again at once
             time.sleep(self._timeouts.beat_seconds / 2)
             return
         link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one

@@ -101,7 +101,7 @@ def attempt() -> str:
 def meeting_store(store: Any, ranks: Sequence[int]) -> Store:
     """Return where the processes of a mesh meet: in the job's store, under a name of their own, and of this attempt.
 
-    The default group may be the user's, whose store then knows nothing of attempts.
+    The default group may be the user's, whose store is then not separated by attempt.
     """
     name = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     parts = filter(None, ("penstock", name, attempt()))
@@ -112,8 +112,8 @@ def meeting_store(store: Any, ranks: Sequence[int]) -> Store:
 class Launcher:
     """The process that started this one: torchrun's agent on this machine, if there is one.
 
-    Ranks live on when their agent is killed, for lack of memory for example: nobody would restart them, learn how they
-    end, or end them with the job.
+    Ranks live on when their agent is killed, for lack of memory for example: nothing would restart them, report how
+    they end, or end them with the job.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Launcher:
         return f"its torchrun agent (process {self._pid}) is gone"
 
     def ended_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return those of these global ranks that the agent started on this machine and of which no process is left.
+        """Return those of these global ranks that the agent started on this machine and that have no process left.
 
         Found by their environment, on Linux; none elsewhere, or where this process does not show its own.
         """

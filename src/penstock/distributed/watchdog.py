@@ -1,7 +1,7 @@
 """Ends this rank when another one fails, and reports which rank waits for which when a run stalls.
 
 A blocked gloo wait cannot be polled, canceled or timed out from inside. So a separate thread watches the other ranks
-over its own connections; if the main thread waits in vain, the thread says why and exits the process. The exit is what
+over its own connections; if the main thread waits in vain, it prints why and exits the process. The exit is what
 frees the neighbors.
 """
 
@@ -58,12 +58,12 @@ class Watchdog:
 
     Attributes:
         failure: why the pipeline failed, once known; a cheap test before `check`.
-        device: tells where this rank's device is, if it has not caught up with the host. Asked every beat.
-        device_lag: what it said last.
+        device: returns where this rank's device is, if it has not caught up with the host. Called every beat.
+        device_lag: what it returned last.
         offset: from this host's clock to that of rank 0's.
         statuses: each rank as its last beat showed it, at most a beat or two old; this one as it is.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
-        raised: called if something raised here, before the others are told: with that; None if it is most likely the
+        raised: called with a failure of this rank, before the others are informed; with None if it is most likely the
             effect of another rank's failure.
         members: of each rank, its number in the whole job.
         before_exit: called before this process is ended because of a failure, on any thread, which waits three seconds
@@ -350,7 +350,7 @@ class Watchdog:
         self._send(failure=failure)  # rank 0 may be stopped, and will read this when it wakes up
 
     def _fail(self, failure: Failure) -> None:
-        """Record the first failure that this rank learns of, for whoever launched it, too."""
+        """Record the first failure that this rank learns of, and note it for its launcher."""
         if self.failure is None:
             self.failure = failure
             if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
@@ -376,7 +376,7 @@ class Watchdog:
         self._leave_last(failure)
 
     def _leave_last(self, failure: Failure) -> None:
-        """End the process, after the others know why, and after the rank that raised."""
+        """End the process, after the others have been informed, and after the rank that raised."""
         self._await_others()
         if failure.kind == "raised":
             await_culprit(self.members[self._rank])

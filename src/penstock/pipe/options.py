@@ -37,9 +37,9 @@ class Options:
 
     Attributes:
         loss: `loss_fn` as a function of output and target.
-        choice: what `balance` says.
-        cutting: what batch_dims, split and merge say.
-        recorded: what `run_dir` says.
+        choice: the parsed `balance`.
+        cutting: how batches are cut and merged, by batch_dims, split_fn and merge_fn.
+        recorded: the parsed `run_dir`.
 
     Raises:
         ArgumentError: one of them is invalid, or two of them exclude each other.
@@ -89,7 +89,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Take those among `arguments`, by name, that are options; the others have their defaults."""
+        """Build options from those `arguments` that are options, by name; the others have their defaults."""
         return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.init and f.name in arguments})
 
     def decide(self, name: str, value: Any) -> None:

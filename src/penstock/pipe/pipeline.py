@@ -417,7 +417,7 @@ class Pipeline:
     ) -> None:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
         failure, control = None if ends_well else error, self.session.control
-        if failure is not None and not control.failed:  # tells the other ranks why nothing will answer them
+        if failure is not None and not control.failed:  # so that the other ranks learn the cause
             control.fail(failure)
         if failure is None or self.world.is_local:
             self.close()

@@ -57,7 +57,7 @@ class Recorder:
     """One process's part in recording a run.
 
     Args:
-        config: what `run_dir=` says.
+        config: the parsed `run_dir=`.
         run_id: the same on all processes.
         info: the run; None on all processes but the first, which alone writes the files that exist once.
         previous: the run that is in the folder, if any.

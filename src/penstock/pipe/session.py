@@ -60,7 +60,7 @@ class Session:
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         companions: what other modules keep while the pipeline lives, by its type.
         recorder: writes the run's folder; None if it has none.
-        first_step: verifies the first step before it is taken; None if that is done, or was not asked.
+        first_step: verifies the first step before it is taken; None if that is done, or not requested.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Session:
         """Run one step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
 
         Args:
-            evaluates: whether the loss is wanted, and not the outputs alone.
+            evaluates: whether the loss is needed, not only the outputs.
         """
         if training and self._announce is not None:
             self._announce(number)
@@ -380,7 +380,7 @@ class Session:
 
 
 def _sharded(split: SplitModel, options: Options) -> Sharded:
-    """Return the sharded stages, as the user wants them gathered. Raise ArgumentError if there are none to gather."""
+    """Return the sharded stages and the user's window. Raise ArgumentError for a window without sharded stages."""
     if options.unshard_window is not None and not split.sharded_stages:
         raise ArgumentError(
             f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "

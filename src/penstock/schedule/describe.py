@@ -75,6 +75,6 @@ def describe(action: Action) -> str:
 
 @cache
 def _label(op: Op, *, has_number: bool, has_peer: bool) -> str:
-    """Return a label without brackets: of the two values, only those that are known."""
+    """Return a label without brackets, with those of the two values that are known."""
     present = {"microbatch": has_number, "peer": has_peer}
     return _OPTIONAL.sub(lambda part: part[1] if present[_PLACEHOLDER.findall(part[1])[0]] else "", SENTENCES[op.value])

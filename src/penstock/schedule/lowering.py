@@ -55,7 +55,7 @@ class Sharded:
 
 
 UNSHARDED = Sharded()
-"""For stages of which each replica holds the whole."""
+"""No stage is sharded: each replica holds all parameters."""
 
 
 def resolve_order(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:

@@ -150,7 +150,7 @@ class Timeline(Displayable):
             for track in tracks:
                 if max((0, *track.actions.stage, *track.actions.microbatch)) > _MAX_NUMBER:
                     check_index_range(track.actions)
-        except ValueError as error:  # of which ArgumentError and ScheduleError are two
+        except ValueError as error:  # ArgumentError and ScheduleError included
             raise ArgumentError(f"{what} is no timeline, as `Timeline.to_dict` writes it: {error}") from None
         timeline = cls(tuple(tracks), parsed.in_turns, parsed.crowded)
         if timeline.stages < parsed.stages:

@@ -31,8 +31,8 @@ from penstock.simulate.event_loop import NOT_RUN, compiled_run, run
 
 @dataclass(frozen=True, slots=True)
 class CostColumns:
-    """What a simulation needs of all stages' costs, by stage (S) and number (N), of which there is one where costs do
-    not depend on it. A cost for each action of a large schedule fits here, and not into as many `StageCost`s.
+    """The costs of all stages as arrays, by stage (S) and microbatch (N); N is 1 if costs do not depend on it. Costs of
+    each action of a large schedule fit here, but not into as many `StageCost`s.
 
     Attributes:
         seconds: how long an op takes, by `Op.code`, [len(Op), S, N].

@@ -71,9 +71,9 @@ def remaining_processes(job: str, exclude: Sequence[int] = (), tag: str = TAG) -
     return {pid for pid, environment in environments() if mark in environment} - {os.getpid(), *exclude}
 
 
-def _wake_the_ended() -> None:
-    """Continue this process's children that are stopped and were told to end, from now on: what is stopped heeds no
-    signal but SIGKILL, and for that torchrun waits half a minute. Of this process's threads only this one is
+def _resume_ending_children() -> None:
+    """Continue this process's children that are stopped and were signaled to end, from now on: a stopped process acts
+    on no signal but SIGKILL, which torchrun sends after half a minute. Of this process's threads only this one is
     interrupted: the others block SIGINT, and so do ranks until they run the program."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
@@ -92,7 +92,7 @@ class _ExitTimes:
     def __init__(self) -> None:
         self._at_ns: dict[int, int] = {}
         signal.signal(signal.SIGCHLD, self._note)
-        signal.siginterrupt(signal.SIGCHLD, False)  # whoever waits need not know
+        signal.siginterrupt(signal.SIGCHLD, False)  # system calls continue
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -119,7 +119,7 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from penstock.distributed.launch.loopback import stay_on_loopback
 
     if "LOGLEVEL" not in os.environ:
-        # The second has its own level. It tells of agents that leave the last barrier before others know it is
+        # The second has its own level. It reports agents that leave the last barrier before others know it is
         # passed, which is no error, and happens on slow networks.
         for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -131,7 +131,7 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     if parsed.standalone:
         stay_on_loopback(parsed)
     exit_times = _ExitTimes()
-    threading.Thread(target=_wake_the_ended, daemon=True).start()
+    threading.Thread(target=_resume_ending_children, daemon=True).start()
     try:
         torchrun.run(parsed)  # type: ignore[no-untyped-call]
     except SignalException as error:

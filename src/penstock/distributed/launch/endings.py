@@ -32,7 +32,7 @@ _CULPRIT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How a rank failed, as itself, another rank or its agent knows.
+    """How a rank failed, as reported by itself, another rank or its agent.
 
     Attributes:
         rank: of the whole job.
@@ -76,7 +76,7 @@ def note_failure(rank: int, message: str = "", exitcode: int | None = None) -> N
 
 
 def first_failure() -> RankFailure | None:
-    """Return what failed first in this process's job, as far as is known; None too where no launcher asks."""
+    """Return what failed first in this process's job, as far as is known; None too without a launcher."""
     with contextlib.suppress(KeyError, OSError, ValueError):
         return RankFailure.first(os.environ[FAILURES])
     return None
@@ -91,7 +91,7 @@ def await_culprit(rank: int) -> None:
 
 
 def register_run(folder: Path) -> None:
-    """Have the launcher say in the folder of a run, too, what it says last."""
+    """Have the launcher write its last message to the folder of a run, too."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
             _add(path, {_FOLDER: str(folder.resolve())})

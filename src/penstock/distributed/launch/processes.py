@@ -125,7 +125,7 @@ class EndTimeouts:
 
     Attributes:
         failed_seconds: after one has failed.
-        ends_others: the others are told to end then; otherwise they are left alone until that time is up.
+        ends_others: whether the others are signaled to end then; otherwise they run on until that time is up.
         signal_seconds: after a signal that was passed on.
         interrupt_seconds: after SIGINT.
     """
@@ -220,7 +220,7 @@ def _wait(
     until: float,
     timeouts: EndTimeouts,
 ) -> int | None:
-    """Wait until all have ended, or nobody waits for them any longer: at a deadline, at a second signal, or after a
+    """Wait until all have ended, or until waiting stops: at a deadline, at a second signal, or after a
     signal once no rank is left, as an agent takes seconds to end. Return the first that failed, if any."""
     first: int | None = None
     deadline = float("inf")

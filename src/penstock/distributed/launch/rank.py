@@ -1,7 +1,7 @@
 """One rank's program: a script or a module, run as `python script.py` and `python -m module` run it.
 
 `python -m penstock.distributed.launch.rank SCRIPT [ARGUMENTS]`, or `-m MODULE [ARGUMENTS]`. If it raises, the launcher
-is told, and only the rank that failed first prints a traceback.
+is informed, and only the rank that failed first prints a traceback.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class _Table:
             self._by_slot[self._rank_of(action)][slot] = action
 
     def tighten(self, *, beginning: bool) -> None:
-        """Move the actions at the end, and those at the beginning if wanted, to earlier slots: see `_tighten`."""
+        """Move the actions at the end, and with `beginning` those there, to earlier slots: see `_tighten`."""
         explicit = any(action.op is Op.W for action in self._slot)
         curves = [_ActivationCurve(by_slot, explicit=explicit) for by_slot in self._by_slot]
         limit = max(curve.peak for curve in curves)

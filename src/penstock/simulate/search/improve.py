@@ -126,7 +126,7 @@ def extrapolate(small: Problem, rows: Rows, large: Problem) -> tuple[float, Rows
 
 
 def _repeat_lanes(problem: Problem, row: list[int], timing: Timing, moment: float, extra: list[int]) -> list[int]:
-    """Repeat each of the row's lanes as often as `extra` says, in the order in which they come next at a moment."""
+    """Repeat each of the row's lanes `extra` times, in the order in which they come next at a moment."""
     counts = [0] * problem.lanes
     cut = len(row)
     for i, lane in enumerate(row):

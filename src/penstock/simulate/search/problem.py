@@ -34,7 +34,7 @@ class Problem:
     """Lane 3 * stage + (0, 1, 2 for F, I, W).
 
     Attributes:
-        placement, microbatches, objective: as asked.
+        placement, microbatches, objective: those of `search`.
         seconds: the duration of each lane.
         need: the lane of another stage that must run the same microbatch first; -1 if there is none.
         lag: from its end to the message's arrival, in seconds.

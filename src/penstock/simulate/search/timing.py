@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.simulate.search.problem import Problem, Rows
 
-_EVENNESS = 0.005  # the weight of the mean over ranks next to the largest: it tells two plateaus apart
+_EVENNESS = 0.005  # the weight of the mean over ranks next to the largest: it ranks rows of equal objective
 
 
 @dataclass(frozen=True, slots=True)
