@@ -124,10 +124,10 @@ def groups_of_two(rank: int, cell: Cell) -> int:
         made.append(make(self, parts, backend))
         return made[-1]
 
-    make = Groups._one_of
+    make = Groups._create_own
     with nccl_rules(eager=cell.eager):
         device = dist.group.WORLD.bound_device_id
-        with mock.patch.object(Groups, "_one_of", one_of):
+        with mock.patch.object(Groups, "_create_own", one_of):
             steps(cell)
         assert dist.group.WORLD.bound_device_id == device
     assert all(group.bound_device_id is None for group in made)

@@ -249,7 +249,7 @@ def _background(pipe: Pipeline) -> Background:
         )
         if pipe.is_main_process:  # which knows of every rank's error
             atexit.register(background.say_what_failed)
-        pipe.session.before_close(partial(_close, pipe, background))
+        pipe.session.on_close(partial(_close, pipe, background))
     return background
 
 

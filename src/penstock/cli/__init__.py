@@ -23,7 +23,7 @@ from penstock._base.second_names import of_peer
 from penstock._base.words import printable
 from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
 from penstock.cli._old_names import OLD_COMMANDS, old_options
-from penstock.distributed.launch.endings import stopped_by
+from penstock.distributed.launch.endings import describe_signal
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),
@@ -68,7 +68,7 @@ class _Verbs(Commands):
             text, status = "user code exited before the command finished (SystemExit)", 2
         except KeyboardInterrupt as error:
             number = error.args[0] if error.args and isinstance(error.args[0], int) else signal.SIGINT
-            text, status = f"{stopped_by(number)}; {_NOTHING_LEFT}", 128 + number
+            text, status = f"{describe_signal(number)}; {_NOTHING_LEFT}", 128 + number
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
         except (PenstockError, OSError) as error:
             if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
@@ -137,7 +137,7 @@ def _run() -> int:
     except SystemExit as error:
         status = error.code
         if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
-            print(f"penstock: {stopped_by(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
+            print(f"penstock: {describe_signal(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
     except OSError as error:  # while printing help
         lost = error
     lost = _flush() or lost

@@ -14,7 +14,7 @@ from penstock.cli._target import compute_as_ranks, link_of, profile_target, prof
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
 from penstock.costs.links import describe_link, usual_link
 from penstock.simulate import Links
-from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
+from penstock.simulate.costs import LinkCost, StageCost, check_magnitude
 
 EPILOG = "\n\n".join(
     (
@@ -160,4 +160,4 @@ def _check(values: Mapping[str, float]) -> None:
             raise ArgumentError(f"{option}: expected a cost of 0 or more")
         if name == "bandwidth" and not value:
             raise ArgumentError(f"{option}: expected a bandwidth above 0")
-        refuse_extreme(name, value, option)
+        check_magnitude(name, value, option)

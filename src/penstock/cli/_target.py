@@ -118,9 +118,9 @@ def compute_as_ranks(ranks: int) -> None:
     """Set the number of threads to that of a rank when `penstock run` starts `ranks` on this machine."""
     import torch
 
-    from penstock.distributed.launch.processes import cores_for
+    from penstock.distributed.launch.processes import thread_environment
 
-    for number in cores_for(ranks, None).values():
+    for number in thread_environment(ranks, None).values():
         torch.set_num_threads(int(number))
 
 
@@ -158,9 +158,9 @@ def profiles_of(
     with loaded(target, "the model", weights=weights and not files) as loaded_target:
         if not files:
             return measure(loaded_target)
-        from penstock.pipe.profiling import made_here
+        from penstock.pipe.profiling import fingerprint_for
 
-        fingerprint = made_here(loaded_target.model, loaded_target.args, loaded_target.kwargs)
+        fingerprint = fingerprint_for(loaded_target.model, loaded_target.args, loaded_target.kwargs)
         for profile, file in zip(profiles, files, strict=True):
             profile.check_for(fingerprint, f"--profile {file}", ", or omit TARGET to use it as it is")
     return profiles

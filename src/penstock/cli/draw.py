@@ -22,7 +22,7 @@ from penstock.report.svg import WIDTH, make_panel, unit_of
 from penstock.report.svg import svg as drawing
 from penstock.report.web.picture import browser, write_drawing
 from penstock.schedule import Schedule, add_communication
-from penstock.schedule.grid import in_slots
+from penstock.schedule.grid import slot_timeline
 from penstock.simulate.figures import chunks, title
 
 Background = Literal["light", "dark"]
@@ -133,7 +133,9 @@ class _Figure:
         if width < minimum:
             raise ArgumentError(f"--width {width}: pass at least {minimum}")
         in_grid = alone and not self.outcomes
-        timelines = [outcome.timeline for outcome in self.outcomes] or [in_slots(schedule) for schedule in schedules]
+        timelines = [outcome.timeline for outcome in self.outcomes] or [
+            slot_timeline(schedule) for schedule in schedules
+        ]
         if in_grid:
             pictures = [slots(schedules[0], width, palette)]
         else:

@@ -57,7 +57,7 @@ def profile(
     With `--device h100` nothing is run: times are estimated from the operations
     and bytes of each part and the device's specifications, and marked as such.
     """
-    from penstock.pipe.profiling import specified
+    from penstock.pipe.profiling import find_device_spec
 
     prints = not links or os.environ.get("RANK", "0") == "0"
     check_writable(out if prints else None, f"--out {out}")
@@ -65,7 +65,7 @@ def profile(
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
         check_count("--microbatch-sizes", number)
-    estimate = specified(device) is not None
+    estimate = find_device_spec(device) is not None
     if estimate and (threads is not None or time_limit != TIME_LIMIT):
         unused = f"--threads {threads}" if threads is not None else f"--time-limit {time_limit:g}"
         raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; omit it")

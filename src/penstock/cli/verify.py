@@ -189,7 +189,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _choice(name: str | None) -> TransportChoice:
     """Return `transport=` of `penstock.verify`. Raise ArgumentError if there is no such choice."""
-    from penstock.distributed.launch.target import function_named
+    from penstock.distributed.launch.target import load_function
 
     if name in (None, "local", "distributed"):  # where the ranks run; the library chooses the transport
         return "auto"
@@ -200,7 +200,7 @@ def _choice(name: str | None) -> TransportChoice:
             f"--transport {name}: expected local, distributed, staged, or a factory as module:function or "
             "file.py:function"
         )
-    factory: TransportFactory = function_named(name, "--transport")
+    factory: TransportFactory = load_function(name, "--transport")
     return factory
 
 

@@ -13,7 +13,7 @@ from penstock._base.words import counted
 from penstock.costs.links import MeasuredLinks
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import LinkCost, OfStage, StageCost, divided, each_of
+from penstock.simulate.costs import LinkCost, StageCost, StageCosts, as_cost_tuple, divide_cost
 
 if TYPE_CHECKING:
     from penstock.costs.profile import UnitCost
@@ -50,7 +50,7 @@ class Costs:
         assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
 
-    stages: StageCost | tuple[OfStage, ...] | UnitsToCut
+    stages: StageCost | tuple[StageCosts, ...] | UnitsToCut
     links: Links
     has_memory: bool = False
     source: str = ""
@@ -125,7 +125,7 @@ class Costs:
         if isinstance(self.stages, UnitsToCut):
             return
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
-        if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in each_of(stage)):
+        if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in as_cost_tuple(stage)):
             options = "--output-bytes, or output_bytes in the file of --costs"
             raise ArgumentError(f"{source}: the time of a message depends on its size; pass {options}")
 
@@ -139,18 +139,18 @@ class Costs:
     def has_bandwidth(self) -> bool:
         return any(link.bytes_per_second < math.inf for link in self._link_costs)
 
-    def of(self, schedule: Schedule) -> list[OfStage]:
+    def of(self, schedule: Schedule) -> list[StageCosts]:
         """Return the cost of each of the schedule's stages. Raise ArgumentError if the number of costs differs from the
         number of stages, or a link is of a rank that does not exist."""
         return self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
 
-    def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
+    def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[StageCosts]:
         """Return the cost of each stage, copies included. `splits`: of split backwards. Raise the same errors as `of`,
         with this `name`."""
         depth, costs = placement.depth, self.stages
         if isinstance(costs, UnitsToCut):
             _, costs = self._cut_units(costs, depth, name, splits=splits)
-        stages: list[OfStage] = [costs] * depth if isinstance(costs, StageCost) else list(costs)
+        stages: list[StageCosts] = [costs] * depth if isinstance(costs, StageCost) else list(costs)
         if len(stages) != depth:
             count = counted(len(stages), "stage")
             raise ArgumentError(f"{self.source} has {count}, but {name} needs {depth}: list that many")
@@ -172,7 +172,7 @@ class Costs:
         """Turn costs per stage into costs per rank, which `for_model_of` divides again. A file's costs stay."""
         if not isinstance(self.stages, StageCost):
             return self
-        return replace(self, stages=divided(self.stages, 1 / chunks))
+        return replace(self, stages=divide_cost(self.stages, 1 / chunks))
 
     def for_model_of(self, schedule: Schedule, *, whole: bool = False) -> Costs:
         """Return the costs with which a schedule trains the same model as every other schedule.
@@ -186,7 +186,7 @@ class Costs:
         """
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
-            return replace(self, stages=divided(self.stages, depth if whole else depth // schedule.ranks))
+            return replace(self, stages=divide_cost(self.stages, depth if whole else depth // schedule.ranks))
         if isinstance(self.stages, UnitsToCut):
             return self
         size, remainder = divmod(len(self.stages), depth)
@@ -197,17 +197,17 @@ class Costs:
         return replace(self, stages=tuple(merged))
 
 
-def _merge(stages: Sequence[OfStage]) -> OfStage:
+def _merge(stages: Sequence[StageCosts]) -> StageCosts:
     """Merge neighboring stages into one, for each microbatch if one of them differs by it. Raise ArgumentError: two of
     them have costs for different numbers of microbatches."""
     if all(isinstance(stage, StageCost) for stage in stages):
-        return _sum([cost for stage in stages for cost in each_of(stage)])
+        return _sum([cost for stage in stages for cost in as_cost_tuple(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
     if len(lengths) > 1:
         raise ArgumentError(
             f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; expected one length"
         )
-    return tuple(_sum([(each_of(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
+    return tuple(_sum([(as_cost_tuple(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
 
 
 def _sum(stages: Sequence[StageCost]) -> StageCost:

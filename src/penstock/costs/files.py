@@ -12,7 +12,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, quoted, read_json, validate
 from penstock.costs.costs import Costs
 from penstock.costs.links import ANY_PAIR, MeasuredLinks
-from penstock.simulate.costs import LinkCost, OfStage, StageCost, check_bandwidth, check_cost
+from penstock.simulate.costs import LinkCost, StageCost, StageCosts, check_bandwidth, check_cost
 
 _MEMORY_KEYS = ("activation", "parameters", "gradients", "optimizer", "unsharded")
 
@@ -92,7 +92,7 @@ def read_links(path: Path) -> MeasuredLinks:
     return MeasuredLinks(_parse_links(parsed.links, source), default, source)
 
 
-def _parse_stage(entry: Mapping[str, Any], location: str) -> OfStage:
+def _parse_stage(entry: Mapping[str, Any], location: str) -> StageCosts:
     """Parse a stage's cost, or one for each microbatch if some of its numbers are lists."""
     lists = {key: value for key, value in entry.items() if isinstance(value, list)}
     if not lists:

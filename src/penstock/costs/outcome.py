@@ -10,9 +10,9 @@ from penstock._base.errors import ArgumentError
 from penstock.costs.costs import Costs
 from penstock.schedule import Op, Schedule
 from penstock.simulate import memory
-from penstock.simulate.costs import each_of
+from penstock.simulate.costs import as_cost_tuple
 from penstock.simulate.figures import SimulationSummary
-from penstock.simulate.simulator import timed
+from penstock.simulate.simulator import simulate_with_columns
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Outcome(SimulationSummary):
     def simulated(cls, schedule: Schedule, costs: Costs) -> Outcome:
         """Simulate a schedule. Raise ArgumentError if the costs do not fit its stages and links."""
         by_stage = costs.of(schedule)
-        if any(cost.unsharded_bytes for stage in by_stage for cost in each_of(stage)) and not _has_unshard(schedule):
+        if any(cost.unsharded_bytes for stage in by_stage for cost in as_cost_tuple(stage)) and not _has_unshard(
+            schedule
+        ):
             raise ArgumentError(
                 f"schedule {schedule.name!r} has no UNSHARD, so it is unknown when full parameters take memory; pass "
                 "--unshard-window to add them"
             )
-        return cls(schedule, by_stage, *timed(schedule, by_stage, costs.links), costs=costs)
+        return cls(schedule, by_stage, *simulate_with_columns(schedule, by_stage, costs.links), costs=costs)
 
     @property
     def memory_by_kind(self) -> list[dict[str, float]]:

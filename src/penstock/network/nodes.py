@@ -12,13 +12,13 @@ from penstock.distributed.launch.agent import agent_command
 from penstock.distributed.launch.endings import FAILURES
 from penstock.distributed.launch.processes import (
     QUIET,
+    EndTimeouts,
     Outcome,
-    Patience,
     check,
-    cores_for,
     explain_end,
-    memory,
     supervise,
+    temporary_file,
+    thread_environment,
 )
 from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
@@ -30,7 +30,7 @@ PORT = 29500
 """The port of the first host's store; nothing else listens in a namespace of our own."""
 JOIN_SECONDS = 300.0
 """How long agents have to join: many of them may be loading torch on few cores."""
-PATIENCE = Patience(interrupt_seconds=1.0)
+PATIENCE = EndTimeouts(interrupt_seconds=1.0)
 """Short after a Ctrl-C, because a rank that waits for another over a network may never notice it."""
 
 
@@ -75,7 +75,7 @@ def run(
     look: Callable[[int], object] = lambda step: None,
     seconds: float = float("inf"),
     forwards: bool = True,
-    patience: Patience = PATIENCE,
+    patience: EndTimeouts = PATIENCE,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a job on hosts that exist, and are kept, and wait until all of it has ended.
@@ -91,23 +91,23 @@ def run(
         TimeoutError: the job took more than `seconds`.
         FabricError: the hosts' network has ended, or a change of the scenario could not be made.
     """
-    with memory("failures", job.user) as failures, memory("step", job.user) as step:
+    with temporary_file("failures", job.user) as failures, temporary_file("step", job.user) as step:
 
         def poll() -> None:
             if machines is not None:
                 machines.check()
             look(read_step(step))
 
-        files = {**cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(env or {})}
+        files = {**thread_environment(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(env or {})}
         with play(machines, events, lambda: read_step(step)) as happened:
             outcome = supervise(
                 _commands(job, machines),
                 {**QUIET, **os.environ, **files},
                 outputs=outputs,
-                look=poll,
+                poll=poll,
                 seconds=seconds,
                 forwards=forwards,
-                patience=patience,
+                timeouts=patience,
             )
         per_host = job.ranks // job.hosts
         agents = [f"the agent of host {n} (ranks {n * per_host} to {(n + 1) * per_host - 1})" for n in range(job.hosts)]

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from penstock.costs import UnitCost, kept_bytes, tied_bytes_overcount
 from penstock.schedule import Action, Op, Placement, Row, Schedule, stages_with_backward
-from penstock.schedule.activations import run_again, trips
+from penstock.schedule.activations import offload_trips, recomputed_microbatches
 from penstock.simulate import StageCost
 from penstock.simulate.computations import IS_COMPUTE, column
-from penstock.simulate.costs import LinkCost, OfStage
-from penstock.simulate.memory_use import changes_of
+from penstock.simulate.costs import LinkCost, StageCosts
+from penstock.simulate.memory_use import allocation_table
 
 Floats = NDArray[np.float64]
 
@@ -103,7 +103,7 @@ def peaks_if_all_kept(schedule: Schedule, costs: Sequence[StageCost], transient:
     each stage of one copy."""
     placement, peaks = schedule.placement, []
     stage_costs = [(cost,) for cost in costs] * placement.pipelines
-    changes = changes_of(stage_costs, stages_with_backward(schedule))[0, ..., 0]
+    changes = allocation_table(stage_costs, stages_with_backward(schedule))[0, ..., 0]
     for row, stages in zip(schedule.rows, placement.by_rank, strict=True):
         op, stage = _computations(row)
         allocated, freed = changes[:, op, stage]
@@ -187,7 +187,7 @@ class PolicyChoice:
 
     policies: tuple[Policy, ...]
     peak_bytes: tuple[float, ...]
-    costs: tuple[OfStage, ...]
+    costs: tuple[StageCosts, ...]
 
 
 def choose_policies(schedule: Schedule, demand: Demand) -> PolicyChoice:
@@ -196,7 +196,7 @@ def choose_policies(schedule: Schedule, demand: Demand) -> PolicyChoice:
     placement = schedule.placement
     policies = dict.fromkeys(range(placement.depth), Policy.KEEPS)
     peaks = dict(enumerate(peaks_if_all_kept(schedule, demand.costs, demand.transient)))
-    costs: dict[int, OfStage] = dict(enumerate([*demand.costs] * placement.pipelines))
+    costs: dict[int, StageCosts] = dict(enumerate([*demand.costs] * placement.pipelines))
     for ranks in _group_ranks(schedule):
         if any(peaks[rank] > demand.limits[rank] for rank in ranks):
             by_stage, new_peaks, new_costs = _choose_for_ranks(schedule, demand, ranks)
@@ -211,7 +211,7 @@ def choose_policies(schedule: Schedule, demand: Demand) -> PolicyChoice:
 
 def _choose_for_ranks(
     schedule: Schedule, demand: Demand, ranks: Sequence[int]
-) -> tuple[dict[int, Policy], dict[int, float], dict[int, OfStage]]:
+) -> tuple[dict[int, Policy], dict[int, float], dict[int, StageCosts]]:
     """Choose for ranks that hold copies of the same stages, usually a single rank: return the policy of each stage of
     one copy, what each rank then needs, and what each stage costs."""
     depth = schedule.placement.depth
@@ -256,7 +256,7 @@ class _StageOutcome:
     """
 
     bytes_held: Floats
-    cost: OfStage
+    cost: StageCosts
     extra_seconds: float
 
     @classmethod
@@ -269,7 +269,11 @@ class _StageOutcome:
         affected = frozenset[int]()  # the microbatches that are recomputed, or offloaded for long enough
         if policy is not Policy.KEEPS:
             recomputes = policy is Policy.RECOMPUTES
-            affected = run_again(lambda _: (), work, stage) if recomputes else trips(work, stage).for_backward
+            affected = (
+                recomputed_microbatches(lambda _: (), work, stage)
+                if recomputes
+                else offload_trips(work, stage).for_backward
+            )
         costs, deltas = [cost] * (max(positions, default=-1) + 1), np.zeros(len(work) + 2)
 
         def hold(first: int, last: int, amount: float) -> None:

@@ -14,7 +14,7 @@ from penstock.report.colors import DARK, LIGHT, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Action, Schedule
 from penstock.schedule.describe import WORDS, Kind
-from penstock.schedule.grid import in_slots
+from penstock.schedule.grid import slot_timeline
 from penstock.schedule.timeline import Timeline
 
 Background = Literal["auto", "light", "dark"]
@@ -57,7 +57,7 @@ def make_panel(drawn: Schedule | Timeline, timeline: Timeline | None = None, tit
     if isinstance(drawn, Timeline):
         ranks = f"{counted(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
         return Panel(f"{ranks}; {_bubble(drawn)}" if title is None else title, drawn)
-    known = in_slots(drawn) if timeline is None else timeline
+    known = slot_timeline(drawn) if timeline is None else timeline
     if title is None:
         numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
         title = f"{drawn.name}: {numbers}; {_bubble(known)}"

@@ -72,7 +72,7 @@ def _usual(
     rank = columns.rank
     source, target = rank[makers], rank[users]
     seconds = (ends if with_waits else starts)[users] - ends[makers]
-    busy = (starts - columns.before(ends))[users] <= tolerance  # right before
+    busy = (starts - columns.previous_ends(ends))[users] <= tolerance  # right before
     early = seconds < -tolerance
     impossible = seconds < -tolerance - (ends - starts)[makers]
     for one, two in sorted(set(zip(source.tolist(), target.tolist(), strict=True))):

@@ -15,7 +15,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import ScheduleParams, schedule_specs
-from penstock.schedule.timeline import Timeline, refuse_far_numbers
+from penstock.schedule.timeline import Timeline, check_index_range
 from penstock.simulate.computations import Columns
 from penstock.trace.around import KNOWN
 from penstock.trace.clocks import shifts, tolerance_of
@@ -140,7 +140,7 @@ def steps_of_trace(recording: TraceData) -> TraceSteps:
             f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
             "forwards only; pass that of a training step"
         )
-    refuse_far_numbers(event.action for event in recording.events if event.action is not None)
+    check_index_range(event.action for event in recording.events if event.action is not None)
     if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
         raise ArgumentError(f"{sources:,} processes; expected at most {_MAX_PROCESSES:,}")
     events = _placed(recording.events)
@@ -236,7 +236,7 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
     schedule = _schedule(rows)
     if isinstance(schedule, str):
         return schedule
-    columns = Columns.of(schedule)
+    columns = Columns.from_schedule(schedule)
     starts = np.array([event.start_seconds for row in rows for event in row])
     ends = np.array([event.end_seconds for row in rows for event in row])
     if not (ends > starts).any():
@@ -264,7 +264,7 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
     ends = np.maximum(starts, ends)
     first = float(starts.min())
     starts, ends = starts - first, ends - first
-    times = starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends)))
+    times = starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.previous_ends(ends)))
     of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
     return Replica(number, schedule, Timeline.from_columns(schedule.rows, of_ranks), first), notes, any(moved)
 

@@ -25,18 +25,18 @@ from penstock._base.trees import leaf_tensors, map_tensors
 from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
-from penstock.pipe.arguments import checked_inputs, is_whole
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
+from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.runtime.gradients.distribution import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merge_rows
 from penstock.verification.first_difference import ROUNDING, first_difference, usual_factors
 from penstock.verification.module_trace import ModuleTrace
@@ -113,7 +113,7 @@ def verify(
     for name in options.keys() - parameters.keys():
         raise TypeError(f"verify() has no argument {name}={nearest(name, parameters)}")
     check_grad_enabled("penstock.verify")
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = validate_inputs(args, kwargs)
     first = Microbatch(tuple(args), kwargs, target)
     return Verification(*with_reference(model, loss_fn), first, options, reduction, exact, full_batch, batches).report(
         schedule
@@ -166,7 +166,7 @@ class Verification:
         args, kwargs = self.first_batch.args, dict(self.first_batch.kwargs)
         options = {**self.options, "schedule": schedule, "loss_fn": self.split.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
-        if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
+        if isinstance(schedule, str) and options.get("microbatches") is None and has_values((args, kwargs)):
             options["microbatches"] = cutting.default_count((args, kwargs))
         for model in (self.split, self.unsplit) if self.initial_values else ():
             set_values(model.model, self.initial_values)
@@ -246,9 +246,9 @@ class Verification:
         sizes = world.ranks, len(pipe.stages), schedule.microbatches, losses[0], exact, world.data_parallel
         report = VerificationReport(rows, schedule.name, *sizes, len(steps), expected.full_batch, tuple(notes), first)
         if not report.ok:
-            verified.passed.discard(pipe.session.fingerprint())
+            verified.verified_fingerprints.discard(pipe.session.fingerprint())
         elif traces is None:
-            verified.passed.add(pipe.session.fingerprint())
+            verified.verified_fingerprints.add(pipe.session.fingerprint())
         return report, steps
 
 
@@ -258,7 +258,7 @@ def _count_measured_stages(options: Mapping[str, Any]) -> int:
     ranks, is_balanced_otherwise = options.get("ranks"), options.get("balance", "time") != "time"
     if ranks is None or is_balanced_otherwise or any(value is not None for value in fixed):
         return 0
-    return order_of(
+    return resolve_order(
         options["schedule"], ranks, options.get("microbatches"), options.get("stages_per_rank")
     ).placement.depth
 

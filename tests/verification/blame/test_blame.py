@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, RankFailedError
-from penstock.distributed.launch.agent import left
+from penstock.distributed.launch.agent import remaining_processes
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from penstock.testing import assert_same_training
@@ -150,7 +150,7 @@ def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
     command = ["sh", "-c", f"cd {tmp_path} && {sys.executable} -S train.py"]
     assert run(command, folder, steps=3, timeout=5.0) == "took no step for 5 s (--timeout)"
     assert tmp_path.joinpath("pid").exists()
-    assert left(str(folder), tag=FOLDER) == set()
+    assert remaining_processes(str(folder), tag=FOLDER) == set()
     with pytest.raises(RankFailedError, match="the job took no step for 5 s before all ranks had taken a step"):
         read(folder, "took no step for 5 s")
 
@@ -223,8 +223,10 @@ def test_a_wrong_argument_is_found_before_what_it_spoils() -> None:
         entered = {
             ValueKey(FORWARD[0], name, 0, leaf, 0): v for name, of in values.items() for leaf, v in enumerate(of)
         }
-        left = {ValueKey(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order}
-        return ModuleTrace(1, order, entered | left)
+        remaining_processes = {
+            ValueKey(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order
+        }
+        return ModuleTrace(1, order, entered | remaining_processes)
 
     mine, right = trace(positions * 0, x), trace(positions, x + 1)
     found = first_value(mine, right, exact=True)

@@ -127,12 +127,12 @@ def find_largest_bubble(replica: Replica, ideal: Timeline) -> Bubble | None:
         replica: as measured.
         ideal: its schedule with stages, ranks and microbatches alike, and nothing between actions.
     """
-    waits = Waits.of(replica.schedule, replica.timeline)
+    waits = Waits.from_timeline(replica.schedule, replica.timeline)
     columns = waits.columns
     starts, ends = np.concatenate(waits.starts), np.concatenate(waits.ends)
     ideal_starts, ideal_ends = start_end_times(ideal)
-    gap = np.nan_to_num(starts - columns.before(ends))
-    node = int(np.argmax(gap - np.nan_to_num(ideal_starts - columns.before(ideal_ends))))
+    gap = np.nan_to_num(starts - columns.previous_ends(ends))
+    node = int(np.argmax(gap - np.nan_to_num(ideal_starts - columns.previous_ends(ideal_ends))))
     if gap[node] <= 0:
         return None
     rank = columns.rank

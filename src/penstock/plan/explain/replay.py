@@ -17,7 +17,7 @@ from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
 from penstock.simulate.computations import COMPUTE, Columns, Floats, Ints, column
-from penstock.simulate.simulator import CostColumns, timed_columns
+from penstock.simulate.simulator import CostColumns, simulate_columns
 from penstock.trace.around import PIPELINE, Around, around, done
 from penstock.trace.measured import Replica, Step
 
@@ -126,7 +126,7 @@ class Replay:
     def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
         """Return one replica's timeline, with the host time after an action as part of it."""
         costs, links = _cost_columns(seconds, self.host), self._links(schedule.ranks)
-        return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
+        return simulate_columns(schedule, _columns(schedule), costs, links, begin=begin)
 
     def _links(self, ranks: int) -> dict[tuple[int, int], LinkCost]:
         typical = median(self.latency.values()) if self.latency else 0.0
@@ -196,7 +196,7 @@ def _sending_ops(schedule: Schedule) -> NDArray[np.bool_]:
     return sends
 
 
-_columns = lru_cache(maxsize=4)(Columns.of)
+_columns = lru_cache(maxsize=4)(Columns.from_schedule)
 """One schedule is replayed a dozen times."""
 
 
@@ -207,7 +207,7 @@ def _cost_columns(seconds: Floats, host: Floats) -> CostColumns:
     costs = np.zeros((len(Op), *seconds.shape[1:]))
     costs[Op.F.code], costs[Op.B.code] = with_host[_F], backward + with_host[_W]
     costs[Op.I.code], costs[Op.W.code] = backward, with_host[_W]
-    return CostColumns.of_seconds(costs)
+    return CostColumns.from_seconds(costs)
 
 
 def build_replay(step: Step, seconds: Floats) -> Replay:
@@ -234,12 +234,12 @@ def build_replay(step: Step, seconds: Floats) -> Replay:
 def _measure_gaps(replica: Replica) -> tuple[NDArray[Any], ...]:
     """Return, for each action: the rank from which it needs something (-1: none) and its own; where in [O, S] that was
     produced, and when; the op and stage that its rank ran before, and their end; and its own start."""
-    columns = Columns.of(replica.schedule)
+    columns = Columns.from_schedule(replica.schedule)
     starts, ends = start_end_times(replica.timeline)
     need, rank, op, stage = columns.need, columns.rank, OP_INDEX[columns.op], columns.stage
     source, produced = np.where(need >= 0, rank[need], -1), np.where(need >= 0, ends[need], np.nan)
     producer = op[need] * replica.schedule.stages + stage[need]
-    return source, rank, producer, produced, np.roll(op, 1), np.roll(stage, 1), columns.before(ends), starts
+    return source, rank, producer, produced, np.roll(op, 1), np.roll(stage, 1), columns.previous_ends(ends), starts
 
 
 def _host_seconds(op: Ints, stage: Ints, host_times: Floats, stages: int) -> Floats:

@@ -16,8 +16,8 @@ from penstock.report.web.timeline_data import Order, band, curve, timeline_data
 from penstock.schedule import Placement, Schedule, generate, schedule_specs, to_csv
 from penstock.schedule.generators import ScheduleParams
 from penstock.simulate import LinkCost, StageCost, memory
-from penstock.simulate.costs import divided
-from penstock.simulate.figures import SimulationSummary, units_of_memory, with_activations
+from penstock.simulate.costs import divide_cost
+from penstock.simulate.figures import SimulationSummary, fill_activation_sizes, memory_units
 from penstock.simulate.search import SearchResult
 from penstock.simulate.search.search import search_within
 
@@ -41,7 +41,7 @@ def catalog() -> dict[str, Any]:
 def stage_costs(question: Question, placement: Placement) -> list[StageCost]:
     """Return the cost of each stage, copies included."""
     per_rank = StageCost(question.forward, question.backward_input, question.backward_weight)
-    one = divided(per_rank, placement.depth // placement.ranks)
+    one = divide_cost(per_rank, placement.depth // placement.ranks)
     times = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds")
     last = replace(one, **{name: getattr(one, name) + question.head * getattr(per_rank, name) for name in times})
     return [*[one] * (placement.depth - 1), last] * placement.pipelines
@@ -95,8 +95,8 @@ def fits(question: Question, one: SimulationSummary) -> bool:
 
 def _band(question: Question, one: SimulationSummary) -> dict[str, Any]:
     placement = one.schedule.placement
-    costs = with_activations(placement, one.by_stage)
-    units = units_of_memory(placement, costs)
+    costs = fill_activation_sizes(placement, one.by_stage)
+    units = memory_units(placement, costs)
     curves = []
     for held, unit in zip(memory(one.schedule, costs, one.timeline), units, strict=True):
         made = curve(held, question.memory_limit, unit="", label="activations")

@@ -142,7 +142,7 @@ def _whole(run: RecordedRun, step: int) -> Schedule | None:
     """Return the schedule of a step; None if actions are missing from it, so that it is unknown who waited for whom."""
     try:
         schedule = run.schedule(step)
-        Columns.of(schedule)
+        Columns.from_schedule(schedule)
     except (ArgumentError, ScheduleError):
         return None
     return schedule

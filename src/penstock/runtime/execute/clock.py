@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.distributed.failure import OUTSIDE, Behind, Position
+from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
 from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
@@ -220,7 +220,7 @@ class Progress:
         self._events = [self._module.Event() for _ in range(RING_SIZE)]
         self._positions = [OUTSIDE] * RING_SIZE
         self._marked = self._passed = 0
-        self._seen: Behind | None = None
+        self._seen: DeviceLag | None = None
         watchdog.device = self.behind
 
     @property
@@ -236,7 +236,7 @@ class Progress:
         self._marked += 1
         self._watchdog.position = position
 
-    def behind(self) -> Behind | None:
+    def behind(self) -> DeviceLag | None:
         """Return where the device is, if it has not passed the last mark. Never wait for it.
 
         If the device has failed, so that all calls raise, return the previous answer.
@@ -255,7 +255,7 @@ class Progress:
         self._seen = None
         if first < marked:
             finished = self._positions[(first - 1) % RING_SIZE].action if first else ""
-            self._seen = Behind(self._positions[first % RING_SIZE], finished)
+            self._seen = DeviceLag(self._positions[first % RING_SIZE], finished)
         return self._seen
 
     def _is_ahead(self, mark: int) -> bool:

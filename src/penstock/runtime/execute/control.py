@@ -20,11 +20,11 @@ from penstock._base.compat import default_store
 from penstock._base.errors import RankFailedError
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.failure import OUTSIDE, Failure, Position
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions, Groups
-from penstock.distributed.joining import place_of
+from penstock.distributed.joining import meeting_store
 from penstock.distributed.watchdog import Watchdog
-from penstock.distributed.world import World, backend_of, check_alike, is_accelerator
+from penstock.distributed.world import World, backend_for, check_same_backend, is_accelerator
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
@@ -51,7 +51,7 @@ class Control:
         self,
         world: World,
         device: torch.device,
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
         group_options: GroupOptions | None = None,
         *,
         staged: bool = False,
@@ -67,16 +67,16 @@ class Control:
         if world.rank is None:
             self.watchdog = Watchdog()
             return
-        location = place_of(default_store(), world.everyone)
+        location = meeting_store(default_store(), world.everyone)
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), location, patience)
         self.watchdog.partners, self.watchdog.members = world.partners, world.everyone
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.mesh_peers):
-                backend = "gloo" if staged else backend_of(device)
+                backend = "gloo" if staged else backend_for(device)
                 self.groups = Groups(world, backend, group_options)
                 backends = self.gather((device.type, backend), "its backend")
             with self.agreed():
-                check_alike([backends[number] for number in world.numbers])
+                check_same_backend([backends[number] for number in world.numbers])
                 (group_options or GroupOptions()).check(backend)
             with self.waiting_for("process groups", self.mesh_peers):
                 self.groups.open(late=is_accelerator(device))
@@ -295,7 +295,7 @@ class Control:
         context = [
             f"on rank {self.world.number}",
             f"in {position.action}" if position.action else "",
-            self.watchdog.behind,
+            self.watchdog.device_lag,
         ]
         error.add_note(f"penstock: {', '.join(str(part) for part in context if part)}")
         self.watchdog.report(position.action or None, error)

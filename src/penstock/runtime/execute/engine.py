@@ -17,7 +17,7 @@ from penstock._base.compat import autocast_kinds
 from penstock._base.errors import PartitionError
 from penstock._base.marks import computing
 from penstock.distributed.failure import OUTSIDE, Position, Watched
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions
 from penstock.distributed.world import World, is_accelerator
 from penstock.runtime.exact.streams import Streams
@@ -52,7 +52,7 @@ from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_s
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
-from penstock.schedule.communication import ways
+from penstock.schedule.communication import rank_pairs
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Engine:
         devices: Sequence[torch.device],
         seed: int,
         transport: TransportChoice = "auto",
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
         group_options: GroupOptions | None = None,
     ) -> None:
         self.world = world
@@ -272,7 +272,7 @@ class Engine:
 
         In the middle of a schedule, a pair's first message might hold up a rank that others wait for.
         """
-        for source, target in ways(schedule) if not self.world.is_local else ():
+        for source, target in rank_pairs(schedule) if not self.world.is_local else ():
             if (source, target) in self._connected:
                 continue
             self._connected.add((source, target))

@@ -34,7 +34,7 @@ from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.feature import Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.activations import NEAR, Trips, trips
+from penstock.schedule.activations import NEAR, OffloadTrips, offload_trips
 
 
 class CopyStreams:
@@ -204,20 +204,20 @@ class Offload(Feature):
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
         compiled = stage.binding.compile is not None or any_compiled(stage.modules())
-        return cls(stage.index, stage.device, stage.held, trips(stage.row, stage.index), compiled=compiled)
+        return cls(stage.index, stage.device, stage.held, offload_trips(stage.row, stage.index), compiled=compiled)
 
     def __init__(
         self,
         stage: int,
         device: torch.device,
         resident: Callable[[], Iterable[Tensor]],
-        trips: Trips,
+        offload_trips: OffloadTrips,
         *,
         compiled: bool = False,
     ) -> None:
         self._stage = stage
         self._resident = resident
-        self._trips = trips
+        self._trips = offload_trips
         empty = torch.empty(0, device=device)
         self._device, self._kind = empty.device, type(empty)
         self._streams = copy_streams_for(self._device)
@@ -376,7 +376,7 @@ def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> 
     """
     rank_of = order.placement.rank_of
     offloaded = [stage for stage in range(len(rank_of)) if offload[stage % len(offload)]]
-    idle = [stage for stage in offloaded if not trips(order.rows[rank_of[stage]], stage).any]
+    idle = [stage for stage in offloaded if not offload_trips(order.rows[rank_of[stage]], stage).any]
     on_cpu = [stage for stage in offloaded if on_host[rank_of[stage]] and stage not in idle]
     messages = []
     if idle:

@@ -33,7 +33,7 @@ from penstock.runtime.features.offload import HostCopy, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.microbatch_kinds import merge_kinds
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.activations import run_again
+from penstock.schedule.activations import recomputed_microbatches
 
 ChooseKept = Callable[[Sequence[int]], Collection[int]]
 """Chooses, from a stage's microbatches in the order in which they run, those that keep their forward."""
@@ -61,7 +61,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         if isinstance(policy, int):
             text = f"layers 0, {policy}, {2 * policy}, ... run again in backward on "
         elif isinstance(policy, str) and policy in KEPT_FORWARDS:
-            reruns = len(run_again(KEPT_FORWARDS[policy], order.rows[rank], stage))
+            reruns = len(recomputed_microbatches(KEPT_FORWARDS[policy], order.rows[rank], stage))
             text = f"{reruns} of {forwards} forwards run again in backward on "
         else:
             text = "its own choice of forwards runs again in backward, out of those on "
@@ -130,7 +130,7 @@ class RecomputedStage(Feature):
         those directly followed by their backward."""
 
         def of(stage: StageContext) -> Feature | None:
-            return cls.rerunning(stage, run_again(kept, stage.row, stage.index))
+            return cls.rerunning(stage, recomputed_microbatches(kept, stage.row, stage.index))
 
         of.__qualname__ = f"{cls.__qualname__}.keeping"
         return of

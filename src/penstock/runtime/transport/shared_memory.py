@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock._base.process import Process
 from penstock._base.stages import Link
 from penstock.distributed.broadcasts import Broadcasts, receive_exactly
-from penstock.distributed.failure import say
+from penstock.distributed.failure import notify
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement, Layouts
@@ -103,7 +103,7 @@ class Neighbors:
                 connection.close()
                 if user not in strangers:
                     strangers.add(user)
-                    say(
+                    notify(
                         f"rank {rank} ignores connections from process {pid} of user {user}, which is none of its peers"
                     )
 

@@ -302,14 +302,14 @@ def schedule_specs() -> tuple[ScheduleSpec, ...]:
 
 def schedule_spec(name: str) -> ScheduleSpec:
     """Return the entry with this name or alias, ignoring case. Raise ArgumentError if there is none."""
-    found = _BY_NAME.get(name.lower())
-    if found is None:
+    spec = _BY_NAME.get(name.lower())
+    if spec is None:
         peers = schedule_of_peer(name)
         hint = f"did you mean {peers}? " if peers else did_you_mean(name.lower(), _BY_NAME, 0.4)
         raise ArgumentError(
             f"schedule={name!r} is not a known schedule; {hint}expected one of {', '.join(_GENERATORS)}"
         )
-    return found
+    return spec
 
 
 @also(chunks="stages_per_rank")

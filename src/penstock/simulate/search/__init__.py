@@ -11,8 +11,8 @@ In come a placement, costs and limits; out comes `Found`: a schedule, and a boun
 
 from penstock._base.lazy import old_names
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.found import SearchResult
 from penstock.simulate.search.problem import Objective, Problem, problem
+from penstock.simulate.search.result import SearchResult
 from penstock.simulate.search.search import search
 
 __all__ = ["Objective", "Problem", "SearchResult", "lower_bound", "problem", "search"]

@@ -14,7 +14,7 @@ from penstock._base.errors import PenstockError
 from penstock._base.files import MAX_QUOTED
 from penstock._base.process import lives
 from penstock._base.words import in_a_line, line_of
-from penstock.distributed.launch.endings import stopped_by, was_interrupted
+from penstock.distributed.launch.endings import describe_signal, was_interrupted
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.progress import Progress
 from penstock.trace.runs.reader import RecordedRun, read_run
@@ -64,7 +64,7 @@ def failure_messages(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     found = []
     for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
         is_key = was_interrupted(failure) and "KeyboardInterrupt" in failure
-        why = stopped_by(signal.SIGINT) if is_key else failure
+        why = describe_signal(signal.SIGINT) if is_key else failure
         found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {why}")
     for how, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
         if those := [state for state, judged in ranks if judged == how]:

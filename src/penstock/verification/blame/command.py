@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted
-from penstock.distributed.launch.agent import kill_left
+from penstock.distributed.launch.agent import kill_remaining
 from penstock.distributed.launch.processes import QUIET, supervise
 from penstock.distributed.launch.target import Target
 from penstock.partition.units.chain import as_module
@@ -95,11 +95,11 @@ def run(command: Sequence[str], folder: Path, steps: int, timeout: float) -> str
     environment = {**QUIET, **os.environ, "PYTHONPATH": path, FOLDER: str(folder), STEPS: str(steps)}
     try:
         with os.fdopen(os.dup(2), "wb") as printed:
-            outcome = supervise([argv], environment, outputs=[printed], look=check)
+            outcome = supervise([argv], environment, outputs=[printed], poll=check)
     except _EndError as end:
         return str(end)
     finally:
-        kill_left(str(folder), FOLDER)
+        kill_remaining(str(folder), FOLDER)
     if outcome.received:
         raise KeyboardInterrupt(outcome.received)
     return "failed" if outcome.status else ""

@@ -36,17 +36,17 @@ def estimate(group: dist.ProcessGroup | None = None) -> Offset:
         if clocks[peer] == clocks[0] != "":
             continue  # both read the same clock
         if rank == 0:
-            for _ in range(host_clock.FEWEST):
+            for _ in range(host_clock.INITIAL_EXCHANGES):
                 dist.recv(stamp, peer)
                 stamp[0] = host_clock.now_ns()
                 dist.send(stamp, peer)
         elif rank == peer:
             estimator = host_clock.HostOffset(clocks[0])
-            while estimator.wants_more:
+            while estimator.needs_more:
                 sent_ns = host_clock.now_ns()
                 dist.send(stamp, 0)
                 dist.recv(stamp, 0)
-                estimator.note(sent_ns, int(stamp[0]))
+                estimator.add_exchange(sent_ns, int(stamp[0]))
             offset = Offset(estimator.nanoseconds, estimator.error_ns + int(DRIFT * CLOCK_SECONDS * 1e9))
     return offset
 

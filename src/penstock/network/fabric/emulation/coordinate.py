@@ -18,7 +18,7 @@ from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
 from penstock._base.files import read_bytes, read_json, write_json
 from penstock._base.words import counted
-from penstock.distributed.launch.processes import Patience, memory
+from penstock.distributed.launch.processes import EndTimeouts, temporary_file
 from penstock.network import nodes
 from penstock.network.fabric.emulation.spec import BOARD, Spec, Watch
 from penstock.network.fabric.samples import RUN, SAMPLES, STEPS
@@ -28,7 +28,7 @@ from penstock.network.scenario import Event
 EMULATION = "penstock.network.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
 _END_BYTES = 64 << 10
-_PATIENCE = Patience(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
+_PATIENCE = EndTimeouts(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
 """How long to wait for hosts to end.
 
 After one host fails, the others get some time to end on their own and to report why. After a signal they get none:
@@ -75,7 +75,7 @@ def emulate(
     with contextlib.ExitStack() as stack:
         files = [folder / f"host-{number}.log" for number in range(1 if machines is None else spec.hosts)]
         logs = [stack.enter_context(file.open("wb")) for file in files]
-        env = {BOARD: stack.enter_context(memory("start"))}
+        env = {BOARD: stack.enter_context(temporary_file("start"))}
         try:
             outcome = nodes.run(job, machines, events=events, outputs=logs, look=report, patience=_PATIENCE, env=env)
         except FabricError as error:

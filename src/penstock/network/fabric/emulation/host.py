@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from penstock._base.errors import FabricError, PenstockError
 from penstock.distributed.launch.agent import end_with_parent
-from penstock.distributed.launch.endings import note
+from penstock.distributed.launch.endings import note_failure
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, probe
@@ -133,7 +133,7 @@ def main() -> None:
     try:
         run(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
-        note(int(os.environ.get("RANK", "0")), str(error))
+        note_failure(int(os.environ.get("RANK", "0")), str(error))
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)
         os._exit(2)  # gloo's destructors may wait for a lost host

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from penstock._base.errors import ArgumentError, FabricError, RankFailedError
 from penstock._base.files import write_json
 from penstock.distributed.failure import name_ranks
-from penstock.distributed.failure_detector import Patience
-from penstock.distributed.joining import number_of, start
+from penstock.distributed.failure_detector import Timeouts
+from penstock.distributed.joining import read_number, start
 from penstock.network.conditions import environment
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.spec import Spec
@@ -32,11 +32,11 @@ _START = "start every host with torchrun, or pass --hosts to make them here"
 
 def read_torchrun_env() -> tuple[int, int]:
     """Return this host's rank, and the number of hosts, as torchrun has set them. Raise ArgumentError if it has not."""
-    size = number_of("WORLD_SIZE", 1, remedy=_START)
-    rank = number_of("RANK", 0, size - 1, _START)
+    size = read_number("WORLD_SIZE", 1, remedy=_START)
+    rank = read_number("RANK", 0, size - 1, _START)
     if not os.environ.get("MASTER_ADDR"):
         raise ArgumentError(f"the environment has no MASTER_ADDR: {_START}")
-    number_of("MASTER_PORT", 1, 65535, _START)
+    read_number("MASTER_PORT", 1, 65535, _START)
     return rank, size
 
 
@@ -87,7 +87,7 @@ def join(spec: Spec) -> Iterator[Members]:
             f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
         )
     try:
-        patience = Patience(join_seconds=spec.join_seconds)
+        patience = Timeouts(join_seconds=spec.join_seconds)
         store = start(spec.backend, patience, "penstock fabric", spec.stall_seconds)
         control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
     except RankFailedError as error:

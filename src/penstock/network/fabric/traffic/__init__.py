@@ -25,7 +25,7 @@ from penstock.network.fabric.traffic.layers import Job, ModelRecord, record
 from penstock.network.fabric.workload import Workload
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 
 __all__ = ["Compute", "Traffic", "from_model"]
 
@@ -96,7 +96,7 @@ def from_model(
     seconds = 0.0 if isinstance(compute, str) else float(compute)
     if traffic == "tensor":
         return _tensor_workload(record(*inputs, 1), type(module).__name__, hosts, microbatches or 1, seconds)
-    order = order_of(schedule, ranks, microbatches, None)
+    order = resolve_order(schedule, ranks, microbatches, None)
     depth = order.placement.depth
     options: dict[str, Any] = {"cuts": cuts, "opens": split_inside, "balance": "flops"}
     job = Job(record(*inputs, depth, **options), order, hosts, sharded, grad_dtype)

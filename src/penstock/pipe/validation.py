@@ -19,50 +19,50 @@ from penstock.runtime.execute.control import Control
 from penstock.runtime.gradients.distribution import parallelized_by
 
 
-def device_of_run(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:
+def default_device(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:
     """Return the default device of the run: the accelerator that holds the model or else the example."""
-    held = next((p.device for p in as_module(model).parameters()), torch.device("cpu"))
-    if held.type not in ("cpu", "meta"):
-        return held
-    return next((t.device for t in tensors_of(example) if t.device.type not in ("cpu", "meta")), held)
+    device = next((p.device for p in as_module(model).parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "meta"):
+        return device
+    return next((t.device for t in batch_tensors(example) if t.device.type not in ("cpu", "meta")), device)
 
 
-def is_whole(example: Example) -> bool:
+def has_values(example: Example) -> bool:
     """Whether a process has the example itself, rather than its shapes (tensors on the meta device) or nothing."""
-    tensors = tensors_of(example)
+    tensors = batch_tensors(example)
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
 
-def tensors_of(example: Example) -> list[Tensor]:
+def batch_tensors(example: Example) -> list[Tensor]:
     """Return the tensors of a batch, those in `Microbatches` included."""
     return [leaf for _, leaf in iter_leaves(example) if isinstance(leaf, Tensor)]
 
 
-def shared(control: Control, example: Example) -> Example:
+def share_example(control: Control, example: Example) -> Example:
     """Return the example, from the first process that has one if this one has none. Every process calls it.
 
     Raises:
         ArgumentError: no process has one.
     """
-    has = control.gather(is_whole(example), "its example")
-    if all(has):
+    present = control.gather(has_values(example), "its example")
+    if all(present):
         return example
-    if not any(has):
-        if tensors_of(example):
+    if not any(present):
+        if batch_tensors(example):
             raise ArgumentError(
                 "the example is on the meta device on every rank that gives one: at least the rank of the first stage "
                 "has to give real tensors, since the forward may branch on the values of integers"
             )
         return example  # it has no tensors: a function of the user's makes them
-    first = has.index(True)
+    first = present.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.number == first else None, "its example")
-    if is_whole(example):
+    if has_values(example):
         return example
     filled: list[Example] = outlines[first].fill()
     return filled[0]
 
 
-def check_plain(model: nn.Module) -> None:
+def check_not_parallelized(model: nn.Module) -> None:
     """Raise ArgumentError if the model, or one of its layers, was parallelized before."""
     if by := parallelized_by(model, "torch.distributed.fsdp", "torch.distributed._composable"):
         raise ArgumentError(
@@ -72,7 +72,7 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def checked_inputs(args: Any, kwargs: Any) -> Example:
+def validate_inputs(args: Any, kwargs: Any) -> Example:
     """Return one batch, from the user's arguments.
 
     Raises:
@@ -91,10 +91,10 @@ def checked_inputs(args: Any, kwargs: Any) -> Example:
             f"kwargs is {a(type(kwargs).__name__)}; expected the model's inputs by keyword, {{'x': x}}; what the loss "
             "takes is given as target=..., the loss as loss_fn=..."
         )
-    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & (kwargs or {}).keys())
-    if taken:
+    reserved = sorted({"target", "outputs", "timeline", "loss_scale"} & (kwargs or {}).keys())
+    if reserved:
         raise ArgumentError(
-            f"kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
+            f"kwargs: the model's argument {reserved[0]!r} has the name of one that Pipeline.step takes itself; "
             "pass it by position in args, or wrap the model in a module that names it otherwise"
         )
     return tuple(args), dict(kwargs or {})

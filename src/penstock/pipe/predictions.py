@@ -24,7 +24,7 @@ from penstock.plan.activation_policy import Transient, transient_by_rank
 from penstock.schedule import Schedule, drop_backward, stages_with_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 from penstock.simulate.computations import column
-from penstock.simulate.memory_use import changes_of
+from penstock.simulate.memory_use import allocation_table
 from penstock.trace.runs.reader import RecordedPrediction
 
 
@@ -51,65 +51,66 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """The most at once. If the backward is split, W is taken to need as much as the forward keeps."""
-        held = self.parameters + self.gradients + self.optimizer
-        return held + self.activations + self.working + self.batch
+        static = self.parameters + self.gradients + self.optimizer
+        return static + self.activations + self.working + self.batch
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the size of AdamW's state for those that are trained, as plans count it."""
-    return OPTIMIZER_VALUES * sum(one.nbytes for one in parameters if one.requires_grad)
+    return OPTIMIZER_VALUES * sum(p.nbytes for p in parameters if p.requires_grad)
 
 
-def memory_of_ranks(
+def predict_rank_memory(
     partition: Partition,
-    found: Sequence[Footprint | None],
+    footprints: Sequence[Footprint | None],
     order: Schedule,
-    asked: torch.dtype | None,
+    dtype: torch.dtype | None,
     target_bytes: int,
     *,
     with_loss: bool,
-    runs_again: bool,
+    recomputes: bool,
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each rank; empty if some stage does not run on fake tensors, or forwards are recomputed and
     backwards are split: what W then needs is not what was kept.
 
     Args:
         partition: one copy of the model, for one microbatch.
-        found: of each stage, without a loss.
+        footprints: of each stage, without a loss.
         order: computations only.
-        asked: the `grad_dtype=` of the run.
+        dtype: the `grad_dtype=` of the run.
         target_bytes: the size of the whole batch's target.
         with_loss: whether a loss follows the last stage.
-        runs_again: every forward runs again in its backward.
+        recomputes: whether every forward is recomputed in its backward.
     """
     metas = [stage.meta for stage in partition.stages]
-    prints = [each for each in found if each is not None]
-    if with_loss and len(prints) == len(found):
+    complete = [f for f in footprints if f is not None]
+    if with_loss and len(complete) == len(footprints):
         last = footprint(partition.stages[-1].module, [i.meta for i in metas[-1].inputs], with_loss=True)
-        prints = prints[:-1] if last is None else [*prints[:-1], last]
-    if len(prints) < len(found) or (runs_again and order.splits):
+        complete = complete[:-1] if last is None else [*complete[:-1], last]
+    if len(complete) < len(footprints) or (recomputes and order.splits):
         return ()
     order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
-    given = [_given(meta) for meta in metas]
-    if runs_again:
+    input_bytes = [_model_input_bytes(meta) for meta in metas]
+    if recomputes:
         received = [sum(meta_bytes(i.meta) for i in meta.inputs) for meta in metas]
-        prints = [Footprint(own, each.kept + each.working - own) for own, each in zip(received, prints, strict=True)]
-    costs = [StageCost(1, 1, 1, activation_bytes=own, weight_gradient_bytes=own) for own in _kept(prints, given)]
-    peaks = [each.peak_activations for each in memory(order, costs, simulate(order, costs))]
-    place, depth = order.placement, order.placement.depth
-    each = [Transient(own.working, batch) for own, batch in zip(prints, given, strict=True)]
-    more = transient_by_rank(place, order.microbatches, each)
+        complete = [Footprint(size, f.kept + f.working - size) for size, f in zip(received, complete, strict=True)]
+    activations = _net_activations(complete, input_bytes)
+    costs = [StageCost(1, 1, 1, activation_bytes=size, weight_gradient_bytes=size) for size in activations]
+    peaks = [rank_memory.peak_activations for rank_memory in memory(order, costs, simulate(order, costs))]
+    placement, depth = order.placement, order.placement.depth
+    transients = [Transient(f.working, size) for f, size in zip(complete, input_bytes, strict=True)]
+    by_rank = transient_by_rank(placement, order.microbatches, transients)
     ranks = []
-    for rank, (peak, transient) in enumerate(zip(peaks, more, strict=True)):
-        stages = place.stages_on(rank)
+    for rank, (peak, transient) in enumerate(zip(peaks, by_rank, strict=True)):
+        stages = placement.stages_on(rank)
         parameters = {(s // depth, id(p)): p for s in stages for p in partition.stages[s % depth].parameters.values()}
         buffers = {(s // depth, id(b)): b for s in stages for b in partition.stages[s % depth].buffers.values()}
         trained = [p for p in parameters.values() if p.requires_grad]
-        targets = sum(target_bytes // place.pipelines for s in stages if place.is_last(s))
+        targets = sum(target_bytes // placement.pipelines for s in stages if placement.is_last(s))
         ranks.append(
             RankMemory(
                 sum(tensor.nbytes for tensor in (*parameters.values(), *buffers.values())),
-                gradient_bytes(trained, asked),
+                gradient_bytes(trained, dtype),
                 optimizer_bytes(trained),
                 int(peak),
                 int(transient.working),
@@ -119,7 +120,7 @@ def memory_of_ranks(
     return tuple(ranks)
 
 
-def predicted(session: Session, plan: Plan | None) -> RecordedPrediction | None:
+def predict_step(session: Session, plan: Plan | None) -> RecordedPrediction | None:
     """Predict the step time by the plan that is followed, or by the profile that decided where to cut; None if there is
     neither.
 
@@ -129,11 +130,11 @@ def predicted(session: Session, plan: Plan | None) -> RecordedPrediction | None:
     costs: Sequence[StageCost] = getattr(partition, "costs", ())  # another front end may have none
     link: LinkCost | None = getattr(partition, "link", None)
     if plan is not None:
-        costs, link = [StageCost(one / 3, one / 3, one / 3) for one in plan.stage_seconds], None
+        costs, link = [StageCost(c / 3, c / 3, c / 3) for c in plan.stage_seconds], None
     if len(costs) != order.placement.depth:
         return None
     timeline = simulate(order, [*costs] * order.placement.pipelines, link or LinkCost(0.0))
-    seconds = tuple(one.forward_seconds + one.backward_seconds for one in costs)
+    seconds = tuple(c.forward_seconds + c.backward_seconds for c in costs)
     if plan is not None:
         return RecordedPrediction("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
     source = "the times measured to cut the model" if session.options.choice.profile is None else "the profile"
@@ -146,38 +147,38 @@ def activation_bytes(session: Session) -> tuple[int, ...]:
     options, partition = session.options, session.partition
     if options.recompute != "never" or options.offload:
         return ()
-    found = [footprint(stage.module, [each.meta for each in stage.meta.inputs]) for stage in partition.stages]
-    prints = [each for each in found if each is not None]
-    if len(prints) < len(found):
+    footprints = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
+    complete = [f for f in footprints if f is not None]
+    if len(complete) < len(footprints):
         return ()
-    return tuple(_kept(prints, [_given(stage.meta) for stage in partition.stages]))
+    return tuple(_net_activations(complete, [_model_input_bytes(stage.meta) for stage in partition.stages]))
 
 
-def _given(meta: StageMeta) -> int:
+def _model_input_bytes(meta: StageMeta) -> int:
     """Return the bytes of a stage's share of the model's inputs."""
-    return sum(meta_bytes(one.meta) for one in meta.inputs if one.source == MODEL_INPUT)
+    return sum(meta_bytes(value.meta) for value in meta.inputs if value.source == MODEL_INPUT)
 
 
-def _kept(prints: Sequence[Footprint], given: Sequence[int]) -> list[int]:
+def _net_activations(footprints: Sequence[Footprint], input_bytes: Sequence[int]) -> list[int]:
     """Return the activations of a microbatch on each stage, without the batch, which is there all the time."""
-    return [max(0, each.kept - own) for each, own in zip(prints, given, strict=True)]
+    return [max(0, f.kept - size) for f, size in zip(footprints, input_bytes, strict=True)]
 
 
-def memory_after_actions(schedule: Schedule, kept: Sequence[int], held: Sequence[int]) -> list[list[int]]:
+def memory_after_actions(schedule: Schedule, activations: Sequence[int], static: Sequence[int]) -> list[list[int]]:
     """Return what each rank holds after each of its actions, as `simulate.memory` counts it.
 
     Args:
         schedule: as it runs, communication included.
-        kept: for each stage, what a microbatch keeps from forward to backward.
-        held: for each stage, what it holds all the time.
+        activations: for each stage, what a microbatch keeps from forward to backward.
+        static: for each stage, what it holds all the time.
     """
-    place, depth = schedule.placement, len(held)
-    costs = [(StageCost(0, 0, 0, activation_bytes=own, weight_gradient_bytes=own),) for own in kept]
-    costs *= place.stages // depth
-    taken, freed = changes_of(costs, stages_with_backward(schedule))[0, ..., 0]
-    found = []
-    for row, stages in zip(schedule.rows, place.by_rank, strict=True):
-        always = sum(held[stage % depth] for stage in stages)
-        course = always + np.cumsum((taken - freed)[column(row.op), column(row.stage)])
-        found.append(course.astype(int).tolist())
-    return found
+    placement, depth = schedule.placement, len(static)
+    costs = [(StageCost(0, 0, 0, activation_bytes=size, weight_gradient_bytes=size),) for size in activations]
+    costs *= placement.stages // depth
+    allocated, freed = allocation_table(costs, stages_with_backward(schedule))[0, ..., 0]
+    by_rank = []
+    for row, stages in zip(schedule.rows, placement.by_rank, strict=True):
+        static_bytes = sum(static[stage % depth] for stage in stages)
+        usage = static_bytes + np.cumsum((allocated - freed)[column(row.op), column(row.stage)])
+        by_rank.append(usage.astype(int).tolist())
+    return by_rank

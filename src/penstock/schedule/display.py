@@ -1,7 +1,7 @@
 """How schedules and timelines draw themselves.
 
-What draws them, `penstock.report`, knows schedules, not the other way round: the face lends it (`lent`), and it is
-loaded when a picture is asked for, so that schedules need the standard library only.
+`penstock.report` draws them, and imports schedules, not the other way round: it is borrowed from the top-level package
+and loaded with the first picture, so that schedules need only the standard library.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from penstock._base.errors import ScheduleError
 from penstock._base.lazy import borrowed
 
 
-class Drawn:
-    """Something that `penstock.report.make_panel` makes a panel of."""
+class Displayable:
+    """An object that `penstock.report.make_panel` can draw."""
 
     __slots__ = ()
 

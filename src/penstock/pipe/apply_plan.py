@@ -1,4 +1,4 @@
-"""Follows a plan: what it decides takes the place of arguments that were not given."""
+"""Applies a plan: its decisions replace arguments that were not passed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE
 
-USUAL: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
     "schedule": "1f1b",
     "stages_per_rank": None,
     "microbatches": None,
@@ -31,18 +31,18 @@ USUAL: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class AppliedPlan:
     """The plan that a pipeline follows; None if there is none."""
 
     plan: Plan | None
 
     @classmethod
-    def of(cls, plan: Plan | str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Followed:
+    def of(cls, plan: Plan | str | os.PathLike[str] | None, args: Mapping[str, Any]) -> AppliedPlan:
         """Return the plan to follow: the one passed in, unless `penstock run --plan` names another, which takes
         precedence.
 
         Args:
-            given: the arguments of `penstock.pipeline`.
+            args: the arguments of `penstock.pipeline`.
 
         Raises:
             ArgumentError: it is no plan, or was given together with an argument that it decides.
@@ -50,22 +50,22 @@ class Followed:
         path = os.environ.get(VARIABLE)
         if plan is None and not path:
             return cls(None)
-        asked = path if plan is None else plan
-        if not isinstance(asked, (Plan, str, os.PathLike)):
+        source = path if plan is None else plan
+        if not isinstance(source, (Plan, str, os.PathLike)):
             raise ArgumentError(
-                f"plan={asked!r}: expected a penstock.plan.Plan, or the path of one (`penstock plan --out`)"
+                f"plan={source!r}: expected a penstock.plan.Plan, or the path of one (`penstock plan --out`)"
             )
-        found = asked if isinstance(asked, Plan) else read_plan(asked)
-        twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
-        if twice and plan is not None:
-            raise ArgumentError(f"plan= already decides {', '.join(twice)}; pass only one of the two")
-        if twice:
-            warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
-        return cls(found)
+        loaded = source if isinstance(source, Plan) else read_plan(source)
+        conflicts = [name for name, default in DEFAULTS.items() if args[name] is not default and args[name] != default]
+        if conflicts and plan is not None:
+            raise ArgumentError(f"plan= already decides {', '.join(conflicts)}; pass only one of the two")
+        if conflicts:
+            warn(f"{', '.join(conflicts)}: overridden by the plan {path} of penstock run")
+        return cls(loaded)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the plan decides of `penstock.pipeline`'s arguments."""
+        """The arguments of `penstock.pipeline` that the plan decides."""
         if self.plan is None:
             return {}
         return {
@@ -77,10 +77,10 @@ class Followed:
             "offload": dict.fromkeys(self.plan.offload, True) or False,
         }
 
-    def ranks(self, given: int | None) -> int | None:
+    def ranks(self, requested: int | None) -> int | None:
         """Return how many ranks to ask for."""
-        alone = given is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
-        return self.plan.choice.ranks if self.plan is not None and alone else given
+        alone = requested is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
+        return self.plan.choice.ranks if self.plan is not None and alone else requested
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class Followed:
         return self.plan.devices if self.plan is not None and self.plan.choice.replicas == 1 else ()
 
     def check(self, world: World, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
-        """Refuse another model, device or dtype, and processes that are not those of the plan.
+        """Check that model, device, dtype and processes are those of the plan.
 
         Raises:
             PlanError: names the difference.
@@ -98,18 +98,20 @@ class Followed:
         choice = self.plan.choice
         if self.plan.made_for is not None:
             made_for = self.plan.made_for
-            mine = compute_fingerprint(as_module(model), made_for.device if device_type == "meta" else device_type)
-            if difference := first_difference(made_for, mine):
+            fingerprint = compute_fingerprint(
+                as_module(model), made_for.device if device_type == "meta" else device_type
+            )
+            if difference := first_difference(made_for, fingerprint):
                 raise PlanError(
                     f"plan= is not for this model on this device: {difference}; make a plan of this one with "
                     "`penstock plan`"
                 )
-            planned, here = made_for.threads, torch.get_num_threads()
-            if planned not in (0, here):
+            planned, threads = made_for.threads, torch.get_num_threads()
+            if planned not in (0, threads):
                 warn(
-                    f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {here}: steps "
-                    f"will not take what it predicts; profile with --threads {here} while nothing else runs, and plan "
-                    "again"
+                    f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {threads}: steps "
+                    f"will not take what it predicts; profile with --threads {threads} while nothing else runs, and "
+                    "plan again"
                 )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"
@@ -132,9 +134,9 @@ class Followed:
         """Warn if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
         if self.plan is None:
             return
-        planned, found = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
-        if found != planned:
+        planned, actual = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
+        if actual != planned:
             warn(
-                f"the plan is for microbatches of {counted(planned, 'row')}, and the example's have {found}: times and "
-                "memory will not be those of the plan; make one for this batch with `penstock plan --global-batch-size`"
+                f"the plan is for microbatches of {counted(planned, 'row')}, and the example's have {actual}: times "
+                "and memory will not be as planned; make a plan for this batch with `penstock plan --global-batch-size`"
             )

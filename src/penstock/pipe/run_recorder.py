@@ -1,7 +1,7 @@
 """Records a run in a folder: `penstock.pipeline(..., run_dir="runs/gpt")`.
 
-The main thread only notes what a step was, and hands it to the thread that writes. A step's loss travels between ranks,
-so it is read at the end of a later step, when it has long been here, several at a time where steps are short: recording
+The main thread only records a step and hands it to the thread that writes. A step's loss travels between ranks, so it
+is read at the end of a later step, when it has long arrived, several at a time where steps are short: recording
 waits for nothing.
 """
 
@@ -32,7 +32,7 @@ from penstock.distributed.launch.endings import register_run
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World
 from penstock.pipe.result import StepResult
-from penstock.pipe.verified import passed
+from penstock.pipe.verified import verified_fingerprints
 from penstock.runtime.execute.clock import counter
 from penstock.runtime.step.results import SharedLoss
 from penstock.trace.runs.about import RunInfo
@@ -46,10 +46,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LAST_LOSSES_SECONDS = 0.5
 """How long a run that has failed waits for losses that are on their way."""
 _LAST_FILES_SECONDS = 2.0
-"""And for its files."""
+"""How long it waits for its files."""
 
 
-_Noted = tuple[StepRecord, SharedLoss | None]
+_PendingStep = tuple[StepRecord, SharedLoss | None]
 """A step that has ended, without its loss, which may still be on its way. Holds none of its outputs."""
 
 
@@ -57,95 +57,95 @@ class Recorder:
     """One process's part in recording a run.
 
     Args:
-        asked: what `run_dir=` says.
+        config: the parsed `run_dir=`.
         run_id: the same on all processes.
-        about: the run; None on all processes but the first, which alone writes what there is once.
-        earlier: the run that is in the folder, if any.
-        before: what is known before the first step, by file.
+        info: the run; None on all processes but the first, which alone writes the files that exist once.
+        previous: the run that is in the folder, if any.
+        initial_files: what is known before the first step, by file.
         devices: those of this process's ranks.
     """
 
     def __init__(
         self,
-        asked: RunConfig,
+        config: RunConfig,
         run_id: str,
-        about: RunInfo | None,
-        earlier: RunInfo | None,
-        before: Mapping[str, Any],
+        info: RunInfo | None,
+        previous: RunInfo | None,
+        initial_files: Mapping[str, Any],
         world: World,
         watchdog: Watchdog,
         devices: tuple[torch.device, ...],
     ) -> None:
-        self._asked, self._about, self._earlier, self._before = asked, about, earlier, before
+        self._config, self._info, self._previous, self._initial_files = config, info, previous, initial_files
         self._first_replica = world.replica == 0
         self._replicas = world.data_parallel
-        self._present = Present(world, watchdog, devices)
+        self._state = ProcessState(world, watchdog, devices)
         self._line = (
-            LiveLine(asked.total_steps) if about is not None and asked.progress_bar and sys.stderr.isatty() else None
+            LiveLine(config.total_steps) if info is not None and config.progress_bar and sys.stderr.isatty() else None
         )
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
-        self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
-        watchdog.raised, watchdog.last_words = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
+        self._writer = Writer(Path(config.path), run_id, world.number, self._state, *on_beat)
+        watchdog.raised, watchdog.before_exit = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
         self._started = False
         self._steps = 0
-        self._noted: list[_Noted] = []
+        self._pending: list[_PendingStep] = []
         self._began_seconds = self._start_seconds = self._read_seconds = 0.0
-        self._told = False
+        self._has_warned = False
 
     def begin(self, step: int, fingerprint: Callable[[], str]) -> bool:
-        """Called before each training step, with its number, counted from 1.
+        """Begin a training step, with its number, counted from 1.
 
-        Returns whether its timeline is to be recorded, alike on all ranks.
+        Return whether its timeline is to be recorded, alike on all ranks.
         """
         if not self._started:
             self._started = True
-            if self._about is not None and (mark := fingerprint()) in passed:
-                self._about = replace(self._about, verified=mark)
+            if self._info is not None and (mark := fingerprint()) in verified_fingerprints:
+                self._info = replace(self._info, verified=mark)
             self._start(step)
-        self._present.step, self._present.failure = step, None
+        self._state.step, self._state.failure = step, None
         self._began_seconds = time.perf_counter()
-        return self._asked.times(step, self._steps + 1)
+        return self._config.times(step, self._steps + 1)
 
     def end(self, step: int, result: StepResult, allocated: Mapping[int, Sequence[int]]) -> None:
-        """Called after each training step, with what it gives back.
+        """Record a training step that has ended.
 
         Args:
             allocated: what devices had allocated in the last step that was timed, by rank.
         """
         self._steps += 1
-        if self._asked.times(step, self._steps) and self._first_replica:
+        if self._config.times(step, self._steps) and self._first_replica:
             for rank, sizes in allocated.items():
                 self._writer.file(f"{MEMORY}/{step}.{rank}.json", partial(list, sizes))
-        if self._about is None:
+        if self._info is None:
             return
         now = time.perf_counter()
         timeline, bubble = result.timeline, None
-        if timeline is not None and self._asked.times(step, self._steps):
+        if timeline is not None and self._config.times(step, self._steps):
             bubble = None if timeline.serialized else timeline.bubble_rate
             self._writer.file(f"{TIMELINES}/{step}.json", timeline.to_dict)
-        if self._noted and now - self._read_seconds >= BEAT_SECONDS:
+        if self._pending and now - self._read_seconds >= BEAT_SECONDS:
             self._read_seconds = now
             self._write()
         seconds, at_seconds = now - self._began_seconds, now - self._start_seconds
         rows = sum(result.sizes) * self._replicas
-        self._noted.append((StepRecord(step, None, seconds, rows, at_seconds, bubble), result._loss))
-        self._tell_trouble()
+        self._pending.append((StepRecord(step, None, seconds, rows, at_seconds, bubble), result._loss))
+        self._warn_of_trouble()
 
     def close(self) -> None:
         """Write what is left. The other ranks have ended the last step, or will, so its loss is on its way."""
         self._write()
-        self._present.ended = True
+        self._state.ended = True
         self._writer.end()
-        self._tell_trouble()
+        self._warn_of_trouble()
 
     def fail(self, failure: Failure | None) -> None:
-        """Something raised, which may end the run: hands over the steps that have ended. On any thread; raises nothing.
+        """Hand over the steps that have ended, after an error that may end the run. On any thread; raises nothing.
 
         Args:
             failure: this process's, for its state until the watchdog knows the first cause; None: it is not known yet.
         """
         if failure is not None:
-            self._present.failure = failure.error if self._present.is_alone else str(failure)
+            self._state.failure = failure.error if self._state.is_alone else str(failure)
         self._flush()
         self._writer.hurry()
 
@@ -156,26 +156,26 @@ class Recorder:
         self._writer.end(seconds)
 
     def _flush(self) -> None:
-        """Hand over the steps that have ended, with the losses that come within a moment. Ranks that may be gone are
-        asked nothing."""
-        noted, self._noted = self._noted, []
+        """Hand over the steps that have ended, with the losses that arrive within `_LAST_LOSSES_SECONDS`. No other rank
+        is asked for anything."""
+        pending, self._pending = self._pending, []
         losses: list[float | None] = []
-        reads = threading.Thread(target=_read_quietly, args=(noted, losses), daemon=True)
+        reader = threading.Thread(target=_read_quietly, args=(pending, losses), daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no threads any more
-            reads.start()
-            reads.join(_LAST_LOSSES_SECONDS)
-        for (record, _), loss in zip_longest(noted, losses[: len(noted)]):
+            reader.start()
+            reader.join(_LAST_LOSSES_SECONDS)
+        for (record, _), loss in zip_longest(pending, losses[: len(pending)]):
             self._hand_over(record, loss)
 
     def _start(self, step: int) -> None:
         now = time.perf_counter()
         self._start_seconds = now
-        if self._about is not None:
-            if step > 1 and self._earlier is not None:
-                self._start_seconds = now - self._about.seconds_since(self._earlier)
+        if self._info is not None:
+            if step > 1 and self._previous is not None:
+                self._start_seconds = now - self._info.seconds_since(self._previous)
             try:
-                begin(self._writer.path, self._about, step, self._earlier)
-                for name, value in self._before.items():
+                begin(self._writer.path, self._info, step, self._previous)
+                for name, value in self._initial_files.items():
                     write_whole(self._writer.path / name, value)
             except OSError as error:
                 self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
@@ -184,11 +184,11 @@ class Recorder:
 
     def _write(self) -> None:
         """Read the losses of the steps noted so far, and hand the steps to the thread."""
-        while self._noted:
-            record, shared = self._noted[0]
+        while self._pending:
+            record, shared = self._pending[0]
             loss = None if shared is None else shared.read()
             self._hand_over(record, None if loss is None else float(loss))
-            del self._noted[:1]  # only now: if the wait ends the run, the step has its last chance
+            del self._pending[:1]  # only now: if the wait ends the run, the step has its last chance
 
     def _hand_over(self, record: StepRecord, loss: float | None) -> None:
         record = replace(record, loss=loss)
@@ -196,14 +196,14 @@ class Recorder:
         if self._line is not None:
             self._line.add(record)
 
-    def _tell_trouble(self) -> None:
-        if self._writer.trouble is not None and not self._told:
-            self._told = True
+    def _warn_of_trouble(self) -> None:
+        if self._writer.trouble is not None and not self._has_warned:
+            self._has_warned = True
             warn(f"the run is not recorded in full; training goes on: {self._writer.trouble}")
 
 
-class Present:
-    """What this process does, for ranks/N.json; asked by the thread that writes. Holds no part of the pipeline.
+class ProcessState:
+    """What this process does, for ranks/N.json; read by the thread that writes. Holds no part of the pipeline.
 
     Attributes:
         step: the training step under way, or the last one.
@@ -217,21 +217,21 @@ class Present:
         self.ended = False
         self.failure: str | None = None
         self.is_alone = world.rank is None
-        self._number, self._ranks = world.number, _ranks_of(world)
+        self._number, self._ranks = world.number, _ranks_by_process(world)
         self._watchdog = watchdog
         counters = [counter(device) for device in dict.fromkeys(devices)]
         self._allocated = [count for count in counters if count is not None]
         self._host = socket.gethostname()
-        self._seen: tuple[int | None, Position] | None = None
-        self._since = 0.0
+        self._last_activity: tuple[int | None, Position] | None = None
+        self._activity_since = 0.0
 
     def __call__(self) -> Mapping[str, Any]:
-        behind, failure = self._watchdog.behind, self._watchdog.failure
+        behind, failure = self._watchdog.device_lag, self._watchdog.failure
         position = self._watchdog.position if behind is None else behind.position
-        seen = (self.step, position)
-        if seen != self._seen:
-            self._seen, self._since = seen, time.time()
-        mine = RankState(
+        activity = (self.step, position)
+        if activity != self._last_activity:
+            self._last_activity, self._activity_since = activity, time.time()
+        state = RankState(
             self._number,
             *self._ranks[self._number],
             self._host,
@@ -239,52 +239,52 @@ class Present:
             step=self.step,
             action=position.action,
             waits_for=position.peers,
-            since=self._since,
+            since=self._activity_since,
             rss_bytes=_rss_bytes(),
             device_bytes=sum(count() for count in self._allocated) if self._allocated else None,
             ended=self.ended,
             failure=self.failure if failure is None else str(failure),
         )
-        return {"state": mine.to_dict(), "heard": self._heard() if self._number == 0 else []}
+        return {"state": state.to_dict(), "heard": self._relayed_states() if self._number == 0 else []}
 
-    def _heard(self) -> list[dict[str, Any]]:
+    def _relayed_states(self) -> list[dict[str, Any]]:
         """Return what process 0 last received from the others, which may write elsewhere."""
         now = time.time()
         return [
             RankState(
                 number,
                 *self._ranks[number],
-                action=one.doing.action,
-                waits_for=one.doing.peers,
-                since=round(now - one.seconds, 1),
+                action=sighting.doing.action,
+                waits_for=sighting.doing.peers,
+                since=round(now - sighting.seconds, 1),
                 step=self.step,
-                ended=one.left,
+                ended=sighting.left,
             ).to_dict()
-            for number, one in enumerate(self._watchdog.sightings)
+            for number, sighting in enumerate(self._watchdog.statuses)
             if number != self._number and number in self._ranks
         ]
 
 
-def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
+def _read_quietly(pending: Sequence[_PendingStep], losses: list[float | None]) -> None:
     """Read losses one after another, as far as they come."""
-    for _, shared in noted:
+    for _, shared in pending:
         loss = None
         with contextlib.suppress(Exception):
-            read = None if shared is None else shared.read_quietly()
-            loss = None if read is None else float(read)
+            value = None if shared is None else shared.read_quietly()
+            loss = None if value is None else float(value)
         losses.append(loss)
 
 
-def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """By number of each process: the replica that it belongs to, and its ranks there."""
+def _ranks_by_process(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Return, by the number of each process, its replica and its ranks there."""
     if world.rank is None:
         return {0: (0, tuple(range(world.ranks)))}
-    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    by_process: dict[int, tuple[int, tuple[int, ...]]] = {}
     for line in world.lines:
         for rank, member in enumerate(line):
-            replicas = next((one for one in world.replica_sets if member in one), (member,))
-            found[world.everyone.index(member)] = (replicas.index(member), (rank,))
-    return found
+            replicas = next((members for members in world.replica_sets if member in members), (member,))
+            by_process[world.everyone.index(member)] = (replicas.index(member), (rank,))
+    return by_process
 
 
 def _rss_bytes() -> int | None:

@@ -11,7 +11,7 @@ from penstock.schedule import Schedule, check, generate, schedule_specs, split_b
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import StageCost
-from penstock.simulate.search.problem import Objective, Problem, Rows, lanes_of
+from penstock.simulate.search.problem import Objective, Problem, Rows, lanes_in_row
 from penstock.simulate.search.timing import fits, time_rows
 
 
@@ -57,12 +57,12 @@ def evaluate(
 ) -> tuple[Timeline, float]:
     """Evaluate a schedule that the search produced: return its timeline and objective. Raise ScheduleError if it is
     illegal."""
-    if broken := check(schedule):
-        raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {broken[0]}")
-    return timed(schedule, costs, links, objective)
+    if problems := check(schedule):
+        raise ScheduleError(f"the search made a schedule that is not legal, which is a defect of it: {problems[0]}")
+    return simulate_objective(schedule, costs, links, objective)
 
 
-def timed(
+def simulate_objective(
     schedule: Schedule, costs: StageCost | Sequence[StageCost], links: Links, objective: Objective
 ) -> tuple[Timeline, float]:
     """Evaluate a schedule that is known to be legal: return its timeline and objective."""
@@ -71,7 +71,7 @@ def timed(
 
 
 @dataclass(frozen=True, slots=True)
-class KnownSchedule:
+class Baseline:
     """A generator's schedule that fits in memory: its objective, and its rows.
 
     The rows are None if they cannot express it: it has whole backwards, overlaps, or microbatches that do not ascend.
@@ -82,33 +82,33 @@ class KnownSchedule:
     rows: Rows | None
 
 
-def known_schedules(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[KnownSchedule]:
+def find_baselines(problem: Problem, costs: StageCost | Sequence[StageCost], links: Links) -> list[Baseline]:
     """Return the schedules of all generators that have the problem's placement and fit in its memory: as they are, and
     with their backwards split, which is never worse except for overlaps."""
-    found: list[KnownSchedule] = []
-    for generator in schedule_specs():
+    baselines: list[Baseline] = []
+    for spec in schedule_specs():
         chunks = problem.placement.depth // problem.ranks or 1
         try:
-            schedule = generate(generator.name, problem.ranks, problem.microbatches, chunks)
+            schedule = generate(spec.name, problem.ranks, problem.microbatches, chunks)
         except ArgumentError:  # does not work for these numbers
             continue
         split = split_backward(schedule)
         if schedule.placement != problem.placement or not all(
-            fits(problem, rank, lanes_of(row)) for rank, row in enumerate(split.rows)
+            fits(problem, rank, lanes_in_row(row)) for rank, row in enumerate(split.rows)
         ):
             continue
         is_split = split.rows == schedule.rows and not any(any(row.joined) for row in schedule.rows)
         if not is_split:
-            found.append(KnownSchedule(schedule, timed(schedule, costs, links, problem.objective)[1], None))
+            baselines.append(Baseline(schedule, simulate_objective(schedule, costs, links, problem.objective)[1], None))
         rows = problem.rows(split)
         timing = None if rows is None else time_rows(problem, rows)
         if rows is not None and timing is not None:
             name = schedule.name if is_split else f"{schedule.name}, split"
-            found.append(KnownSchedule(problem.schedule(name, rows), timing.cost, rows))
-    return found
+            baselines.append(Baseline(problem.schedule(name, rows), timing.cost, rows))
+    return baselines
 
 
-def one_by_one(problem: Problem, *, last_first: bool = False) -> Rows:
+def serial_rows(problem: Problem, *, last_first: bool = False) -> Rows:
     """Return rows that run one microbatch at a time, there and back: they fit in memory if anything does.
 
     Args:
