@@ -78,7 +78,7 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
             f"there is no folder {str(folder)!r}; penstock.pipeline(..., run_dir='{folder}/NAME') makes one"
         )
     summaries = [
-        Summary.of_one(about.parent)
+        Summary.from_folder(about.parent)
         for depth in range(_MAX_DEPTH + 1)
         for about in sorted(folder.glob("*/" * depth + ABOUT))
         if "earlier" not in about.relative_to(folder).parts and is_run(about.parent)
@@ -89,12 +89,12 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
 
 def figures(run: Summary) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
-    from penstock.trace.runs.progress import in_time
+    from penstock.trace.runs.progress import format_duration
 
     progress = run.progress
     return {
         "steps": "-" if progress is None else f"{progress.step:,}",
-        "step time": "-" if progress is None or progress.seconds is None else in_time(progress.seconds),
+        "step time": "-" if progress is None or progress.seconds is None else format_duration(progress.seconds),
         "samples/s": "-"
         if progress is None or progress.rows_per_second is None
         else f"{progress.rows_per_second:,.4g}",

@@ -175,7 +175,7 @@ def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
     return [
         Text.assemble((str(snapshot.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text(
-            "no step has finished yet" if snapshot.progress is None else snapshot.progress.said(over=snapshot.is_over)
+            "no step has finished yet" if snapshot.progress is None else snapshot.progress.format(over=snapshot.is_over)
         ),
         *(Text(message, "red") for message in (*snapshot.damaged[:_MAX_DAMAGED], *failure_messages(snapshot.ranks))),
         Text(""),

@@ -13,7 +13,7 @@ from penstock.report.marks import chunks
 from penstock.schedule.action import OPS, Op
 from penstock.schedule.describe import describe
 from penstock.schedule.timeline import Span, Timeline, Track
-from penstock.trace.names import STAGES_SAID_BY
+from penstock.trace.names import STAGES_METADATA
 
 _MICROSECONDS = 1e6
 
@@ -40,7 +40,7 @@ def to_perfetto(timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit
         events.append(_metadata("process_name", rank, 0, name=f"rank {rank}{turns}"))
         said = {"stages": timeline.stages, "in_turns": timeline.serialized, "crowded": timeline.crowded}
         stages = f"stage{'s' * (len(chunks(track)) != 1)} {', '.join(map(str, chunks(track)))}"
-        events.append(_metadata(STAGES_SAID_BY, rank, 0, labels=stages, **said))
+        events.append(_metadata(STAGES_METADATA, rank, 0, labels=stages, **said))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         free = [-math.inf]  # when each thread for communication is free again
         made = []

@@ -15,8 +15,8 @@ from penstock.plan.explain.case import case_of_traced
 from penstock.plan.explain.factors import SLOW, Factors, factors_of
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Floats
-from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, traced
 from penstock.trace.measured import Step, TraceSteps
+from penstock.trace.outside_pipeline import BACKWARD, FORWARD, Among, Durations, OutsidePipeline, measure_ops
 
 _MAX_SIMULATED = 5_000_000
 """Actions that are simulated to tell slowdowns, at most."""
@@ -42,16 +42,16 @@ def slowdowns_of(run: TraceSteps, step: Step) -> Slowdowns | None:
     return slowdowns(schedule, own, usual(alike, own))
 
 
-def _traced(step: Step) -> Around | None:
+def _traced(step: Step) -> OutsidePipeline | None:
     if not step.events:
         return None
     try:
-        return traced(step.slowest.schedule, step.numbered)
+        return measure_ops(step.slowest.schedule, step.numbered)
     except ArgumentError:
         return None
 
 
-def usual(steps: Sequence[Durations], joints: Around) -> dict[str, float]:
+def usual(steps: Sequence[Durations], joints: OutsidePipeline) -> dict[str, float]:
     """Return the usual seconds of each op: the mean of a rank's own work, the median of the others."""
     alone = {FORWARD, BACKWARD, *(one.name for one in (*joints.before, *joints.after) if one.among is Among.NOBODY)}
     every = {name: np.concatenate([step[name].ravel() for step in steps]) for name in steps[0]}
@@ -77,7 +77,7 @@ class Slowdowns:
     by_op: Mapping[str, float]
 
 
-def slowdowns(schedule: Schedule, own: Around, seconds: Mapping[str, float]) -> Slowdowns:
+def slowdowns(schedule: Schedule, own: OutsidePipeline, seconds: Mapping[str, float]) -> Slowdowns:
     """Compute whose slowness costs how much. `seconds`: the usual time of each op."""
     replicas, ranks, _ = own.durations[FORWARD].shape
     replica_of, rank_of = np.indices((replicas, ranks))

@@ -85,7 +85,7 @@ class Library:
                 return None
         except ArgumentError as error:
             return {"damage": str(error)}
-        found = Summary.of_one(folder)
+        found = Summary.from_folder(folder)
         return {"damage": self._hidden(found)} if isinstance(found, str) else {"summary": found.to_dict()}
 
     def _entry(self, path: Path, kind: str, damage: str = "", summary: Any = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from penstock.schedule import Action
 from penstock.trace.runs import RankState, read_run
 from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
 from penstock.trace.runs.progress import Progress
-from penstock.trace.runs.reader import joined
+from penstock.trace.runs.reader import merge_steps
 from penstock.trace.runs.records import with_text_loss
 from penstock.trace.runs.summary import Health, health
 
@@ -42,7 +42,7 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
         "headline": ", ".join(headline),
         "ranks": about.ranks,
         "alone": about.processes == about.replicas,
-        "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
+        "steps": [with_text_loss(asdict(one)) for one in merge_steps([], added)[-_MAX_STEPS:]],
         "place": end,
         "recorded": max(run.traced_steps(), default=None),
         "progress": None if progress is None else progress.to_dict(),

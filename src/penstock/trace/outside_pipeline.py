@@ -1,7 +1,7 @@
-"""What ranks do before and after their pipelines, alone or together, and how long all ops of a traced step took.
+"""The work of ranks before and after their pipelines, alone or together, and the seconds of all ops of a traced step.
 
 An op that several ranks do together lasts, on each, as long as it waits for the others. What it costs is the time from
-when the last of them has begun: the rest is somebody else's slowness.
+when the last of them has begun: the remaining time is due to slower ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Joint:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class OutsidePipeline:
     """What each rank does before and after its pipeline's actions, in order, and how long ops take."""
 
     before: tuple[Joint, ...]
@@ -72,29 +72,31 @@ class Around:
     durations: Durations
 
 
-def together(among: Among, reached: Floats) -> Floats:
+def begin_times(among: Among, arrivals: Floats) -> Floats:
     """Return when each rank begins what it does with others, if they reach it then; NaN where a rank takes no part."""
     if among is Among.NOBODY:
-        return reached
+        return arrivals
     axis = {Among.REPLICAS: 0, Among.PIPELINE: 1}.get(among)
-    latest = np.where(np.isnan(reached), -np.inf, reached).max(axis=axis, keepdims=True)
-    return np.where(np.isnan(reached), np.nan, latest)
+    latest = np.where(np.isnan(arrivals), -np.inf, arrivals).max(axis=axis, keepdims=True)
+    return np.where(np.isnan(arrivals), np.nan, latest)
 
 
-def done(joints: Sequence[Joint], durations: Durations, now: Floats) -> Floats:
-    """Return when each rank has done one joint after the other, of which it reaches the first `now`; by replica and
-    rank."""
+def finish_times(joints: Sequence[Joint], durations: Durations, reached: Floats) -> Floats:
+    """Return when each rank has finished all joints in order, if it reaches the first one at `reached`; by replica
+    and rank."""
     for joint in joints:
         seconds = durations[joint.name]
-        begun = together(joint.among, np.where(np.isnan(seconds), np.nan, now))
-        now = np.where(np.isnan(begun), now, begun + seconds)
-    return now
+        begins = begin_times(joint.among, np.where(np.isnan(seconds), np.nan, reached))
+        reached = np.where(np.isnan(begins), reached, begins + seconds)
+    return reached
 
 
 # -- from a trace -----------------------------------------------------------------------------------------------------
 
 
-def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
+def measure_outside(
+    shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN
+) -> OutsidePipeline:
     """Return what ranks did around their pipelines in a step, with the time that each lost before it.
 
     Args:
@@ -105,54 +107,54 @@ def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, 
     Raises:
         ArgumentError: an op is unknown.
     """
-    work, joint = _by_op(events)
-    computed = [times for op, times in work.items() if op.is_compute]
-    found = _around(joint, _extent(shape, computed), among, gaps=True)
-    if not found.before:
-        return found
-    start, _ = _table(shape, joint[found.before[0].name])
-    more = {START: np.nan_to_num(start - np.nanmin(start))}
-    return Around((Joint(START), *found.before), found.after, {**found.durations, **more})
+    work, joint_ops = _group_by_op(events)
+    compute_ops = [times for op, times in work.items() if op.is_compute]
+    outside = _joint_ops(joint_ops, _extent(shape, compute_ops), among, gaps=True)
+    if not outside.before:
+        return outside
+    start, _ = _table(shape, joint_ops[outside.before[0].name])
+    offsets = {START: np.nan_to_num(start - np.nanmin(start))}
+    return OutsidePipeline((Joint(START), *outside.before), outside.after, {**outside.durations, **offsets})
 
 
-def traced(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
+def measure_ops(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> OutsidePipeline:
     """Return the seconds of each op of a step, those of `PIPELINE` among them; time that ranks lose in between is left
     out.
 
     Args:
         schedule: what every replica ran; one stage a rank, backwards not split.
-        events, among: as for `around`.
+        events, among: as for `measure_outside`.
 
     Raises:
         ArgumentError: an op is unknown, or missing for a replica, rank or microbatch.
     """
     events = tuple(events)
-    work, joint = _by_op(events)
+    work, joint_ops = _group_by_op(events)
     replicas = 1 + max((event.replica or 0 for event in events), default=0)
     shape = (replicas, schedule.ranks, schedule.microbatches)
-    found = _around(joint, _extent(shape[:2], work.values()), among)
+    outside = _joint_ops(joint_ops, _extent(shape[:2], work.values()), among)
     durations = {
-        FORWARD: _computed(shape, work, Op.F),
-        BACKWARD: _computed(shape, work, Op.B),
-        FORWARD_MESSAGE: _messages(shape, work, Op.SEND_F, Op.RECV_F, 1),
-        BACKWARD_MESSAGE: _messages(shape, work, Op.SEND_B, Op.RECV_B, -1),
+        FORWARD: _compute_seconds(shape, work, Op.F),
+        BACKWARD: _compute_seconds(shape, work, Op.B),
+        FORWARD_MESSAGE: _message_seconds(shape, work, Op.SEND_F, Op.RECV_F, 1),
+        BACKWARD_MESSAGE: _message_seconds(shape, work, Op.SEND_B, Op.RECV_B, -1),
     }
-    return Around(found.before, found.after, {**durations, **found.durations})
+    return OutsidePipeline(outside.before, outside.after, {**durations, **outside.durations})
 
 
 _Times = dict[tuple[int, int, int | None], tuple[float, float]]
 """When an op started and ended, by replica, rank and microbatch."""
 
 
-def _by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]]:
+def _group_by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]]:
     """Return what a pipeline did, and by its name what a rank does once per step."""
     work: defaultdict[Op, _Times] = defaultdict(dict)
-    joint: defaultdict[str, _Times] = defaultdict(dict)
+    joint_ops: defaultdict[str, _Times] = defaultdict(dict)
     for event in events:
-        times = joint[event.name] if event.action is None else work[event.action.op]
-        number = None if event.action is None else event.action.microbatch
-        times[event.replica or 0, event.rank or 0, number] = event.start_seconds, event.end_seconds
-    return work, joint
+        times = joint_ops[event.name] if event.action is None else work[event.action.op]
+        microbatch = None if event.action is None else event.action.microbatch
+        times[event.replica or 0, event.rank or 0, microbatch] = event.start_seconds, event.end_seconds
+    return work, joint_ops
 
 
 def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floats]:
@@ -165,70 +167,70 @@ def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floa
     return first, last
 
 
-def _computed(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> Floats:
+def _compute_seconds(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> Floats:
     """Return the seconds of each forward (or backward)."""
     times, name = ops.get(op, {}), FORWARD if op is Op.F else BACKWARD
-    for _, rank, number in times:
-        if number is None or rank >= shape[1] or number >= shape[2]:
-            raise ArgumentError(f"the trace's {name} of rank {rank}, microbatch {number}, is not in the schedule")
+    for _, rank, microbatch in times:
+        if microbatch is None or rank >= shape[1] or microbatch >= shape[2]:
+            raise ArgumentError(f"the trace's {name} of rank {rank}, microbatch {microbatch}, is not in the schedule")
     start, end = _table(shape, times)
     missing = np.argwhere(np.isnan(start))
     if len(missing):
-        replica, rank, number = missing[0].tolist()
+        replica, rank, microbatch = missing[0].tolist()
         raise ArgumentError(
-            f"the trace has no {name} of replica {replica}, rank {rank}, microbatch {number}; expected one for each"
+            f"the trace has no {name} of replica {replica}, rank {rank}, microbatch {microbatch}; expected one for each"
         )
     return np.asarray(end - start)
 
 
-def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, receive: Op, step: int) -> Floats:
+def _message_seconds(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, receive: Op, step: int) -> Floats:
     """Return the seconds of each message, from when both ends were there until both were done; NaN where none was
     sent."""
-    took, receives = np.full(shape, np.nan), ops.get(receive, {})
-    for (replica, rank, number), (start, end) in ops.get(send, {}).items():
-        other = receives.get((replica, rank + step, number))
-        if other is not None and number is not None:
-            took[replica, rank, number] = max(0.0, max(end, other[1]) - max(start, other[0]))
-    return took
+    seconds, receives = np.full(shape, np.nan), ops.get(receive, {})
+    for (replica, rank, microbatch), (start, end) in ops.get(send, {}).items():
+        received = receives.get((replica, rank + step, microbatch))
+        if received is not None and microbatch is not None:
+            seconds[replica, rank, microbatch] = max(0.0, max(end, received[1]) - max(start, received[0]))
+    return seconds
 
 
-def _around(
-    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool = False
-) -> Around:
+def _joint_ops(
+    joint_ops: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool = False
+) -> OutsidePipeline:
     """Return what ranks did before and after their pipelines' actions, whose first start and last end are passed in."""
-    if unknown := joint.keys() - among.keys():
-        raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
+    if unknown := joint_ops.keys() - among.keys():
+        raise ArgumentError(f"the trace has an op {min(unknown)!r}; pass in `among` which ranks do it together")
     first, last = pipeline
-    times = {name: _table(first.shape, found) for name, found in joint.items()}
+    times = {name: _table(first.shape, spans) for name, spans in joint_ops.items()}
     durations: dict[str, Floats] = {}
     parts: tuple[list[Joint], list[Joint]] = [], []
-    now: list[Floats | None] = [None, last]
+    latest: list[Floats | None] = [None, last]
     starts = np.array([start for start, _ in times.values()])
     before = {name: int((starts < start).sum(axis=0).max()) for name, (start, _) in times.items()}
     for name in sorted(times, key=before.__getitem__):  # as ordered on the ranks that do most of it
         start, end = times[name]
-        later = int(np.nanmax(start - first) > 0)
-        reached = now[later]
+        is_after = int(np.nanmax(start - first) > 0)
+        reached = latest[is_after]
         if gaps and reached is not None:
-            own = np.maximum(
+            waits = np.maximum(
                 start - reached, 0.0
             )  # no longer than that of the rank that comes last and waits for nobody
-            last_one = np.argmax(np.where(np.isnan(own), -np.inf, reached))
-            durations[GAP + name] = np.minimum(own, own.ravel()[last_one])
-            parts[later].append(Joint(GAP + name))
-        durations[name] = np.maximum(end - together(among[name], start), 0.0)
-        parts[later].append(Joint(name, among[name]))
-        now[later] = end if reached is None else np.where(np.isnan(end), reached, end)
-    if gaps and (done_before := now[0]) is not None:
-        gap = first - done_before  # later ranks wait for the first one's output, so the least counts
+            last_rank = np.argmax(np.where(np.isnan(waits), -np.inf, reached))
+            durations[GAP + name] = np.minimum(waits, waits.ravel()[last_rank])
+            parts[is_after].append(Joint(GAP + name))
+        durations[name] = np.maximum(end - begin_times(among[name], start), 0.0)
+        parts[is_after].append(Joint(name, among[name]))
+        latest[is_after] = end if reached is None else np.where(np.isnan(end), reached, end)
+    if gaps and (ready := latest[0]) is not None:
+        gap = first - ready  # later ranks wait for the first one's output, so the least counts
         durations[GAP + FORWARD] = np.where(np.isnan(gap), np.nan, max(float(np.nanmin(gap)), 0.0))
         parts[0].append(Joint(GAP + FORWARD))
-    return Around(tuple(parts[0]), tuple(parts[1]), durations)
+    return OutsidePipeline(tuple(parts[0]), tuple(parts[1]), durations)
 
 
 def _table(shape: tuple[int, ...], times: _Times) -> tuple[Floats, Floats]:
     """Starts and ends by replica, rank and, if the shape has them, microbatch; NaN where there is none."""
     starts, ends = np.full(shape, np.nan), np.full(shape, np.nan)
-    for place, (start, end) in times.items():
-        starts[place[: len(shape)]], ends[place[: len(shape)]] = start, end
+    for key, (start, end) in times.items():
+        starts[key[: len(shape)]], ends[key[: len(shape)]] = start, end
     return starts, ends
