@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock._base.words import counted
-from penstock.report.text import columns_of
+from penstock.report.text import columns_table
 
 LONG_TABLE = 24
 """Number of rows above which equal ones are folded by module."""
@@ -33,7 +33,7 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
         "max|difference|": [f"{line['max_difference']:.3g}" for line in lines],
         "step": [line.get("step") or None for line in lines],
     }
-    table = columns_of(columns, left=4)
+    table = columns_table(columns, left=4)
     for column in table.columns:
         column.no_wrap, column.overflow = column.header != "name", "fold"
     console.print(table)

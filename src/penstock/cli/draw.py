@@ -18,9 +18,9 @@ from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import costs_of_stages, texts
 from penstock.cli._picture import Palette, legend, on_one_axis, slots
 from penstock.costs import Outcome, with_one_model
-from penstock.report.svg import WIDTH, make_panel, unit_of
+from penstock.report.svg import WIDTH, drawing_unit, make_panel
 from penstock.report.svg import svg as drawing
-from penstock.report.web.picture import browser, write_drawing
+from penstock.report.web.screenshot import browser, write_drawing
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
@@ -114,7 +114,7 @@ class _Figure:
             panels = [make_panel(outcome.schedule, outcome.timeline) for outcome in self.outcomes]
             unit = "s" if self.outcomes[0].costs.are_measured else "time"
         else:
-            panels, unit = [make_panel(schedule) for schedule in self.schedules], unit_of(self.schedules[0])
+            panels, unit = [make_panel(schedule) for schedule in self.schedules], drawing_unit(self.schedules[0])
         picture = drawing(panels, unit, background=background or "auto", width=width)
         if svg is not None:
             write_text(svg, picture, f"--svg {svg}")

@@ -34,8 +34,8 @@ def report(
     """
     from penstock.cli.draw import check_suffix
     from penstock.report.web.page import page
-    from penstock.report.web.picture import browser, write_picture
-    from penstock.report.web.sources import contents_of, is_fabric
+    from penstock.report.web.screenshot import browser, write_picture
+    from penstock.report.web.sources import is_fabric, load_contents
 
     check_suffix("--out", out, ".html", ".htm")
     check_suffix("--png", png, ".png")
@@ -50,7 +50,7 @@ def report(
         text = fabric_page(sampled, results(sampled))
     else:
         is_default, folder = prediction == PredictionOptions(), folder_of(run)
-        text = page(contents_of(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
+        text = page(load_contents(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")

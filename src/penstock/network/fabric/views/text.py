@@ -13,7 +13,7 @@ from penstock.network.fabric.compare import FEWEST
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
 from penstock.network.fabric.views.numbers import NONE, cut, seconds
-from penstock.report.text import print_unbroken, table, width_of
+from penstock.report.text import print_unbroken, table, table_width
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
@@ -36,18 +36,18 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
 
 def _print_figures(results: dict[str, Any], console: Console) -> None:
     whole = _table(results, tuple(TIMES), rates=True)
-    if width_of(whole, console) <= console.width:
+    if table_width(whole, console) <= console.width:
         print_unbroken(console, whole)
         return
     longest = max(len(group["name"]) for group in results["groups"])
     times = tuple(TIMES)
-    if width_of(_table(results, times, rates=False), console) > console.width:
+    if table_width(_table(results, times, rates=False), console) > console.width:
         times = tuple(name for name in TIMES if name != "min")
     for place, part in enumerate((times, ())):
         made = _table(results, part, rates=not part)
-        if width_of(made, console) > console.width:
+        if table_width(made, console) > console.width:
             made.padding = (0, 1, 0, 0)
-        if (excess := width_of(made, console) - console.width) > 0:  # names that are too long are cut
+        if (excess := table_width(made, console) - console.width) > 0:  # names that are too long are cut
             made = _table(results, part, rates=not part, name_width=max(longest - excess, 12))
         if place:
             console.print()
@@ -86,7 +86,7 @@ def show_comparison(
     console.print()
     rows = [one for one in (*comparison["transfers"], comparison["step"]) if one]
     whole = _compared(rows, tails=True)
-    print_unbroken(console, whole if width_of(whole, console) <= console.width else _compared(rows, tails=False))
+    print_unbroken(console, whole if table_width(whole, console) <= console.width else _compared(rows, tails=False))
     console.print()
     for letter, only in (("A", comparison["only_in_a"]), ("B", comparison["only_in_b"])):
         if only:
