@@ -39,11 +39,11 @@ def compare(
     lines.add_section()
     times = [run.progress.seconds if run.progress else None for run in summaries]
     for name, first in figures(summaries[0]).items():
-        others = [figures(run)[name] for run in summaries[1:]]
+        other_values = [figures(run)[name] for run in summaries[1:]]
         if name == "step time" and times[0] is not None:
             changes = ["" if time is None else f" ({time / times[0] - 1:+.1%})" for time in times[1:]]
-            others = [*map("{}{}".format, others, changes)]
-        lines.add_row(name, first, *others)
+            other_values = [*map("{}{}".format, other_values, changes)]
+        lines.add_row(name, first, *other_values)
     lines.add_section()
     for step, *values in zip(steps, *losses, strict=True):
         lines.add_row(f"loss at step {step:,}", *("-" if value is None else f"{value:.6g}" for value in values))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock._base.files import write_text
 from penstock.cli._options import REQUIRED, argument, option, output_option
-from penstock.cli.explain import PredictionOptions, folder_of
+from penstock.cli.explain import PredictionOptions, read_run_folder
 
 EPILOG = """\
 The page is one self-contained file: send it, or open it from disk. It shows the same analysis as penstock explain."""
@@ -49,7 +49,7 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        is_default, folder = prediction == PredictionOptions(), folder_of(run)
+        is_default, folder = prediction == PredictionOptions(), read_run_folder(run)
         text = page(load_contents(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")

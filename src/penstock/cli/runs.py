@@ -32,8 +32,8 @@ def runs(
 ) -> None:
     """List recorded runs: model, schedule, progress, speed and state."""
     summaries, damaged = _summaries(folder)
-    wanted = words.lower().split()
-    summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in wanted)]
+    terms = words.lower().split()
+    summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in terms)]
     summaries.sort(key=lambda run: _key(run, sort))
     if as_json:
         print_json({"runs": [{"run": str(run.path), **run.to_dict()} for run in summaries], "damaged": damaged})

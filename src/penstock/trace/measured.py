@@ -199,7 +199,7 @@ def _locate_events(events: Sequence[Event]) -> list[Event]:
         rank = ranks[tuple(sorted(stages[source]))]
         positions[source] = rank, replicas[rank]
         replicas[rank] += 1
-    seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    occurrences: defaultdict[tuple[object, ...], int] = defaultdict(int)
     located = []
     for event in events:
         rank, replica = positions.get(event.source, (0, 0))
@@ -207,8 +207,8 @@ def _locate_events(events: Sequence[Event]) -> list[Event]:
         replica = replica if event.replica is None else event.replica
         step = event.step
         if step is None:
-            step = seen[event.source, event.action or event.name]
-            seen[event.source, event.action or event.name] += 1
+            step = occurrences[event.source, event.action or event.name]
+            occurrences[event.source, event.action or event.name] += 1
         times = event.start_seconds, event.end_seconds
         located.append(Event(event.source, event.name, *times, event.action, step, rank, replica))
     return located

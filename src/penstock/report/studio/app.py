@@ -156,9 +156,9 @@ def _route(
             return result if isinstance(result, Response) else _json(result)
 
         is_search = request.query_params.get("schedule") == answers.SEARCHED
-        own_queue = search_queue if search_queue is not None and is_search else queue
+        chosen_queue = search_queue if search_queue is not None and is_search else queue
         try:
-            return await (run_in_threadpool(act) if own_queue is None else own_queue.run(request, act))
+            return await (run_in_threadpool(act) if chosen_queue is None else chosen_queue.run(request, act))
         except (PenstockError, QueueFullError) as error:
             status = 503 if isinstance(error, QueueFullError) else 400
             return _json({"error": str(error)}, 200 if request.headers.get(PAGE) else status)
@@ -262,7 +262,7 @@ class WorkQueue:
 
     async def run(self, request: Request, act: Callable[[], Response]) -> Response:
         """Return the answer of `act`, which is skipped if the client has disconnected while others had their turn.
-        Raise CrowdedError if too many are waiting already."""
+        Raise QueueFullError if too many are waiting already."""
         if self._waiting >= _MAX_WAITING:
             raise QueueFullError("server busy; retry in a moment")
         self._waiting += 1
