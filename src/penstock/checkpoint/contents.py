@@ -1,4 +1,4 @@
-"""What a checkpoint contains, and under which names. Both are the same for every split.
+"""The contents of a checkpoint and their names. Both are the same for every split.
 
 model/NAME            parameters and persistent buffers; a tied one under its first name
 loss/NAME             those of the loss

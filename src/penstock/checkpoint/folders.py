@@ -1,4 +1,4 @@
-"""Where checkpoints are kept, and how one appears atomically. Nothing here knows what they contain.
+"""The folders of checkpoints, which appear atomically. Nothing here depends on their contents.
 
     .step-N.new    being written; if a crash leaves one behind, the next save deletes it
     step-N         complete: it got this name in a single rename

@@ -19,7 +19,7 @@ _ARGUMENT_OPTIONS = {
     "link-cost": "link",
     "stall-seconds": "stall-timeout",
 }
-"""Library arguments whose options have another name, besides former names of options."""
+"""Library arguments whose options have another name; former names of options are elsewhere."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
 _ARGUMENT = re.compile(rf"(?<![\w(.])(\w+)=(?:({_VALUE})|\[([^\]]*)\]|(?=[\s).,;]|$))")

@@ -184,7 +184,7 @@ def check_search_size(numbers: ScheduleParams, seconds: float) -> None:
     """Check the size of a search as `check_size` does."""
     actions = 3 * numbers.ranks * numbers.stages_per_rank * numbers.microbatches
     if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _ANNOUNCED_SECONDS:
-        _print_note(f"searching for about {seconds:g} s, besides the time for named schedules")
+        _print_note(f"searching for about {seconds:g} s, in addition to the time for named schedules")
 
 
 def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -> int:

@@ -47,7 +47,7 @@ DARK = Theme(
 )  # fmt: skip
 
 _LIGHTER = (0.0, 0.15, 0.27)
-"""How far the color of a rank's first, second and further chunks moves towards white."""
+"""The fraction by which the colors of a rank's first, second and further chunks move towards white."""
 
 _DARKER = (1.0, 0.9)
 """The brightness of even and odd microbatches, so that neighbors can be told apart without their names."""

@@ -32,7 +32,7 @@ def frame(title: str, body: str, *, style: str = "", script: str = "", generator
     Args:
         title: as plain text.
         body: markup, in which everything that came from elsewhere has been escaped.
-        style: CSS besides that of all pages.
+        style: CSS in addition to that of all pages.
         script: a module of JavaScript; none by default.
         generator: the command that writes the page.
     """

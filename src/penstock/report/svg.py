@@ -18,7 +18,7 @@ from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
 
 Background = Literal["auto", "light", "dark"]
-"""What a picture is made for; `auto` follows what the reader's system asks for."""
+"""The background of a picture; `auto` follows the setting of the reader's system."""
 
 WIDTH = 960
 """The width of a picture in pixels, unless another is asked for."""
@@ -116,7 +116,7 @@ def svg(
 
 
 class _Drawing:
-    """What all panels have in common: where ranks' names and time lie, and which colors have been used.
+    """The layout that all panels share, and the colors that have been used.
 
     Attributes:
         scale: pixels a second.

@@ -26,7 +26,7 @@ def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -
 
 
 def pairs(lines: Iterable[tuple[str | Text, str | Text]]) -> Table:
-    """Lines of two columns without a head, the first of which is never broken."""
+    """Build a table of two columns without headings, the first of which is never broken."""
     built = table("", "", left=2)
     built.show_header, built.columns[0].no_wrap = False, True
     for line in lines:

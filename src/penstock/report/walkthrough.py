@@ -16,7 +16,7 @@ from penstock.schedule.passes import compute_only
 
 _NOUN = {op: f"the {WORDS[Kind.of(op)]} of" for op in (Op.F, Op.B, Op.I, Op.W)}
 WORK = {op: f"{'runs' if op in (Op.F, Op.B) else 'computes'} {noun}" for op, noun in _NOUN.items()}
-"""What a rank does, before the microbatch and the stage."""
+"""The verb phrase for each op, before the microbatch and the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SlotActivity:
-    """What one rank does in one slot.
+    """The activity of one rank in one slot.
 
     Attributes:
         action: what it runs; None: it is idle.

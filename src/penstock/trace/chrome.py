@@ -26,7 +26,7 @@ _ON_DEVICE = "gpu_user_annotation"
 _SKIPPED = re.compile(rf"^{_STEP.pattern}$|\bwaits?$|^(?:gloo|nccl):|^Optimizer\.")
 """Ranges of ours and of torch that are no actions."""
 _RECEIVE = re.compile(r"(?:gloo|nccl|mpi|ucc):recv")
-"""What a process group calls a receive: within an action that begins with the wait for its input, that wait."""
+"""A process group's name for a receive. Within an action that begins with the wait for its input, it is that wait."""
 IN_TURNS = (
     "one process ran all ranks in turns, so none waited for another; record a run with a process for each rank "
     "(penstock run), or simulate these times"
@@ -52,7 +52,7 @@ def read_chrome(
 
     Args:
         events: the list of trace events.
-        header: the file's other fields; Kineto's `distributedInfo` tells the rank, and how many there are.
+        header: the file's other fields; Kineto's `distributedInfo` has the rank and the world size.
         file: its name, whose last number is the rank if nothing else gives it.
         number: the file's index among those that are read.
         pattern: the user's pattern of names, in addition to the table's.

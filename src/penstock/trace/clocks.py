@@ -28,7 +28,7 @@ def clock_offsets(columns: Columns, starts: Floats, ends: Floats, *, with_waits:
     Args:
         columns: what ran.
         starts, ends: of its nodes, each on its rank's own clock.
-        with_waits: whether a span begins with the wait, so that only its end tells when a message had arrived.
+        with_waits: whether a span begins with the wait, so that only its end bounds the arrival of a message.
     """
     ranks, delays = columns.ranks, dict(_message_delays(columns, starts, ends, with_waits=with_waits))
     if not any(delay.early for delay in delays.values()):
@@ -49,7 +49,7 @@ def clock_offsets(columns: Columns, starts: Floats, ends: Floats, *, with_waits:
 
 @dataclass(frozen=True, slots=True)
 class _Delay:
-    """How long messages take from one rank to another.
+    """The time that messages take from one rank to another.
 
     Attributes:
         early: whether they seem to arrive before they were sent, and no single interruption explains that.

@@ -13,7 +13,7 @@ from penstock.schedule import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that a process did, on its own clock.
+    """One op of a process, on its own clock.
 
     Attributes:
         source: which process: whatever the trace calls it.
@@ -21,8 +21,8 @@ class Event:
         start_seconds, end_seconds: on the clock of its process.
         action: if it is one of the pipeline's: a computation, or a message's send or receive, which lasts as long as
             it waits.
-        step: if the trace says; otherwise the first time that a process runs an action is step 0, the next is step 1.
-        rank, replica: if the trace says; otherwise processes with the same stages are replicas of a rank.
+        step: if the trace has it; otherwise the first time that a process runs an action is step 0, the next is step 1.
+        rank, replica: if the trace has them; otherwise processes with the same stages are replicas of a rank.
         chunk: which of its rank's stages it is, as long as the action's stage is the rank; None: the stage is known.
         counted: its microbatch is not known: the next one of this op.
     """
@@ -51,7 +51,7 @@ class TraceData:
         events: of each process in order, as far as they do not say their step.
         with_waits: the span of an action begins when its process begins to wait for the input, as torch's ranges do.
         notes: what the reader left out, and why.
-        stages: at least so many there are, as the trace says or its messages show; 0 if neither.
+        stages: a lower bound on their number, from the trace or its messages; 0 if unknown.
         unread: how often which names occur that name no action.
         crowded: whether ranks had fewer cores than they need; None: nor does the trace say whether they took turns.
         world: how many ranks the job had; 0: the trace does not say.

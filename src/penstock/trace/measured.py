@@ -25,7 +25,7 @@ _MAX_PROCESSES = 10_000
 _MAX_COMPARED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
 _MAX_NAMED = 8
-"""So many missing stages are named."""
+"""Maximum number of missing stages to name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Step:
 
     @property
     def others(self) -> Mapping[str, float]:
-        """What else ranks did, such as collectives and the optimizer: its name, and from when the last one began until
-        all had ended; longest first.
+        """Other ops of ranks, such as collectives and the optimizer: the name, and the seconds from the start of the
+        last one until all had ended; longest first.
         """
         groups: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self.events:
@@ -83,7 +83,7 @@ class Step:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What ranks did of which the trace does not tell who waited for whom."""
+        """Names of ops for which it is unknown which ranks waited for each other."""
         return tuple(name for name in self.others if name not in KNOWN)
 
     @property
@@ -131,7 +131,7 @@ def steps_of_trace(recording: TraceData) -> TraceSteps:
     """Return the steps of a recording.
 
     Raises:
-        ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order; or there
+        ArgumentError: no step has one complete replica: names the missing or misplaced rank or action; or there
             is no backward at all.
     """
     ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]

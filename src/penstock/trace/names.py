@@ -1,4 +1,4 @@
-"""How traces name a pipeline's actions: the one table, to which `--pattern` adds.
+"""Names of a pipeline's actions in traces: the table to which `--pattern` adds.
 
 A name gives the op, and the stage and microbatch, as far as the event's arguments do not.
 """
@@ -26,8 +26,8 @@ OPS = {
 """Words for an op, in lower case, with a hyphen between two."""
 
 STAGES_METADATA = "process_labels"
-"""The metadata of every process of our own traces that says how many stages there are in all, so that a missing rank is
-noticed, and whether ranks took turns or shared cores."""
+"""The metadata of every process of our own traces that has the total number of stages, so that a missing
+rank is noticed, and whether ranks took turns or shared cores."""
 
 FIELDS = {
     "stage": ("stage", "pp-stage", "pipeline-stage", "s"),

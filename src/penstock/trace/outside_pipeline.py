@@ -24,7 +24,7 @@ PIPELINE = (FORWARD, BACKWARD, FORWARD_MESSAGE, BACKWARD_MESSAGE)
 """The names of what a pipeline does: a message is its sender's, which waits until it has arrived."""
 
 Durations = Mapping[str, Floats]
-"""How long each op takes, in seconds, by name: those of `PIPELINE` by replica, rank and microbatch, those of a `Joint`
+"""Seconds of each op, by name: those of `PIPELINE` by replica, rank and microbatch, those of a `Joint`
 by replica and rank. NaN where there is none: a message from the first or last rank, a rank that takes no part.
 """
 
@@ -46,7 +46,7 @@ KNOWN: Mapping[str, Among] = {
     "optimizer-clip-main-grad": Among.ALL,
     "optimizer": Among.NOBODY,
 }
-"""Which ranks wait for each other in what Megatron-LM does once a step."""
+"""Which ranks wait for each other in the ops that Megatron-LM runs once per step."""
 
 GAP = "before "
 """Before the name of an op: the time between what its rank did before, and the op."""
@@ -57,7 +57,7 @@ START = "start"
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What ranks do before or after their pipeline's actions: a collective, or an optimizer's step."""
+    """An op of ranks before or after their pipeline's actions: a collective, or an optimizer's step."""
 
     name: str
     among: Among = Among.NOBODY
@@ -65,7 +65,7 @@ class Joint:
 
 @dataclass(frozen=True, slots=True)
 class OutsidePipeline:
-    """What each rank does before and after its pipeline's actions, in order, and how long ops take."""
+    """The ops of each rank before and after its pipeline's actions, in order, and the seconds of all ops."""
 
     before: tuple[Joint, ...]
     after: tuple[Joint, ...]
@@ -143,7 +143,7 @@ def measure_ops(schedule: Schedule, events: Iterable[Event], among: Mapping[str,
 
 
 _Times = dict[tuple[int, int, int | None], tuple[float, float]]
-"""When an op started and ended, by replica, rank and microbatch."""
+"""Start and end of an op, by replica, rank and microbatch."""
 
 
 def _group_by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]]:
@@ -212,9 +212,7 @@ def _joint_ops(
         is_after = int(np.nanmax(start - first) > 0)
         reached = latest[is_after]
         if gaps and reached is not None:
-            waits = np.maximum(
-                start - reached, 0.0
-            )  # no longer than that of the rank that comes last and waits for nobody
+            waits = np.maximum(start - reached, 0.0)  # at most that of the last rank, which waits for no other
             last_rank = np.argmax(np.where(np.isnan(waits), -np.inf, reached))
             durations[GAP + name] = np.minimum(waits, waits.ravel()[last_rank])
             parts[is_after].append(Joint(GAP + name))

@@ -290,7 +290,7 @@ class Server:
 
     @property
     def link(self) -> str:
-        """What to open: the token is in the fragment, which no browser sends or logs on its way."""
+        """The link to open: the token is in the fragment, which no browser sends or logs."""
         return f"{self.address}#token={self.guard.token}"
 
     def build(self) -> uvicorn.Server:

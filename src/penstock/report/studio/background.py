@@ -52,7 +52,7 @@ def read(reader: str, path: Path, *arguments: Any) -> Any:
 
 def _is_big(file: Path) -> bool:
     """Whether parsing a file may take long: packed ones may be of any size."""
-    with contextlib.suppress(OSError):  # it was replaced just now, or is a folder
+    with contextlib.suppress(OSError):  # it is being replaced, or is a folder
         with file.open("rb") as data:
             return data.read(2) == b"\x1f\x8b" or os.fstat(data.fileno()).st_size >= BIG_BYTES
     return False

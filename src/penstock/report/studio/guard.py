@@ -29,7 +29,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every response. No other origin is allowed anything, and no page may run or load what is not served here."""
+"""Headers of every response: no other origin is allowed anything, and pages run and load only what is served here."""
 
 
 @dataclass(frozen=True, slots=True)

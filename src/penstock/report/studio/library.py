@@ -101,7 +101,7 @@ class Library:
 
         Raises:
             ArgumentError: there is none, the reader refused, or the file is gone. Names are those in the runs folder,
-                so that none says where that is.
+                so that none reveals its path.
         """
         path = self.path(name, parts)
         try:
@@ -164,7 +164,7 @@ class Library:
                 if not (real.is_file() or real.is_dir()) and real.exists():
                     raise ArgumentError(f"{name[:80]!r} contains something that is neither a file nor a folder")
             except OSError:
-                continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
+                continue  # a file that is being replaced, or a broken link, which cannot be read either
             if count > _MAX_FILES or total_bytes > 16 * MAX_BYTES:
                 raise _too_large(name)
 

@@ -27,8 +27,8 @@ _MAX_COST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class SimulationQuery:
-    """What to simulate. Costs are for one microbatch on one rank, divided evenly among its chunks, so that every
-    schedule trains the same model.
+    """Parameters of a simulation. Costs are for one microbatch on one rank, divided evenly among its chunks, so that
+    every schedule trains the same model.
 
     Attributes:
         schedules: their names.

@@ -40,7 +40,7 @@ def from_explanation(explanation: Explanation, name: str, costs: Sequence[StageC
         improvements=explanation.advice,
         no_suggestion_reason=explanation.nothing,
         memory=tuple(PeakMemory(rank, m.peak, None, "predicted") for rank, m in enumerate(memories)),
-        memory_note="Predicted by what the profile says that stages keep." if memories else "",
+        memory_note="Predicted from the activations that the profile records." if memories else "",
         numbers=explanation.to_dict(),
         explanation=explanation,
     )
@@ -75,7 +75,7 @@ def comparison_bands(explanation: Explanation, costs: Sequence[StageCost] = ()) 
                 explanation.predicted,
                 schedule,
                 memory=_curves(memories),
-                note=f"by what the plan or profile said of each stage{caveat}",
+                note=f"from the stage times of the plan or profile{caveat}",
             )
         ]
     return [band("if perfectly balanced", explanation.even, schedule, note="stages, ranks and microbatches alike")]

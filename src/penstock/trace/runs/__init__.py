@@ -1,6 +1,6 @@
 """The folder that a training run leaves: what it is, each step, timelines, memory, and the current state of each rank.
 
-`penstock.pipeline(..., run_dir="runs/gpt")` writes one; whoever looks at it reads it through this package:
+`penstock.pipeline(..., run_dir="runs/gpt")` writes one; readers use this package:
 
     from penstock.trace.runs import is_run, read_run
 
@@ -18,7 +18,7 @@
 The files, all text:
 
     run.json            `RunInfo`: what does not change
-    predicted.json      what a plan or a profile said that a step takes, and its timeline
+    predicted.json      the prediction of a plan or a profile for a step, and its timeline
     steps.jsonl         a line for each step: step, loss, seconds, rows, at_seconds, bubble (null where not known)
     timelines/50.json   `Timeline.to_dict` of that step
     memory/             memory after each action: 50.0.json is what rank 0's device had allocated in step 50;

@@ -129,7 +129,7 @@ class RunInfo:
         ):
             try:
                 parse(value)
-            except (ValueError, OverflowError) as error:  # of which ArgumentError is one
+            except (ValueError, OverflowError) as error:  # ArgumentError is a ValueError
                 raise ArgumentError(f"{what} is damaged: {name}={quoted(value)}: {quoted(str(error))}") from None
         if info.stages.ranks != info.ranks:
             raise ArgumentError(f"{what} is damaged: ranks={info.ranks}, but placement={quoted(info.placement)}")

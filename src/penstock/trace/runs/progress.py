@@ -1,4 +1,4 @@
-"""How far a run has come, how fast it is and how long it will take: the same for the terminal, `top` and pages."""
+"""Progress of a run, its speed and its remaining time: the same for the terminal, `top` and pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECENT = 20
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: the number of the last step, counted from 1.

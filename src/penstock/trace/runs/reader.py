@@ -21,7 +21,7 @@ from penstock.trace.runs.records import RankState, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrediction:
-    """What a plan or a profile predicted before the run.
+    """The prediction of a plan or a profile before the run.
 
     Attributes:
         source: where it is from, in words.
@@ -38,7 +38,7 @@ class RecordedPrediction:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTrace:
-    """What a rank holds in a step.
+    """The memory of a rank in a step.
 
     Attributes:
         bytes: after each action of the rank's track in the step's timeline.

@@ -66,7 +66,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank does, as its process last wrote, or as rank 0's process last received from it.
+    """The state of one rank, as its process last wrote it, or as rank 0's process last received from it.
 
     Attributes:
         number: of the process in the whole mesh, as messages call it.

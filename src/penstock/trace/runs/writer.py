@@ -35,7 +35,7 @@ from penstock.trace.runs.records import StepRecord
 BEAT_SECONDS = 0.25
 """Interval at which the thread looks at what the process does."""
 _FIRST_SECONDS = 0.05
-"""The same, until the folder is seen."""
+"""The same, until the folder is visible."""
 STEADY_SECONDS = 1.0
 """Interval at which a process writes its state if nothing has changed."""
 _MAX_STEPS = 100_000
@@ -197,7 +197,7 @@ def earlier_run(path: Path) -> RunInfo | None:
     """Return the run that is in a folder, to be continued or set aside; None if there is none. Raise ArgumentError if
     the folder has a run of another version or tool, or part of one."""
     label = f"run_dir={str(path)!r}"
-    if os.path.exists(path / ABOUT):  # which is False, too, where nobody may look: then nothing is recorded
+    if os.path.exists(path / ABOUT):  # also False without permission: then nothing is recorded
         return RunInfo.from_dict(read_json(path / ABOUT, label), f"{label}: the {ABOUT} in this folder")
     if leftovers := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if os.path.exists(path / name)]:
         raise ArgumentError(
