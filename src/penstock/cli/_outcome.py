@@ -105,7 +105,7 @@ def make_format(values: Sequence[float], max_decimals: int | None = None) -> Cal
 
 
 def format_all(values: Sequence[float], max_decimals: int | None = None) -> list[str]:
-    """Format each number by the common `format_of` them all."""
+    """Format each number in the common format of all."""
     return [*map(make_format(values, max_decimals), values)]
 
 
