@@ -17,7 +17,7 @@ from penstock.plan.explain.replay import replay_traced
 from penstock.plan.explain.stragglers import compute_slowdowns
 from penstock.schedule import Op, Schedule, generate
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.trace.around import Around, traced
+from penstock.trace.outside_pipeline import OutsidePipeline, measure_ops
 
 TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
 """The median error with each op's own duration and the median transfer, as published with the traces, and our aim."""
@@ -142,12 +142,12 @@ def published(name: str) -> dict[str, Any]:
 
 
 @cache
-def steps(name: str) -> tuple[Schedule, dict[str, Around]]:
+def steps(name: str) -> tuple[Schedule, dict[str, OutsidePipeline]]:
     """The steps of a trace by their number, and the schedule of all."""
     job = published(name)
     schedule = generate(job["schedule"], job["ranks"], job["microbatches"])
     events = read(DATA / f"trace_{name}.csv.gz")
-    return schedule, {str(step): traced(schedule, found) for step, found in events.items()}
+    return schedule, {str(step): measure_ops(schedule, found) for step, found in events.items()}
 
 
 def whole_steps() -> list[Result]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._picture import Palette, legend, proportional, slots, style
+from penstock.cli._grid import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
 from penstock.report import make_panel
 from penstock.report import svg as draw

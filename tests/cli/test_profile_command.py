@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Profile
-from penstock.cli.profile import rows_of
+from penstock.cli.profile import summarize_units
 from penstock.costs import UnitCost, read_profile
 from penstock.costs.sizes import quality_warnings
 from penstock.plan import Sizes
@@ -66,21 +66,21 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
 
     units = [unit("stem"), *(unit(f"blocks.{b}.{part}") for b in range(3) for part in ("conv", "norm")), unit("head.0")]
     every = [(one.name, [one]) for one in units]
-    assert rows_of(units) == every
-    assert [(name, len(row)) for name, row in rows_of(units, max_rows=5)] == [
+    assert summarize_units(units) == every
+    assert [(name, len(row)) for name, row in summarize_units(units, max_rows=5)] == [
         ("stem", 1),
         ("blocks.0.*", 2),
         ("blocks.1.*", 2),
         ("blocks.2.*", 2),
         ("head.0", 1),
     ]
-    assert [(name, len(row)) for name, row in rows_of(units, max_rows=3)] == [
+    assert [(name, len(row)) for name, row in summarize_units(units, max_rows=3)] == [
         ("stem", 1),
         ("blocks.*", 6),
         ("head.0", 1),
     ]
     alike = [unit("blocks.0"), unit("blocks.1", "blocks.0"), unit("blocks.2", "blocks.0"), unit("head")]
-    assert [(name, len(row)) for name, row in rows_of(alike)] == [("blocks.0-2", 3), ("head", 1)]
+    assert [(name, len(row)) for name, row in summarize_units(alike)] == [("blocks.0-2", 3), ("head", 1)]
 
 
 def test_a_table_and_a_file_to_cut_by() -> None:

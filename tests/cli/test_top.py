@@ -18,7 +18,7 @@ from penstock.cli.top import RunSnapshot
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord
-from penstock.trace.runs.progress import Progress, in_time
+from penstock.trace.runs.progress import Progress, format_duration
 from penstock.trace.runs.summary import failure_messages, health
 from scaffolding.run_folders import about, says, steps
 
@@ -71,13 +71,13 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert (found.step, found.loss, found.seconds, found.rows_per_second) == (9, 0.125, 0.25, 256)
     assert found.left_seconds == pytest.approx(91 * 0.25)
     assert str(found) == "step 9 of 100, loss 0.1250, 256 rows/s, 22.8 s left"
-    assert found.said(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
+    assert found.format(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
     smaller = Progress.of([*steps[:-1], replace(steps[-1], rows=10)])
     assert smaller is not None
     assert smaller.rows_per_second == 256  # the last batch of an epoch is often smaller
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
-    said = [in_time(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
+    said = [format_duration(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
     assert said == ["0 s", "39.4 ms", "2.5 s", "2 min", "10 min", "3 h 20 min", "4 d 4 h"]
 
 

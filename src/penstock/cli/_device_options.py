@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from penstock._base.errors import ArgumentError
 from penstock._base.words import counted, sized
-from penstock.cli._as_typed import flag
+from penstock.cli._errors import flag
 from penstock.cli._options import REQUIRED, check_count, options_on
-from penstock.cli._target import link_of
+from penstock.cli._target import parse_link_cost
 
 if TYPE_CHECKING:
     from penstock.costs.hardware import DeviceSpec, Interconnect
@@ -107,11 +107,11 @@ class ClusterOptions:
         if options.inter_host_link is not None and options.devices_per_host is None:
             raise ArgumentError(f"--inter-host-link {options.inter_host_link!r} requires --devices-per-host; pass both")
         return Cluster(
-            link=link_of(options.link) or measured or NO_COST,
+            link=parse_link_cost(options.link) or measured or NO_COST,
             devices_per_host=options.devices_per_host,
-            inter_host_link=link_of(options.inter_host_link),
+            inter_host_link=parse_link_cost(options.inter_host_link),
             kinds=options.kinds(),
-            offload_link=link_of(options.offload_link),
+            offload_link=parse_link_cost(options.offload_link),
             action_seconds=(action_seconds or 0.0) if options.action_overhead is None else options.action_overhead,
             optimizer_byte_seconds=update,
         )

@@ -167,14 +167,14 @@ def predict(
     from penstock.network.fabric.samples import Run
 
     numbers = HOSTS if hosts is None else integers("--hosts", hosts)
-    wanted = None if sizes is None else parse_sizes(sizes)
+    requested = None if sizes is None else parse_sizes(sizes)
     run = Run.read(folder)
     summary = results(run)
     transfers = [(transfer["collective"], transfer["bytes"]) for transfer in summary["transfers"]]
     forecasts = []
     for kind in [collective] if collective else dict.fromkeys(name for name, _ in transfers):
         measured = {size for name, size in transfers if name == kind} or {size for _, size in transfers}
-        forecasts.append(forecast(run.record, summary, kind, wanted or sorted(measured), numbers))
+        forecasts.append(forecast(run.record, summary, kind, requested or sorted(measured), numbers))
     if as_json:
         about = {key: summary[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
         print_json({"version": 1, **about, "collectives": forecasts})
@@ -194,15 +194,15 @@ def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, An
     for line, applies in warnings.items():
         if applies:
             console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
-    for each in forecasts:
+    for forecast in forecasts:
         console.print()
-        _show_fit(each["fit"], console)
-        for size in dict.fromkeys(row["bytes"] for row in each["predictions"]):
+        _show_fit(forecast["fit"], console)
+        for size in dict.fromkeys(row["bytes"] for row in forecast["predictions"]):
             console.print()
-            _show_size(int(size), [row for row in each["predictions"] if row["bytes"] == size], console)
+            _show_size(int(size), [row for row in forecast["predictions"] if row["bytes"] == size], console)
         console.print()
         console.print(Text("fastest, by size", "bold"))
-        for row in each["crossovers"]:
+        for row in forecast["crossovers"]:
             console.print(Text(f"  {row['hosts']:>5,} hosts  {_ranges(row['from'])}"), soft_wrap=True)
     console.print()
     console.print(Text(_NOTE, "dim"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
-from penstock.cli._as_typed import flag
+from penstock.cli._errors import flag
 from penstock.cli._options import options_on
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.words import counted
-from penstock.cli._as_typed import flag
-from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
-from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
+from penstock.cli._errors import flag
+from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
+from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, load_target, parse_names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.workload import BYTES, Workload, parse_dtype, parse_op, preset
@@ -43,7 +43,7 @@ class TrafficOptions:
     split_inside: str | None = _of_model("Modules that cuts may split, besides those found automatically: a,b,c.")
     ranks: int | None = _of_model("Ranks per pipeline; hosts / ranks is the number of replicas. Default 1.")
     schedule: str | None = _of_model("Schedule of the pipeline; default 1f1b.")
-    microbatches: int | None = _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")
+    microbatches: int | None = _of_model(f"{CUT}; {USUAL_OR_BATCH_SIZE}, and 1 without a pipeline.")
     traffic: Literal["gradients", "pipeline", "tensor", "sharded"] | None = _of_model(
         "gradients: those of each layer, as in data-parallel training; pipeline: all messages of a pipeline and its "
         "replicas; tensor: activations of layers that are split over all hosts; sharded: gradients, with --sharded. "
@@ -117,7 +117,7 @@ class TrafficOptions:
                 raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
         traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
         check_counts(required=False, microbatches=self.microbatches)
-        with loaded(target, "the model") as loaded_target:
+        with load_target(target, "the model") as loaded_target:
             batch = loaded_target.args, dict(loaded_target.kwargs)
             cutting = Cutting.of(**{"batch_dims": None, **loaded_target.cutting})
             microbatches = self.microbatches or (
@@ -132,8 +132,8 @@ class TrafficOptions:
                 kwargs,
                 hosts=hosts,
                 ranks=ranks,
-                cuts=names(self.cuts),
-                split_inside=names(self.split_inside),
+                cuts=parse_names(self.cuts),
+                split_inside=parse_names(self.split_inside),
                 schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=traffic,

@@ -43,9 +43,9 @@ def introduction(settings: Settings) -> str:
     """Describe the demo in 80 columns. Raise ArgumentError if an option is out of range."""
     schedule = settings.order()
     p, m = settings.ranks, settings.microbatches
-    where = "in one process" if p == 1 else f"split over {p} processes"
+    split = "in one process" if p == 1 else f"split over {p} processes"
     return f"""\
-penstock demo: a small GPT learns Python, {where}
+penstock demo: a small GPT learns Python, {split}
 
   model     {LAYERS} transformer blocks, {PARAMETERS / 1e6:.1f} million parameters, dropout 0.1;
             it reads bytes; embedding and output layer share their weights

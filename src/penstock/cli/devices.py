@@ -35,9 +35,9 @@ def devices(
     `penstock plan --device NAME` plans for many.
     """
     from penstock.costs.hardware import device
-    from penstock.costs.hardware import devices as known
+    from penstock.costs.hardware import devices as all_devices
 
-    specs = [device(name)] if name is not None else list(known().values())
+    specs = [device(name)] if name is not None else list(all_devices().values())
     if as_json:
         print_json([asdict(spec) for spec in specs])
         return

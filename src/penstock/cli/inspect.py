@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import JSON, option, print_json, screen
-from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, loaded
+from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, load_target
 from penstock.report.text import print_columns
 from penstock.schedule import schedule_spec
 
@@ -38,7 +38,7 @@ def inspect(
     values.
     """
     schedule_spec(split.schedule)  # raises before anything is loaded
-    with loaded(target, "the model or the loss", weights=split.balance == "time") as loaded_target:
+    with load_target(target, "the model or the loss", weights=split.balance == "time") as loaded_target:
         from penstock.pipe.inspection import inspect as inspect_model
 
         inspection = inspect_model(

@@ -14,7 +14,7 @@ from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import check_count, integers, option, output_option, screen
-from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, loaded, names, profile_target
+from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, load_target, parse_names, profile_target
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def profile(
     if estimate and (threads is not None or time_limit != TIME_LIMIT):
         unused = f"--threads {threads}" if threads is not None else f"--time-limit {time_limit:g}"
         raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; omit it")
-    with loaded(target, "the model", weights=not estimate) as loaded_target:
+    with load_target(target, "the model", weights=not estimate) as loaded_target:
         import torch
 
         if threads is not None:
@@ -78,8 +78,8 @@ def profile(
             loaded_target,
             microbatches=microbatches,
             microbatch_sizes=rows,
-            leaf_modules=names(leaf_modules),
-            split_inside=names(split_inside),
+            leaf_modules=parse_names(leaf_modules),
+            split_inside=parse_names(split_inside),
             device=device,
             budget_seconds=time_limit,
             calibrate=calibrate or (),
@@ -111,7 +111,7 @@ def show(profile: Profile, console: Console) -> None:
     if (split := [unit.split for unit in profile.units]) != [*profile.units]:
         forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
-    if len(rows_of(profile.units)) < len(_merge_equal(profile.units)):
+    if len(summarize_units(profile.units)) < len(_merge_equal(profile.units)):
         console.print("\nA row ending in * covers several units of one module; --out FILE writes each unit.")
     if profile.others:
         console.print("\nall units, by microbatch size")
@@ -154,7 +154,7 @@ def _show_units(profile: Profile, console: Console) -> None:
     """Print one row per sequence of equal units, and one for all."""
     shared = _shared([unit.name for unit in profile.units])
     total = sum(unit.seconds for unit in profile.units) or 1.0
-    rows = [*rows_of(profile.units), *([("total", list(profile.units))] if len(profile.units) > 1 else [])]
+    rows = [*summarize_units(profile.units), *([("total", list(profile.units))] if len(profile.units) > 1 else [])]
     measured, units = profile.source == "measured", [row for _, row in rows]
     columns: dict[str, Iterable[object]] = {
         f"in {shared}" if shared else "unit": [name.removeprefix(f"{shared}.") for name, _ in rows],
@@ -168,7 +168,7 @@ def _show_units(profile: Profile, console: Console) -> None:
     print_columns(console, columns)
 
 
-def rows_of(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, list[UnitCost]]]:
+def summarize_units(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, list[UnitCost]]]:
     """Return the rows of a table with their names, at most `max_rows` if names allow.
 
     A sequence of equal units has one row. If that makes too many rows, the units of a module have one.

@@ -32,8 +32,8 @@ def runs(
 ) -> None:
     """List recorded runs: model, schedule, progress, speed and state."""
     summaries, damaged = _summaries(folder)
-    wanted = words.lower().split()
-    summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in wanted)]
+    terms = words.lower().split()
+    summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in terms)]
     summaries.sort(key=lambda run: _key(run, sort))
     if as_json:
         print_json({"runs": [{"run": str(run.path), **run.to_dict()} for run in summaries], "damaged": damaged})
@@ -78,7 +78,7 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
             f"there is no folder {str(folder)!r}; penstock.pipeline(..., run_dir='{folder}/NAME') makes one"
         )
     summaries = [
-        Summary.of_one(about.parent)
+        Summary.from_folder(about.parent)
         for depth in range(_MAX_DEPTH + 1)
         for about in sorted(folder.glob("*/" * depth + ABOUT))
         if "earlier" not in about.relative_to(folder).parts and is_run(about.parent)
@@ -89,12 +89,12 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
 
 def figures(run: Summary) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
-    from penstock.trace.runs.progress import in_time
+    from penstock.trace.runs.progress import format_duration
 
     progress = run.progress
     return {
         "steps": "-" if progress is None else f"{progress.step:,}",
-        "step time": "-" if progress is None or progress.seconds is None else in_time(progress.seconds),
+        "step time": "-" if progress is None or progress.seconds is None else format_duration(progress.seconds),
         "samples/s": "-"
         if progress is None or progress.rows_per_second is None
         else f"{progress.rows_per_second:,.4g}",

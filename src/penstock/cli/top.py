@@ -17,7 +17,7 @@ from rich.text import Text
 
 from penstock._base.words import counted, in_ranges, sized
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
-from penstock.report.text import columns_of, print_unbroken
+from penstock.report.text import columns_table, print_unbroken
 
 if TYPE_CHECKING:
     from penstock.trace.runs import RankState, RecordedRun
@@ -145,7 +145,7 @@ def _table(snapshot: RunSnapshot) -> Table:
     def waiting_on(state: RankState, health: Health) -> str | None:
         return ", ".join(in_ranges([f"rank {number}" for number in state.waits_for])) if health == "waits" else None
 
-    lines = columns_of(
+    lines = columns_table(
         {
             "replica": [state.replica if replicated else None for state in states],
             "rank": [", ".join(in_ranges(map(str, state.ranks))) or None for state in states],
@@ -175,7 +175,7 @@ def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
     return [
         Text.assemble((str(snapshot.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text(
-            "no step has finished yet" if snapshot.progress is None else snapshot.progress.said(over=snapshot.is_over)
+            "no step has finished yet" if snapshot.progress is None else snapshot.progress.format(over=snapshot.is_over)
         ),
         *(Text(message, "red") for message in (*snapshot.damaged[:_MAX_DAMAGED], *failure_messages(snapshot.ranks))),
         Text(""),

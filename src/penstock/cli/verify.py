@@ -25,9 +25,9 @@ from penstock._base.errors import (
 )
 from penstock._base.words import counted
 from penstock.cli._comparison_table import show
-from penstock.cli._options import CUT, JSON, USUAL_OF_BATCH, option, output_option, print_json, screen
+from penstock.cli._options import CUT, JSON, USUAL_OR_BATCH_SIZE, option, output_option, print_json, screen
 from penstock.cli._order import ALL, check_size
-from penstock.cli._target import TARGET, SplitOptions, loaded
+from penstock.cli._target import TARGET, SplitOptions, load_target
 from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, ScheduleSpec, generate, schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
@@ -48,7 +48,7 @@ class Case(SplitOptions):
 
     target: str = TARGET
     ranks: int = option("Number of ranks.", "--ranks", "-n", default=2)
-    microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
+    microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OR_BATCH_SIZE}.")
     reduction: ReductionName | None = option("Reduction of the loss over the batch; default: mean.")
     replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
@@ -150,7 +150,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     from penstock.verification.verify import Verification
 
     refusal, has_passed = "", False
-    with loaded(case.target, "the model or the loss") as target:
+    with load_target(case.target, "the model or the loss") as target:
         calls = iter([lambda: target, target.again])
 
         def make() -> tuple[Any, Any]:

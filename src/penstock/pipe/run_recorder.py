@@ -135,7 +135,7 @@ class Recorder:
         """Write what is left. The other ranks have ended the last step, or will, so its loss is on its way."""
         self._write()
         self._state.ended = True
-        self._writer.end()
+        self._writer.close()
         self._warn_of_trouble()
 
     def fail(self, failure: Failure | None) -> None:
@@ -147,13 +147,13 @@ class Recorder:
         if failure is not None:
             self._state.failure = failure.error if self._state.is_alone else str(failure)
         self._flush()
-        self._writer.hurry()
+        self._writer.flush()
 
     def end_now(self, seconds: float | None = None) -> None:
         """Write what is left, but for losses that have not come in a moment, and end the thread: of a run that has
         failed, or was not closed. On any thread; raises nothing. `seconds`: to wait for files at most."""
         self._flush()
-        self._writer.end(seconds)
+        self._writer.close(seconds)
 
     def _flush(self) -> None:
         """Hand over the steps that have ended, with the losses that arrive within `_LAST_LOSSES_SECONDS`. No other rank

@@ -1,4 +1,4 @@
-"""A timeline for people: as a picture, and as a trace for Perfetto. A schedule in words, slot by slot.
+"""Figures of timelines, traces for Perfetto, and schedules in words, slot by slot.
 
 >>> from penstock.schedule import generate
 >>> panel = make_panel(generate("1f1b", ranks=2, microbatches=4))

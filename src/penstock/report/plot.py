@@ -1,4 +1,4 @@
-"""How schedules and timelines show themselves: in a notebook, and in matplotlib's axes for a paper's own figures."""
+"""Drawings of schedules and timelines in a notebook, and in matplotlib's axes for a paper's own figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from penstock._base.errors import require
 from penstock.report.colors import LIGHT, ink, shade
 from penstock.report.marks import Axis, Mark, has_chunks, longest_label, marks
-from penstock.report.svg import make_panel, svg, unit_of
+from penstock.report.svg import drawing_unit, make_panel, svg
 from penstock.schedule import Schedule
 from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.timeline import Timeline
@@ -15,20 +15,20 @@ from penstock.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_AT_ONCE = 100_000
-"""So many actions take a second or two."""
-_HIGH = 0.86
+_MAX_ACTIONS = 100_000
+"""Maximum number of actions to draw at once, which takes a second or two."""
+_HEIGHT = 0.86
 """The height of a rank's bar, in ranks."""
 
 
 def picture(drawn: Schedule | Timeline) -> str:
     """Draw a schedule in slots, or a timeline, as HTML for a notebook. Raise the errors of `make_panel`."""
     count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
-    if count > _AT_ONCE:
+    if count > _MAX_ACTIONS:
         name, unit = ("timeline", "") if isinstance(drawn, Timeline) else ("schedule", ", 'slots'")
-        how = f"penstock.report.svg([penstock.report.make_panel({name})]{unit})"
-        return f"<pre>{count:,} actions; {how} draws them, in a while</pre>"
-    return svg([make_panel(drawn)], unit_of(drawn))
+        call = f"penstock.report.svg([penstock.report.make_panel({name})]{unit})"
+        return f"<pre>{count:,} actions; {call} draws them, in a while</pre>"
+    return svg([make_panel(drawn)], drawing_unit(drawn))
 
 
 def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
@@ -47,7 +47,7 @@ def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
         from matplotlib import pyplot
 
         _, axes = pyplot.subplots(figsize=(9.6, 1.1 + 0.24 * timeline.ranks), layout="constrained")
-    axis = Axis.of(timeline.makespan_seconds, unit_of(drawn))
+    axis = Axis.of(timeline.makespan_seconds, drawing_unit(drawn))
     axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", parse_math=False)
     axes.set_xlim(0, timeline.makespan_seconds or 1)
     axes.set_xticks([second for second, _ in axis.ticks], [text for _, text in axis.ticks])
@@ -58,23 +58,23 @@ def plot(drawn: Schedule | Timeline, axes: Axes | None = None) -> Axes:
     axes.spines[:].set_visible(False)
     used, letters = set[Kind](), longest_label(timeline)
     for rank in range(timeline.ranks):
-        bottom = rank - _HIGH / 2
-        axes.broken_barh([(0, timeline.makespan_seconds)], (bottom, _HIGH), facecolors=LIGHT.fills[Kind.WAIT])
-        found = [*marks(timeline, rank)]
-        used.update(mark.kind for mark in found)
+        bottom = rank - _HEIGHT / 2
+        axes.broken_barh([(0, timeline.makespan_seconds)], (bottom, _HEIGHT), facecolors=LIGHT.fills[Kind.WAIT])
+        rank_marks = [*marks(timeline, rank)]
+        used.update(mark.kind for mark in rank_marks)
         # Messages are thin, and lie over what the rank computes meanwhile.
-        for thin, place in ((False, (bottom, _HIGH)), (True, (bottom + 0.75 * _HIGH, _HIGH / 4))):
-            some = [mark for mark in found if (mark.kind is Kind.COMMUNICATION) == thin]
-            fills = [shade(LIGHT, mark.kind, mark.chunk, mark.microbatch) for mark in some]
-            axes.broken_barh([(mark.start, mark.end - mark.start) for mark in some], place, facecolors=fills, lw=0)
-        for mark in found:
+        for thin, extent in ((False, (bottom, _HEIGHT)), (True, (bottom + 0.75 * _HEIGHT, _HEIGHT / 4))):
+            selected = [mark for mark in rank_marks if (mark.kind is Kind.COMMUNICATION) == thin]
+            fills = [shade(LIGHT, mark.kind, mark.chunk, mark.microbatch) for mark in selected]
+            axes.broken_barh([(mark.start, mark.end - mark.start) for mark in selected], extent, facecolors=fills, lw=0)
+        for mark in rank_marks:
             _label(axes, mark, rank, letters)
     handles = [Patch(color=LIGHT.fills[kind], label=WORDS[kind]) for kind in Kind if kind in used]
     handles.append(Patch(color=LIGHT.fills[Kind.WAIT], label="idle"))
     if has_chunks(timeline):
         handles.append(Patch(alpha=0, label=f"lighter: {panel.lighter}"))
-    below: Any = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 3.4, "ncols": len(handles)}
-    axes.legend(handles=handles, frameon=False, fontsize=8.5, handlelength=1, **below)
+    placement: Any = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 3.4, "ncols": len(handles)}
+    axes.legend(handles=handles, frameon=False, fontsize=8.5, handlelength=1, **placement)
     return axes
 
 
@@ -84,6 +84,6 @@ def _label(axes: Axes, mark: Mark, rank: int, letters: int) -> None:
     points = axes.get_window_extent().width * 72 / figure.dpi / (high - low) if figure is not None else 0.0
     size = min(8.5, (mark.end - mark.start) * points / (0.72 * letters))
     if mark.kind is not Kind.COMMUNICATION and size >= 5.5:
-        look: Any = {"ha": "center", "va": "center_baseline", "clip_on": True, "in_layout": False}
+        style: Any = {"ha": "center", "va": "center_baseline", "clip_on": True, "in_layout": False}
         color = ink(LIGHT, mark.kind, mark.chunk)
-        axes.text((mark.start + mark.end) / 2, rank, mark.label, color=color, fontsize=size, **look)
+        axes.text((mark.start + mark.end) / 2, rank, mark.label, color=color, fontsize=size, **style)

@@ -27,7 +27,7 @@ def studio(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
     def started(folder: Path = tmp_path) -> Server:
         server = bind("127.0.0.1", 0, folder)
-        made = server.made()
+        made = server.build()
         thread = threading.Thread(target=made.run, kwargs={"sockets": [server.socket]})
         thread.start()
         ends.append((made, thread))

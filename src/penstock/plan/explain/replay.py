@@ -18,8 +18,8 @@ from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost
 from penstock.simulate.computations import COMPUTE, Columns, Floats, Ints, column
 from penstock.simulate.simulator import CostColumns, simulate_columns
-from penstock.trace.around import PIPELINE, Around, around, done
 from penstock.trace.measured import Replica, Step
+from penstock.trace.outside_pipeline import PIPELINE, OutsidePipeline, finish_times, measure_outside
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _MIN_WAITS = 3
@@ -44,7 +44,7 @@ class Replay:
     seconds: Floats
     host: Floats
     latency: Mapping[tuple[int, int], float]
-    around: Around | None = None
+    around: OutsidePipeline | None = None
 
     @property
     def work_seconds(self) -> float:
@@ -98,8 +98,8 @@ class Replay:
             return self.pipeline_seconds
         begins = np.repeat(np.array(self.begins)[:, None], self.schedules[0].ranks, axis=1)
         if self.around.before:
-            begins = done(self.around.before, self.around.durations, np.zeros_like(begins))
-        return float(done(self.around.after, self.around.durations, np.array(self._ends(begins))).max())
+            begins = finish_times(self.around.before, self.around.durations, np.zeros_like(begins))
+        return float(finish_times(self.around.after, self.around.durations, np.array(self._ends(begins))).max())
 
     @cached_property
     def spans(self) -> list[float]:
@@ -254,8 +254,8 @@ def _host_seconds(op: Ints, stage: Ints, host_times: Floats, stages: int) -> Flo
     return medians
 
 
-def replay_traced(schedule: Schedule, outside: Around) -> Replay:
-    """Build the replay of a step as `traced` reads it: no time is lost between ops, and a message keeps its sender
+def replay_traced(schedule: Schedule, outside: OutsidePipeline) -> Replay:
+    """Build the replay of a step as `measure_ops` reads it: no time is lost between ops, and a message keeps its sender
     busy. `schedule`: what every replica ran; one stage per rank, backwards not split."""
     forward, backward, sent_forward, sent_backward = (np.nan_to_num(outside.durations[name]) for name in PIPELINE)
     seconds = np.full((len(forward), len(COMPUTE), *forward.shape[1:]), np.nan)
@@ -264,12 +264,12 @@ def replay_traced(schedule: Schedule, outside: Around) -> Replay:
     return Replay((schedule,) * replicas, (0.0,) * replicas, seconds, host, {}, outside)
 
 
-def find_outside_work(step: Step) -> Around | None:
+def find_outside_work(step: Step) -> OutsidePipeline | None:
     """Return what ranks did around the pipelines of a step; None if they did nothing, or the participants are
     unknown."""
     if not step.others or step.unknown:
         return None
-    return around((len(step.replicas), step.slowest.schedule.ranks), step.numbered)
+    return measure_outside((len(step.replicas), step.slowest.schedule.ranks), step.numbered)
 
 
 def start_end_times(timeline: Timeline) -> tuple[Floats, Floats]:

@@ -15,8 +15,8 @@ from penstock.plan.explain.factors import SLOW_FACTOR, Factors, fit_factors
 from penstock.plan.explain.replay import replay_traced
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Floats
-from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, traced
 from penstock.trace.measured import Step, TraceSteps
+from penstock.trace.outside_pipeline import BACKWARD, FORWARD, Among, Durations, OutsidePipeline, measure_ops
 
 _MAX_SIMULATED = 5_000_000
 """The maximum number of actions to simulate for slowdowns."""
@@ -42,16 +42,16 @@ def find_slowdowns(run: TraceSteps, step: Step) -> Slowdowns | None:
     return compute_slowdowns(schedule, traced_step, typical_seconds(alike, traced_step))
 
 
-def _traced(step: Step) -> Around | None:
+def _traced(step: Step) -> OutsidePipeline | None:
     if not step.events:
         return None
     try:
-        return traced(step.slowest.schedule, step.numbered)
+        return measure_ops(step.slowest.schedule, step.numbered)
     except ArgumentError:
         return None
 
 
-def typical_seconds(steps: Sequence[Durations], joints: Around) -> dict[str, float]:
+def typical_seconds(steps: Sequence[Durations], joints: OutsidePipeline) -> dict[str, float]:
     """Return the usual seconds of each op: the mean of a rank's own work, the median of the others."""
     alone = {FORWARD, BACKWARD, *(j.name for j in (*joints.before, *joints.after) if j.among is Among.NOBODY)}
     all_values = {name: np.concatenate([step[name].ravel() for step in steps]) for name in steps[0]}
@@ -77,7 +77,7 @@ class Slowdowns:
     by_op: Mapping[str, float]
 
 
-def compute_slowdowns(schedule: Schedule, outside: Around, seconds: Mapping[str, float]) -> Slowdowns:
+def compute_slowdowns(schedule: Schedule, outside: OutsidePipeline, seconds: Mapping[str, float]) -> Slowdowns:
     """Compute whose slowness costs how much. `seconds`: the usual time of each op."""
     replicas, ranks, _ = outside.durations[FORWARD].shape
     replica_index, rank_index = np.indices((replicas, ranks))

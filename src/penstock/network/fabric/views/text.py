@@ -13,7 +13,7 @@ from penstock.network.fabric.compare import MIN_SAMPLES
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
 from penstock.network.fabric.views.numbers import NONE, seconds, shorten
-from penstock.report.text import print_unbroken, table, width_of
+from penstock.report.text import print_unbroken, table, table_width
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
@@ -36,18 +36,18 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
 
 def _print_tables(results: dict[str, Any], console: Console) -> None:
     full_table = _table(results, tuple(TIMES), rates=True)
-    if width_of(full_table, console) <= console.width:
+    if table_width(full_table, console) <= console.width:
         print_unbroken(console, full_table)
         return
     longest = max(len(group["name"]) for group in results["groups"])
     times = tuple(TIMES)
-    if width_of(_table(results, times, rates=False), console) > console.width:
+    if table_width(_table(results, times, rates=False), console) > console.width:
         times = tuple(name for name in TIMES if name != "min")
     for number, part in enumerate((times, ())):
         part_table = _table(results, part, rates=not part)
-        if width_of(part_table, console) > console.width:
+        if table_width(part_table, console) > console.width:
             part_table.padding = (0, 1, 0, 0)
-        if (excess := width_of(part_table, console) - console.width) > 0:  # names that are too long are cut
+        if (excess := table_width(part_table, console) - console.width) > 0:  # names that are too long are cut
             part_table = _table(results, part, rates=not part, name_width=max(longest - excess, 12))
         if number:
             console.print()
@@ -86,7 +86,9 @@ def show_comparison(
     console.print()
     rows = [row for row in (*comparison["transfers"], comparison["step"]) if row]
     full = _comparison_table(rows, tails=True)
-    print_unbroken(console, full if width_of(full, console) <= console.width else _comparison_table(rows, tails=False))
+    print_unbroken(
+        console, full if table_width(full, console) <= console.width else _comparison_table(rows, tails=False)
+    )
     console.print()
     for letter, only in (("A", comparison["only_in_a"]), ("B", comparison["only_in_b"])):
         if only:

@@ -1,4 +1,4 @@
-"""Actions that succeed on every rank or fail on every rank: all raise the same error, and none is left waiting."""
+"""Functions that succeed on every rank or fail on every rank: all raise the same error, and no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from penstock.pipe.pipeline import Pipeline
 
 T = TypeVar("T")
 
-OWN_PART = "its part of a checkpoint"
-"""What a rank is busy with while it reads or writes files, as the ranks that wait for it report it."""
+CHECKPOINT_IO = "its part of a checkpoint"
+"""A rank's activity while it reads or writes files, as the ranks that wait for it report it."""
 
 
-def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
+def run_on_all_ranks(pipe: Pipeline, act: Callable[[], T], failure: str) -> T:
     """Run `act` on every rank and return this rank's result. A collective; `act` itself must not contain one.
 
     Args:
         pipe: the pipeline whose ranks act.
-        act: what each rank runs.
-        fails: what could not be done, for the error message.
+        act: called on each rank.
+        failure: what could not be done, for the error message.
 
     Raises:
         ArgumentError: on every rank, if `act` raised one on any rank.
         CheckpointError: on every rank, if `act` raised one or anything else.
     """
-    with pipe.session.control.working(OWN_PART):
+    with pipe.session.control.working(CHECKPOINT_IO):
         future = attempt(act)
     error = future.exception()
-    for said in pipe.all_gather_object(error and in_words(error, pipe.world.number)):
-        if said is not None:
-            kind, text = said
-            raise (kind(text) if kind else CheckpointError(f"{fails}: {text}")) from error
+    for described in pipe.all_gather_object(error and describe_error(error, pipe.world.number)):
+        if described is not None:
+            kind, text = described
+            raise (kind(text) if kind else CheckpointError(f"{failure}: {text}")) from error
     return future.result()
 
 
-def on_first(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
-    """Run `act` on the first rank only and return its result on every rank. Raise the same errors as `together`."""
-    value = together(pipe, lambda: act() if pipe.is_main_process else None, fails)
-    given: T = pipe.all_gather_object(value)[0]
-    return given
+def run_on_rank0(pipe: Pipeline, act: Callable[[], T], failure: str) -> T:
+    """Run `act` on the first rank only and return its result on every rank. Raise the same errors."""
+    value = run_on_all_ranks(pipe, lambda: act() if pipe.is_main_process else None, failure)
+    result: T = pipe.all_gather_object(value)[0]
+    return result
 
 
 def attempt(act: Callable[[], T]) -> Future[T]:
@@ -56,9 +56,9 @@ def attempt(act: Callable[[], T]) -> Future[T]:
     return future
 
 
-def in_words(error: BaseException, rank: int) -> tuple[type[PenstockError] | None, str]:
-    """Return the class of an ArgumentError or CheckpointError, or None; and the text. Of several ranks' errors, the
-    first's."""
+def describe_error(error: BaseException, rank: int) -> tuple[type[PenstockError] | None, str]:
+    """Return the class of an ArgumentError or CheckpointError, or None; and the text. If several ranks failed, describe
+    the first error."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
     for kind in (ArgumentError, CheckpointError):

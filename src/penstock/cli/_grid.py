@@ -111,7 +111,7 @@ def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = Fal
         text.append("; small letters: the action continues")
     with_chunks = [schedule for schedule in schedules if schedule.stages > schedule.ranks]
     if with_chunks and palette is not Palette.NONE:
-        lighter = dict.fromkeys("later chunks" if one.placement.pipelines == 1 else "the copy" for one in with_chunks)
+        lighter = dict.fromkeys("later chunks" if s.placement.pipelines == 1 else "the copy" for s in with_chunks)
         text.append(f"; lighter: {' or '.join(lighter)}")
     return text
 

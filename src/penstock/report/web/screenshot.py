@@ -17,10 +17,10 @@ _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=4000",
 )  # fmt: skip
-_SECONDS = 120
-_HIGHEST = 16_000
-"""Pixels: what a browser can draw in one picture."""
-_TELLS_HEIGHT = """<script>
+_TIMEOUT_SECONDS = 120
+_MAX_HEIGHT = 16_000
+"""Maximum height in pixels that a browser can draw in one picture."""
+_HEIGHT_SCRIPT = """<script>
 addEventListener("load", () => {
   document.documentElement.dataset.height = String(Math.ceil(document.body.getBoundingClientRect().height));
 });
@@ -35,13 +35,13 @@ def browser(path: Path) -> str:
     Args:
         path: of the picture that it is to make.
     """
-    found = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if found is None:
+    executable = next((executable for name in BROWSERS if (executable := shutil.which(name))), None)
+    if executable is None:
         raise MissingExtraError(
             f"--png {path}: a browser draws the picture, and there is none of {', '.join(BROWSERS[:3])}: install "
             "chromium, or print the page from yours"
         )
-    return found
+    return executable
 
 
 def write_picture(page: str, path: Path, width: int = 1280, scale: int = 1) -> None:
@@ -57,23 +57,23 @@ def write_picture(page: str, path: Path, width: int = 1280, scale: int = 1) -> N
         MissingExtraError: there is no browser.
         ArgumentError: the picture could not be made or written.
     """
-    found = browser(path)
+    executable = browser(path)
     with tempfile.TemporaryDirectory() as folder:
-        source, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
-        head, end, rest = page.rpartition("</body>")
-        whole = head.replace("<html", "<html data-picture", 1)
-        source.write_text(whole + _TELLS_HEIGHT + end + rest, encoding="utf-8")
-        own = (found, *_FLAGS, f"--force-device-scale-factor={scale}", f"--user-data-dir={folder}/profile")
-        text = _run([*own, f"--window-size={width},900", "--dump-dom", source.as_uri()], path)
-        height = re.search(r'data-height="(\d+)"', text)
+        html, png = Path(folder) / "page.html", Path(folder) / "page.png"
+        before, end_tag, after = page.rpartition("</body>")
+        marked = before.replace("<html", "<html data-picture", 1)
+        html.write_text(marked + _HEIGHT_SCRIPT + end_tag + after, encoding="utf-8")
+        command = (executable, *_FLAGS, f"--force-device-scale-factor={scale}", f"--user-data-dir={folder}/profile")
+        dom = _run([*command, f"--window-size={width},900", "--dump-dom", html.as_uri()], path)
+        height = re.search(r'data-height="(\d+)"', dom)
         if height is None:
-            raise ArgumentError(f"--png {path}: {found} did not tell how high the page is")
-        high = min(_HIGHEST, int(height[1]))
-        _run([*own, f"--window-size={width},{high}", f"--screenshot={drawn}", source.as_uri()], path)
-        if not drawn.exists():
-            raise ArgumentError(f"--png {path}: {found} made no picture")
+            raise ArgumentError(f"--png {path}: {executable} did not report the height of the page")
+        pixels = min(_MAX_HEIGHT, int(height[1]))
+        _run([*command, f"--window-size={width},{pixels}", f"--screenshot={png}", html.as_uri()], path)
+        if not png.exists():
+            raise ArgumentError(f"--png {path}: {executable} wrote no picture")
         with replacing(path, f"--png {path}") as new:
-            shutil.copyfile(drawn, new)
+            shutil.copyfile(png, new)
 
 
 def write_drawing(svg: str, path: Path) -> None:
@@ -87,10 +87,10 @@ def write_drawing(svg: str, path: Path) -> None:
 
 def _run(command: list[str], path: Path) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise ArgumentError(f"--png {path}: {command[0]} took more than {_SECONDS} s") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise ArgumentError(f"--png {path}: {command[0]} ended with status {done.returncode}: {last}")
-    return done.stdout
+        raise ArgumentError(f"--png {path}: {command[0]} took more than {_TIMEOUT_SECONDS} s") from None
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or [""])[-1]
+        raise ArgumentError(f"--png {path}: {command[0]} ended with status {result.returncode}: {last}")
+    return result.stdout

@@ -1,4 +1,4 @@
-"""What the page asks: numbers and names out of an address, each within bounds, so that no question eats the machine."""
+"""The queries of the page: numbers and names from an address, each within bounds that keep the server responsive."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from penstock.schedule.generators import ScheduleParams
 
 MAX_SIZES = {"ranks": 64, "microbatches": 512, "chunks": 8}
 MAX_ACTIONS = 300_000
-"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 MB."""
+"""Maximum number of actions of all schedules of one answer, three of 64 ranks and 512 microbatches: seconds of work,
+and 15 MB."""
 MAX_CELLS = 12_000
-"""Slots times ranks of a walk-through."""
+"""Maximum number of slots times ranks of a walk-through."""
 MAX_TO_SEARCH = 6_000
 MAX_SECONDS = 10.0
-"""Of a search."""
-_LARGEST = 1e6
-"""Of a cost: larger ones are the same question in another unit."""
+"""Maximum duration of a search."""
+_MAX_COST = 1e6
+"""Maximum cost: larger ones are the same query in another unit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What to simulate. Costs are for one microbatch on one rank, divided evenly among its chunks, so that every
-    schedule trains the same model.
+class SimulationQuery:
+    """Parameters of a simulation. Costs are for one microbatch on one rank, divided evenly among its chunks, so that
+    every schedule trains the same model.
 
     Attributes:
         schedules: their names.
@@ -53,32 +54,32 @@ class Question:
     memory_limit: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in MAX_SIZES.items():
+        for name, limit in MAX_SIZES.items():
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise ArgumentError(f"{name}={value}: the studio takes 1 to {most}; `penstock simulate` takes more")
+            if value is not None and not 1 <= value <= limit:
+                raise ArgumentError(f"{name}={value}: the studio takes 1 to {limit}; `penstock simulate` takes more")
         for name in ("forward", "backward_input", "backward_weight", "comm", "head"):
             value = getattr(self, name)
-            if not 0 <= value <= _LARGEST:
-                raise ArgumentError(f"{name}={value:g}: expected a number from 0 to {_LARGEST:,.0f}")
+            if not 0 <= value <= _MAX_COST:
+                raise ArgumentError(f"{name}={value:g}: expected a number from 0 to {_MAX_COST:,.0f}")
         if not self.forward + self.backward_input + self.backward_weight:
             raise ArgumentError("forward, backward_input and backward_weight are all 0: make one of them longer")
-        if self.memory_limit is not None and not 1 <= self.memory_limit <= _LARGEST:
+        if self.memory_limit is not None and not 1 <= self.memory_limit <= _MAX_COST:
             raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1")
-        entries = self.entries()
-        found = sum(entry.actions(self.numbers(entry)) for entry in entries)
-        if found > MAX_ACTIONS:
+        specs = self.entries()
+        actions = sum(spec.actions(self.numbers(spec)) for spec in specs)
+        if actions > MAX_ACTIONS:
             raise ArgumentError(
-                f"{self.size}: {counted(len(entries), 'schedule')} of this size: {found:,} actions, and the studio "
+                f"{self.size}: {counted(len(specs), 'schedule')} of this size: {actions:,} actions, and the studio "
                 f"shows {MAX_ACTIONS:,}; take fewer, or use `penstock simulate`"
             )
 
     @classmethod
-    def of(cls, given: Mapping[str, str]) -> Question:
+    def of(cls, parameters: Mapping[str, str]) -> SimulationQuery:
         """Parse the query in an address. Raise ArgumentError if a name is unknown or a value has the wrong type."""
-        if unknown := sorted(given.keys() - _READ.keys()):
-            raise ArgumentError(f"unknown parameter {unknown[0]!r}; expected one of {', '.join(_READ)}")
-        return cls(**{name: _READ[name](name, text) for name, text in given.items() if text})
+        if unknown := sorted(parameters.keys() - _PARSERS.keys()):
+            raise ArgumentError(f"unknown parameter {unknown[0]!r}; expected one of {', '.join(_PARSERS)}")
+        return cls(**{name: _PARSERS[name](name, text) for name, text in parameters.items() if text})
 
     @property
     def size(self) -> str:
@@ -89,25 +90,25 @@ class Question:
         """Return the schedules, without duplicates. Raise ArgumentError if one is unknown."""
         return [schedule_spec(name) for name in dict.fromkeys(self.schedules)]
 
-    def numbers(self, entry: ScheduleSpec) -> ScheduleParams:
+    def numbers(self, spec: ScheduleSpec) -> ScheduleParams:
         """Return the parameters for a schedule: with its usual stages per rank, if it does not support the requested
         number."""
-        usual = ScheduleParams(self.ranks, self.microbatches, entry.chunks)
+        usual = ScheduleParams(self.ranks, self.microbatches, spec.chunks)
         if self.chunks is None:
             return usual
-        asked = ScheduleParams(self.ranks, self.microbatches, self.chunks)
-        broken = entry.violated_constraint(asked)
-        return usual if broken is not None and broken.argument == "stages_per_rank" else asked
+        requested = ScheduleParams(self.ranks, self.microbatches, self.chunks)
+        violated = spec.violated_constraint(requested)
+        return usual if violated is not None and violated.argument == "stages_per_rank" else requested
 
 
-def whole(name: str, text: str) -> int:
+def parse_integer(name: str, text: str) -> int:
     """Parse an integer from an address. Raise ArgumentError if it is none."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         raise ArgumentError(f"{name}={text[:40]!r}: expected an integer, such as 4")
     return int(text)
 
 
-def number(name: str, text: str) -> float:
+def parse_number(name: str, text: str) -> float:
     """Parse a finite number from an address. Raise ArgumentError if it is none."""
     try:
         value = float(text)
@@ -118,17 +119,17 @@ def number(name: str, text: str) -> float:
     return value
 
 
-def _names(name: str, text: str) -> tuple[str, ...]:
-    found = tuple(part.strip()[:_LONGEST_NAME] for part in text.split(",") if part.strip())
-    if len(found) > _ALL_AT_MOST:
-        raise ArgumentError(f"{name}: expected at most {_ALL_AT_MOST} names")
-    return found
+def _parse_names(name: str, text: str) -> tuple[str, ...]:
+    names = tuple(part.strip()[:_MAX_NAME_LENGTH] for part in text.split(",") if part.strip())
+    if len(names) > _MAX_NAMES:
+        raise ArgumentError(f"{name}: expected at most {_MAX_NAMES} names")
+    return names
 
 
-_ALL_AT_MOST = 32
-_LONGEST_NAME = 40  # no schedule has one; what is longer is cut, so that errors stay short
-_READ: Mapping[str, Callable[[str, str], Any]] = {
-    **{one.name: number for one in fields(Question)},
-    **dict.fromkeys(MAX_SIZES, whole),
-    "schedules": _names,
+_MAX_NAMES = 32
+_MAX_NAME_LENGTH = 40  # longer names are cut, so that errors stay short
+_PARSERS: Mapping[str, Callable[[str, str], Any]] = {
+    **{field.name: parse_number for field in fields(SimulationQuery)},
+    **dict.fromkeys(MAX_SIZES, parse_integer),
+    "schedules": _parse_names,
 }

@@ -19,7 +19,7 @@ _ARGUMENT_OPTIONS = {
     "link-cost": "link",
     "stall-seconds": "stall-timeout",
 }
-"""Library arguments whose options have another name, besides former names of options."""
+"""Library arguments whose options have another name; former names of options are elsewhere."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
 _ARGUMENT = re.compile(rf"(?<![\w(.])(\w+)=(?:({_VALUE})|\[([^\]]*)\]|(?=[\s).,;]|$))")
@@ -59,12 +59,12 @@ def _as_typed(value: str) -> str:
     return re.sub(r"^(-?\d+)\.0$", r"\1", value.replace("'", "").replace(", ", ","))
 
 
-def options_of(command: Any) -> Iterator[str]:
+def iterate_options(command: Any) -> Iterator[str]:
     """Yield the options of a command and its subcommands."""
     for parameter in command.params:
         yield from parameter.opts
     for subcommand in getattr(command, "commands", {}).values():
-        yield from options_of(subcommand)
+        yield from iterate_options(subcommand)
 
 
 def usage_error(error: Any) -> str:
