@@ -134,7 +134,7 @@ def test_buffers_are_those_that_the_first_replica_leaves(monkeypatch: pytest.Mon
     alone = copy.deepcopy(model)
     for part in x.split(2)[:2]:
         alone(part.clone())
-    monkeypatch.setattr(references, "_pieces", lambda pipe, batch: [pieces[:2], pieces[2:]])
+    monkeypatch.setattr(references, "_replica_pieces", lambda pipe, batch: [pieces[:2], pieces[2:]])
     with pipeline(copy.deepcopy(model), (x,), loss=squares, ranks=1, microbatches=4, schedule="naive") as pipe:
         found = references.reference(
             ModelAndLoss(model, squares), pipe, references.SumRule(pipe), [Microbatch((x,))] * 2, "mean", {}
