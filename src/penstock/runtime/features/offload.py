@@ -3,7 +3,7 @@
 What a microbatch saves is sent while its forward runs. The memory is free once the rank's next computation has ended,
 and everything is fetched from the beginning of the computation before the one that needs it: I needs what autograd
 saves, W what it keeps itself. On an accelerator the copies run beside the computation, each way on a stream of its own
-(`CopyStreams`; not yet run on any GPU). On the CPU they are made too, and save nothing.
+(`CopyStreams`). On the CPU they are made too, and save nothing.
 
 Parameters and buffers stay where they are, and so does what would come back too soon (`schedule/activations.py`).
 
