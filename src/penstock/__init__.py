@@ -76,7 +76,7 @@ moved.update(  # until 0.2
             f"penstock.explain.{name}": f"penstock.trace.{name}"
             for name in ("chrome", "clocks", "event", "measured", "names", "around")
         },
-        "penstock.explain.columns": "penstock.trace.tables",
+        "penstock.explain.columns": "penstock.trace.columns",
         "penstock.explain.reading": "penstock.trace.files",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",

@@ -20,9 +20,9 @@ from penstock.costs.sizes import Sizes as Sizes
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster as Cluster
     from penstock.plan.cluster import DevicePool as DevicePool
-    from penstock.plan.options import FixedNumbers as FixedNumbers
-    from penstock.plan.options import ParallelConfig as ParallelConfig
-    from penstock.plan.options import enumerate_configs as enumerate_configs
+    from penstock.plan.configs import FixedNumbers as FixedNumbers
+    from penstock.plan.configs import ParallelConfig as ParallelConfig
+    from penstock.plan.configs import enumerate_configs as enumerate_configs
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
     from penstock.plan.planner import PlanResult as PlanResult

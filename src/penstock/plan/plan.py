@@ -12,7 +12,7 @@ from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.words import shortened
 from penstock.costs import ModelFingerprint
-from penstock.plan.options import ParallelConfig
+from penstock.plan.configs import ParallelConfig
 from penstock.schedule import Schedule
 
 VERSION = 2

@@ -10,7 +10,7 @@ from penstock._base.errors import ArgumentError
 from penstock.costs import tied_bytes_overcount
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
-from penstock.plan.options import FixedNumbers, ParallelConfig
+from penstock.plan.configs import FixedNumbers, ParallelConfig
 from penstock.plan.plan import Plan
 from penstock.plan.planner import enumerate_candidates
 from penstock.simulate.costs import LinkCost

@@ -1,7 +1,7 @@
 """Timelines in: the folder that a run leaves (`runs/`), and traces of others.
 
 `files.py` takes files: Chrome's and Perfetto's traces, Kineto's among them (`chrome.py`), tables and lists
-(`tables.py`). Out come recordings of events (`event.py`), put on one clock (`clocks.py`), and `TraceSteps`: the
+(`columns.py`). Out come recordings of events (`event.py`), put on one clock (`clocks.py`), and `TraceSteps`: the
 steps that they show of which schedule (`measured.py`). `penstock.report.perfetto` writes them. Does not load torch.
 
 >>> from penstock.trace.names import read_name

@@ -16,11 +16,11 @@ from penstock._base.files import quoted, read_json, read_text
 from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 from penstock.trace.chrome import IN_TURNS, read_chrome, without_operations
+from penstock.trace.columns import read_columns, read_lists
 from penstock.trace.event import Event, TraceData, number_events
 from penstock.trace.names import OPS, compile_pattern
 from penstock.trace.runs import RecordedRun, is_run
 from penstock.trace.runs import read_run as read_folder
-from penstock.trace.tables import read_columns, read_lists
 
 _MAX_NAMED = 4
 _MAX_RATIO = 1.25

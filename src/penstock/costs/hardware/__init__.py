@@ -6,8 +6,15 @@
 
 from penstock._base.lazy import old_names
 from penstock.costs.hardware.calibration import Measurement, calibrate
+from penstock.costs.hardware.device_spec import (
+    DTYPES,
+    DeviceSpec,
+    Interconnect,
+    device,
+    device_by_reported_name,
+    devices,
+)
 from penstock.costs.hardware.roofline import DEFAULT_EFFICIENCY, Efficiency, Operation, operation_seconds, seconds_of
-from penstock.costs.hardware.specs import DTYPES, DeviceSpec, Interconnect, device, device_by_reported_name, devices
 
 __all__ = [
     "DEFAULT_EFFICIENCY",

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
+from penstock.costs.hardware.device_spec import DeviceSpec
 from penstock.costs.hardware.roofline import DEFAULT_EFFICIENCY, Efficiency, Operation
-from penstock.costs.hardware.specs import DeviceSpec
 
 PRIOR_WIDTHS = np.array([0.3, 0.3, 0.2, 1.0])
 """How far constants usually are from where a fit starts, in the units below. A measurement that is off by `MISFIT` of

@@ -13,7 +13,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
 from penstock._base.second_names import formerly
 from penstock._base.words import counted
-from penstock.costs.hardware.specs import DeviceSpec
+from penstock.costs.hardware.device_spec import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Targets of `penstock plan`: devices, by options or specifications (--device h100), and analytic models."""
+"""Options of `penstock plan`: devices, by numbers or specifications (--device h100), and analytic models."""
 
 from __future__ import annotations
 
