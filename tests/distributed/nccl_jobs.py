@@ -252,7 +252,7 @@ def what_waits_holds_up_what_is_behind_it(rank: int) -> None:
         assert not works[0].is_completed()
     dist.barrier()
     # Both communicators now begin with a receive: NCCL would hang. So the test makes room, past the rules.
-    with mock.patch.object(nccl.Courier, "issue", lambda _, run, __: threading.Thread(target=run).start()):
+    with mock.patch.object(nccl.SerialWorker, "issue", lambda _, run, __: threading.Thread(target=run).start()):
         if rank == 1:
             dist.isend(torch.ones(1), 0)
     for work in works:
