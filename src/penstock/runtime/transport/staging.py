@@ -1,6 +1,6 @@
 """A device's tensors on the host: copied there and back through pinned memory, on streams of their own.
 
-Nothing waits for the device but a thread (`SerialWorker`), and that for the copies alone: the host goes on giving work to
+Only a thread (`SerialWorker`) waits for the device, and only for the copies: the host goes on giving work to
 the device, and the device goes on computing. Pinned memory comes from torch's caching allocator, which keeps what is
 freed for the next tensor of its size, and hands it out only once the copies from it and to it have been made.
 
