@@ -123,8 +123,8 @@ def test_torchs_own_words() -> None:
 
 def test_the_most_particular_statement_holds() -> None:
     inputs, target, output = parse({"args": 1, "kwargs": {"a": {"b": 2}, "c": None}, "output": {"x": "sum"}})
-    assert [inputs.of(path) for path in ("[0][0]['x']", "[1]['a']['b'][3]", "[1]['a']", "[1]['c']")] == [1, 2, 0, None]
-    assert (target.of("[0]"), output.of(".x"), output.of(".xy")) == (0, "sum", 0)
+    assert [inputs.get(path) for path in ("[0][0]['x']", "[1]['a']['b'][3]", "[1]['a']", "[1]['c']")] == [1, 2, 0, None]
+    assert (target.get("[0]"), output.get(".x"), output.get(".xy")) == (0, "sum", 0)
     assert parse({"a": None, "kwargs": {"b": 1}})[0].stated == (("[1]['b']", 1), ("[1]['a']", None))
 
 
@@ -155,7 +155,7 @@ def test_a_target_of_other_rows_is_refused_along_its_dimension() -> None:
             pipe.step(*args, target=target[:, :10], **kwargs)
     dims = {**DIMS, "target": {"y": 1}}
     with pipeline(recurrent(), args, kwargs, loss=entropy, batch_dims=dims, **M) as pipe:
-        with pytest.raises(ArgumentError, match=r"speaks of target\['y'\], but there is only target"):
+        with pytest.raises(ArgumentError, match=r"batch_dims names target\['y'\], but there is only target"):
             pipe.step(*args, target=target, **kwargs)
 
 

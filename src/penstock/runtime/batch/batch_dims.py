@@ -65,7 +65,7 @@ class Dims:
         return None if False in within else bool(within)
 
     def subtree(self, path: str, label: str) -> Dims:
-        """Return the dimensions stated within the part of the structure at `path`, which is called `what` itself."""
+        """Return the dimensions stated within the part of the structure at `path`, which is called `label` itself."""
         path = normalize_path(path)
         inner = [(prefix.removeprefix(path), dim) for prefix, dim in self.stated if prefix.startswith(path)]
         return Dims(label, (("", self.get(path)), *inner))

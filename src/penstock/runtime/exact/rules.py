@@ -12,7 +12,7 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
    root of that stage's backward, so that it is the first term of the sum there (`backward`).
 5. Strides, and the address modulo a cache line, survive a cut (`Layout`), for values and gradients alike; every
-   microbatch has its own allocation (`own`). At another address BLAS takes another path, with other bits.
+   microbatch has its own allocation (`copy_aligned`). At another address BLAS takes another path, with other bits.
 6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is not a leaf).
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
 8. Backward runs outside autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
@@ -118,14 +118,14 @@ def copy_aligned(tensor: Tensor) -> Tensor:
 
 
 def copy_parts_aligned(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
-    """`own` for each of the parts into which a tensor's first dimension is cut; None unless all of them are dense."""
+    """`copy_aligned` for each of the parts into which the first dimension is cut; None unless all of them are dense."""
     (_, *tail), stride = tensor.shape, tensor.stride()
     dense = all(is_dense((size, *tail), stride) for size in {*sizes})
     return [part.clone() for part in torch.split(tensor.detach(), list(sizes))] if dense else None
 
 
 class CopyAligned(torch.autograd.Function):
-    """`own`, through which a gradient goes back to where the caller's tensor came from."""
+    """`copy_aligned`, through which a gradient goes back to where the caller's tensor came from."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

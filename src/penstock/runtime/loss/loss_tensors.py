@@ -49,7 +49,7 @@ def collect_tensors(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
 
 
 def notes(loss: Callable[..., Any] | None, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Name the modules that a loss trains (`own`: its tensors) only since a function of it names them: this may be the
+    """Name the modules that a loss trains (`tensors`: its own) only since a function of it names them: this may be the
     discriminator of a GAN, `loss_fn=lambda fake, y: bce(D(fake), y)`, which has an optimizer of its own."""
     trained = {id(tensor) for tensor in tensors.values() if is_trained(tensor)}
     modules = (
