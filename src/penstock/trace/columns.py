@@ -1,4 +1,4 @@
-"""Columns of events, a row each, on one clock: CSV, or JSON's lists -> a `Recording`."""
+"""Columns of events, a row each, on one clock: CSV, or JSON's lists -> a `TraceData`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a run -> a `Recording`: our timelines, Chrome's trace events (Perfetto, Kineto), and columns of events."""
+"""Files of a run -> a `TraceData`: our timelines, Chrome's trace events (Perfetto, Kineto), and columns of events."""
 
 from __future__ import annotations
 
