@@ -74,10 +74,13 @@ moved.update(  # until 0.2
     {
         **{
             f"penstock.explain.{name}": f"penstock.trace.{name}"
-            for name in ("chrome", "clocks", "event", "measured", "names", "around")
+            for name in ("chrome", "clocks", "event", "measured", "names")
         },
+        "penstock.explain.around": "penstock.trace.outside_pipeline",
+        "penstock.explain.case": "penstock.plan.explain.replay",
         "penstock.explain.columns": "penstock.trace.columns",
         "penstock.explain.reading": "penstock.trace.files",
+        "penstock.explain.where": "penstock.plan.explain.breakdown",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",
         "penstock.errors": "penstock._base.errors",
@@ -91,6 +94,7 @@ moved.update(  # until 0.2
         "penstock.launch": "penstock.distributed.launch",
         "penstock.runs.reading": "penstock.trace.runs.reader",
         "penstock.runs": "penstock.trace.runs",
+        "penstock.search.found": "penstock.simulate.search.result",
         "penstock.search": "penstock.simulate.search",
         "penstock.transformer": "penstock.plan.transformer",
     }

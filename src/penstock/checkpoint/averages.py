@@ -73,7 +73,7 @@ class PartitionedState:
         """Record the positions of the tensors of parameters and buffers, and return the shared state."""
         count_before, shared = len(self._positions), value
         if isinstance(value, Mapping):
-            shared = {k: self._divide(item, (*path, k)) for k, item in value.items() if not self._record(path, k, item)}
+            shared = {k: self._divide(item, (*path, k)) for k, item in value.items() if not self._noted(path, k, item)}
         elif isinstance(value, (list, tuple)):
             shapes = [item.shape if isinstance(item, Tensor) else None for item in value]
             order = next((order for order in self._orders if [shape for _, shape in order] == shapes), None)
@@ -82,7 +82,7 @@ class PartitionedState:
                 self._positions[*path, index] = name, _key(path), value[index]
         return shared if len(self._positions) > count_before else value
 
-    def _record(self, path: _Path, key: Any, item: Any) -> bool:
+    def _noted(self, path: _Path, key: Any, item: Any) -> bool:
         """Record an item whose key ends with the name of a tensor of its shape. Return whether it does."""
         parts = str(key).split(".")
         for start in range(len(parts) if isinstance(item, Tensor) else 0):

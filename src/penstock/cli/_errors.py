@@ -48,13 +48,13 @@ def in_options(text: str, options: Collection[str], command: str | None = None) 
             option = flag(names.get(option.removeprefix("--"), ""))
         if option not in options:
             return f"{values[0]} stages" if name == "stages" and values and values[0].isdecimal() else match[0]
-        return " ".join([option, *map(_as_typed, values)])
+        return " ".join([option, *map(_format_value, values)])
 
     text = _FIRST.sub(replace, text, count=1) if _FIRST.match(text) else text
     return _ARGUMENT.sub(replace, text)
 
 
-def _as_typed(value: str) -> str:
+def _format_value(value: str) -> str:
     """Format a value as typed: without quotes, integers without decimals, names joined by commas."""
     return re.sub(r"^(-?\d+)\.0$", r"\1", value.replace("'", "").replace(", ", ","))
 

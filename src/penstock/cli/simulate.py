@@ -33,14 +33,14 @@ schedule trains the same model. With several numbers of ranks they are for the w
 {FILE_EPILOG}"""
 """Epilog of the help."""
 
-_OF_FILE = "per stage of the model, from the file; "
+_FROM_FILE = "per stage of the model, from the file; "
 _WITH_ONE_SIZE = (
     "per microbatch and rank, divided evenly among its stages",
-    f"{_OF_FILE}with fewer stages, neighbors are summed",
+    f"{_FROM_FILE}with fewer stages, neighbors are summed",
 )
 _WITH_SEVERAL_SIZES = (
     "per microbatch on the whole model, divided evenly among its stages",
-    f"{_OF_FILE}with fewer stages, neighbors are summed",
+    f"{_FROM_FILE}with fewer stages, neighbors are summed",
 )
 """Scope of the costs: of numbers, and of those in a file."""
 

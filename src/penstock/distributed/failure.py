@@ -201,7 +201,7 @@ def _subject(rank: int, status: RankStatus) -> str:
 
 
 def _format_notes(status: RankStatus, *first_notes: str) -> str:
-    """Format in parentheses `more`, what a device that is behind has finished last, and where its host is."""
+    """Format in parentheses `first_notes`, what a device that is behind has finished last, and where its host is."""
     notes = [*first_notes]
     if status.device is not None:
         notes += [f"it has finished {status.device.finished}"] if status.device.finished else []

@@ -76,12 +76,12 @@ def start(
         limit = timedelta(seconds=timeouts.join_seconds)
         store, *_ = next(rendezvous(_URL, timeout=limit))  # without torchrun, rank 0 opens it
         missing.reached = True
-        meeting_place = dist.PrefixStore(attempt() or "default_pg", store)  # type: ignore[attr-defined]  # public, though not re-exported
-        Meeting(meeting_place, rank, ranks).await_all(missing)  # torch may wait for them silently
+        store = dist.PrefixStore(attempt() or "default_pg", store)  # type: ignore[attr-defined]  # public, though not re-exported
+        Meeting(store, rank, ranks).await_all(missing)  # torch may wait for them silently
         missing.ranks = ()
         timeout = None if seconds is None else timedelta(seconds=seconds)
-        dist.init_process_group(backend, store=meeting_place, rank=rank, world_size=ranks, timeout=timeout)
-    return meeting_place
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    return store
 
 
 def attempt() -> str:
@@ -105,8 +105,8 @@ def meeting_store(store: Any, ranks: Sequence[int]) -> Store:
     """
     name = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     parts = filter(None, ("penstock", name, attempt()))
-    meeting_place: Store = dist.PrefixStore(" ".join(parts), store)  # type: ignore[attr-defined]  # public, though not re-exported
-    return meeting_place
+    prefixed: Store = dist.PrefixStore(" ".join(parts), store)  # type: ignore[attr-defined]  # public, though not re-exported
+    return prefixed
 
 
 class Launcher:

@@ -73,7 +73,7 @@ class Topology:
         return self.link.impairment, self.link.down.impairment if self.link.down else NOTHING
 
     def min_delay(self, source: int, target: int) -> float:
-        """Return the seconds that impairments delay every frame from one host to another, at least."""
+        """Return the minimum delay that impairments add from one host to another, in seconds."""
         return sum(impairment.shortest_seconds for impairment in self.path_impairments(source, target))
 
     def with_mtu(self, mtu: int) -> Topology:

@@ -259,9 +259,9 @@ def build(
         )
     seed = torch.initial_seed() if options.seed is None else options.seed
     timeout = options.heartbeat_timeout
-    patience = Timeouts() if timeout is None else Timeouts(stall_seconds=timeout, away_seconds=timeout)
+    timeouts = Timeouts() if timeout is None else Timeouts(stall_seconds=timeout, away_seconds=timeout)
     pg_seconds = GROUP_SECONDS if options.pg_timeout is None else options.pg_timeout
-    engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(pg_seconds, options.pg_options))
+    engine = Engine(world, devices, seed, options.transport, timeouts, GroupOptions(pg_seconds, options.pg_options))
     if not world.is_local:
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):

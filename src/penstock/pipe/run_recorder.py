@@ -79,7 +79,7 @@ class Recorder:
         self._config, self._info, self._previous, self._initial_files = config, info, previous, initial_files
         self._first_replica = world.replica == 0
         self._replicas = world.data_parallel
-        self._state = ProcessState(world, watchdog, devices)
+        self._state = RankStateSource(world, watchdog, devices)
         self._line = (
             LiveLine(config.total_steps) if info is not None and config.progress_bar and sys.stderr.isatty() else None
         )
@@ -202,7 +202,7 @@ class Recorder:
             warn(f"the run is not recorded in full; training goes on: {self._writer.trouble}")
 
 
-class ProcessState:
+class RankStateSource:
     """What this process does, for ranks/N.json; read by the thread that writes. Holds no part of the pipeline.
 
     Attributes:
@@ -254,13 +254,13 @@ class ProcessState:
             RankState(
                 number,
                 *self._ranks[number],
-                action=sighting.doing.action,
-                waits_for=sighting.doing.peers,
-                since=round(now - sighting.seconds, 1),
+                action=status.doing.action,
+                waits_for=status.doing.peers,
+                since=round(now - status.seconds, 1),
                 step=self.step,
-                ended=sighting.left,
+                ended=status.left,
             ).to_dict()
-            for number, sighting in enumerate(self._watchdog.statuses)
+            for number, status in enumerate(self._watchdog.statuses)
             if number != self._number and number in self._ranks
         ]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.plan.planner import make_plans as make_plans
 
 _HOMES = {
-    "options": "ParallelConfig FixedNumbers enumerate_configs",
+    "configs": "ParallelConfig FixedNumbers enumerate_configs",
     "cluster": "Cluster DevicePool",
     "plan": "Plan read_plan",
     "planner": "RejectedConfig PlanResult make_plans",

@@ -181,7 +181,7 @@ class PolicyChoice:
 
     Attributes:
         policies: of each stage of one copy.
-        peak_bytes: what each rank needs at most, all told.
+        peak_bytes: what each rank needs at most, in total.
         costs: of each stage, copies included.
     """
 

@@ -98,7 +98,7 @@ def _check_schedule_type(schedule: object) -> None:
 
 def lower_training(
     order: Schedule,
-    signatures: Sequence[Sequence[StageMeta]],
+    metas_by_kind: Sequence[Sequence[StageMeta]],
     ties: Sequence[Sequence[int]],
     sharded: Sharded,
     replicas_like: Schedule | None,
@@ -107,7 +107,7 @@ def lower_training(
 
     Args:
         order: computations only.
-        signatures: all stages, for each input signature of a microbatch.
+        metas_by_kind: all stages' metas, for each kind of microbatch.
         ties: the stages of each group of tied parameters.
         sharded: the stages that `fully_shard` was applied to.
         replicas_like: the schedule in whose order replicas reduce and gather, of which `order` is the first
@@ -117,24 +117,24 @@ def lower_training(
         ArgumentError: the window of `sharded` is too narrow for what the schedule runs at once.
         ScheduleError: it is illegal, or has no backward for a stage that must be trained.
     """
-    needed = {meta.index for metas in signatures for meta in metas if needs_backward(meta)}
-    idle = [meta.index for meta in signatures[0] if meta.index not in needed]
+    needed = {meta.index for metas in metas_by_kind for meta in metas if needs_backward(meta)}
+    idle = [meta.index for meta in metas_by_kind[0] if meta.index not in needed]
     order = sharded.with_gathers(order, replicas_like, lambda s: drop_backward(s, idle))
-    order = add_communication(order, links_of(signatures, forward_links), links_of(signatures, backward_links))
+    order = add_communication(order, links_of(metas_by_kind, forward_links), links_of(metas_by_kind, backward_links))
     order = reduce_ties(order, ties)
     if replicas_like is not None:
-        trained = {meta.index for metas in signatures for meta in metas if meta.trainable}
+        trained = {meta.index for metas in metas_by_kind for meta in metas if meta.trainable}
         order = reduce_replicas(order, trained, replicas_like)
     _check_trained(order, needed)
     return require_legal(order)
 
 
 def lower_evaluation(
-    order: Schedule, signatures: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
+    order: Schedule, metas_by_kind: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
 ) -> Schedule:
     """Build the schedule of an evaluation: forwards only. Arguments and errors are those of `lower_training`."""
     order = sharded.with_gathers(order, replicas_like, forward_only)
-    order = add_communication(order, links_of(signatures, forward_links), ())
+    order = add_communication(order, links_of(metas_by_kind, forward_links), ())
     return require_legal(order)
 
 

@@ -65,10 +65,10 @@ def run(
     for rank in range(ranks):
         runnable[rank] = rank
         position[rank] = first[rank]
-    pending, unfinished = ranks, ranks
-    while pending > 0:
-        pending -= 1
-        rank = runnable[pending]
+    num_runnable, unfinished = ranks, ranks
+    while num_runnable > 0:
+        num_runnable -= 1
+        rank = runnable[num_runnable]
         node, end = position[rank], first[rank + 1]
         now = ends[node - 1] if node > first[rank] else begin[rank]
         while node < end:
@@ -97,8 +97,8 @@ def run(
             sleeper = ends[node]
             ends[node] = now
             if sleeper < NOT_RUN:
-                runnable[pending] = int(NOT_RUN - 1 - sleeper)
-                pending += 1
+                runnable[num_runnable] = int(NOT_RUN - 1 - sleeper)
+                num_runnable += 1
             node += 1
         position[rank] = node
         if node == end:

@@ -48,7 +48,7 @@ def clock_offsets(columns: Columns, starts: Floats, ends: Floats, *, with_waits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Delay:
+class _DirectionDelays:
     """The time that messages take from one rank to another.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Delay:
 
 def _message_delays(
     columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool
-) -> Iterator[tuple[tuple[int, int], _Delay]]:
+) -> Iterator[tuple[tuple[int, int], _DirectionDelays]]:
     """Yield, for each pair of ranks, how long a message takes, by the messages that were waited for."""
     tolerance = arrival_tolerance(starts, ends)
     consumers = np.flatnonzero(columns.need >= 0)
@@ -82,10 +82,10 @@ def _message_delays(
         mostly = not any_waited or 2 * (waited & early).sum() > waited.sum()
         repeated = mostly and (selected & early).sum() > 1
         fastest = float(seconds[waited if any_waited else selected].min())
-        yield (first, second), _Delay(bool(repeated or (selected & impossible).any()), fastest, any_waited)
+        yield (first, second), _DirectionDelays(bool(repeated or (selected & impossible).any()), fastest, any_waited)
 
 
-def _offset_between(delays: dict[tuple[int, int], _Delay], rank: int, other: int) -> float:
+def _offset_between(delays: dict[tuple[int, int], _DirectionDelays], rank: int, other: int) -> float:
     """Return what to add to the other rank's clock so that it agrees with this rank's."""
     forth, back = delays.get((rank, other)), delays.get((other, rank))
     if forth is None or back is None:

@@ -201,17 +201,17 @@ class FullBatch:
 
     def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Results:
         """Compute forward and loss of each piece, all from the same buffers, which are restored."""
-        alone, loss, outputs, losses = self.single, self.loss, list[Any](), list[Tensor]()
-        buffers = [(buffer, buffer.detach().clone()) for buffer in alone.model.buffers() if not buffer.is_meta]
-        is_wide = all(p.dtype == torch.float64 for p in alone.model.parameters() if p.is_floating_point())
-        pieces = [_copy_microbatch(piece, alone.device, is_wide) for piece in pieces]
+        single, loss, outputs, losses = self.single, self.loss, list[Any](), list[Tensor]()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in single.model.buffers() if not buffer.is_meta]
+        is_wide = all(p.dtype == torch.float64 for p in single.model.parameters() if p.is_floating_point())
+        pieces = [_copy_microbatch(piece, single.device, is_wide) for piece in pieces]
         targets = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
         loss_weights = weights(self.reduction, [piece.rows or 1 for piece in pieces], targets)
-        with alone.session.drawing() as streams, computing(0, 0):
+        with single.session.drawing() as streams, computing(0, 0):
             for k, (args, kwargs, target, _) in enumerate(pieces):
                 NOW.microbatch = k
                 streams.begin(stream + k, {})
-                output = alone.model(*args, **{**kwargs, **default_kwargs(alone.model, args, dict(kwargs))})
+                output = single.model(*args, **{**kwargs, **default_kwargs(single.model, args, dict(kwargs))})
                 streams.begin_loss(stream + k)
                 loss_value = model_loss(output) if loss is None else extract_loss(loss(output, target))
                 if loss_value is None:

@@ -20,7 +20,7 @@ Sums = dict[Any, Tensor]
 
 
 class RoundingBounds:
-    """The terms of gradients, entry by entry, in float64.
+    """Measures the sizes of gradients' terms, entry by entry, in float64; they bound rounding.
 
     Args:
         tensors: parameters, and buffers that require a gradient, by name.

@@ -180,7 +180,10 @@ class Verification:
             self.step_batches[m] = list(_all_batches(self.first_batch, self.batches, cutting, m))
         batches = self.step_batches[m]
         with States(self.split) as states:
-            options["features"] = (*features, lambda stage: _RankState(states, traces[0] if traces else None, stage))
+            options["features"] = (
+                *features,
+                lambda stage: _StateSwitch(states, traces[0] if traces else None, stage),
+            )
             with pipeline(self.split.model, args, kwargs, **options, verify=False) as pipe:
                 rule, rank = SumRule(pipe), pipe.world.rank
                 key = pipe.schedule.microbatches, rule.key
@@ -372,7 +375,7 @@ def _gather_batch(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[
     return args, kwargs, next((label for _, label in gathered if label is not None), None)
 
 
-class _RankState(Feature):
+class _StateSwitch(Feature):
     """Enters the state of a stage's rank before each action, and begins the action in the trace."""
 
     def __init__(self, states: States, trace: ModuleTrace | None, stage: StageContext) -> None:

@@ -93,7 +93,7 @@ def test_a_pipeline_says_that_compiled_stages_are_close_and_nothing_else() -> No
         with penstock.pipeline(mlp(), (x,), schedule=schedule, compile=SAME_BITS, **options) as pipe:
             pipe.step(x, target=y)
             assert any("close, not equal" in note for note in pipe.notes)
-            assert not any("split_share" in note for note in pipe.notes)
+            assert not any("deferred_weight_grad_fraction" in note for note in pipe.notes)
     with penstock.pipeline(mlp(), (x,), schedule="zb-h1", **options) as pipe:
         pipe.step(x, target=y)
         assert not any("compiled" in note for note in pipe.notes)
@@ -247,10 +247,13 @@ def test_a_stage_whose_compiled_weights_cannot_wait_says_so() -> None:
         block.compile(backend="eager")
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "schedule": "zb-h1"}
     with penstock.pipeline(nn.Sequential(*blocks), (x,), **options) as pipe:
-        assert not any("split_share" in note for note in pipe.notes)
+        assert not any("deferred_weight_grad_fraction" in note for note in pipe.notes)
         pipe.step(x, target=y)
         assert pipe.deferred_weight_grad_fraction == {0: 0.0, 1: 0.0}
-        assert [note.split(":")[0] for note in pipe.notes if "split_share is 0" in note] == ["stage 0", "stage 1"]
+        assert [note.split(":")[0] for note in pipe.notes if "deferred_weight_grad_fraction is 0" in note] == [
+            "stage 0",
+            "stage 1",
+        ]
 
 
 @pytest.mark.distributed

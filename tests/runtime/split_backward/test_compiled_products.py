@@ -100,7 +100,7 @@ def test_the_gradients_are_those_of_a_whole_compiled_backward(options: dict[str,
     assert_equal(split, whole)
     assert share == uncompiled
     assert min(share.values()) > 0.8
-    assert not any("split_share" in note for note in notes)
+    assert not any("deferred_weight_grad_fraction" in note for note in notes)
 
 
 def test_offloaded_graphs_that_are_compiled_while_gradients_of_another_dtype_are_there() -> None:

@@ -20,7 +20,7 @@ its logarithm weighs as much as a constant that is off by this: few measurements
 MISFIT = 0.1
 """How far estimates usually are from measurements; fitted if there are more measurements than constants."""
 
-LEAST_MISFIT = 1e-3
+MIN_MISFIT = 1e-3
 
 _SCALE = 1e-4
 """Seconds are fitted in units of this, fractions as logarithms, so that all steps have similar sizes."""
@@ -73,8 +73,8 @@ def calibrate(
     initial = np.clip([*logarithms, start.launch_seconds / _SCALE, start.run_seconds / _SCALE], 0.0, _UPPER_BOUNDS)
     misfit = MISFIT
     if degrees_of_freedom > 0:
-        residuals, _ = log_errors(_fit(log_errors, initial, LEAST_MISFIT / PRIOR_WIDTHS))
-        misfit = max(LEAST_MISFIT, math.sqrt(residuals @ residuals / degrees_of_freedom))
+        residuals, _ = log_errors(_fit(log_errors, initial, MIN_MISFIT / PRIOR_WIDTHS))
+        misfit = max(MIN_MISFIT, math.sqrt(residuals @ residuals / degrees_of_freedom))
     best = _fit(log_errors, initial, misfit / PRIOR_WIDTHS)
     product, bandwidth, launch, run = (float(constant) for constant in best)
     error = float(np.median(np.abs(np.exp(log_errors(best)[0]) - 1)))

@@ -24,7 +24,7 @@ from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.link import Link
 from penstock.network.topology import recorded_topology
 
-MeasuredLink = tuple[tuple[int, int], LinkFit]
+FittedLink = tuple[tuple[int, int], LinkFit]
 """A link's ends (from, to), and its measured values."""
 
 
@@ -70,7 +70,7 @@ def links_changed(record: Mapping[str, Any]) -> bool:
     return bool(network.get("link")) and network.get("rates") is None
 
 
-def shaped_ports(record: Mapping[str, Any], links: Iterable[MeasuredLink]) -> Ports | None:
+def shaped_ports(record: Mapping[str, Any], links: Iterable[FittedLink]) -> Ports | None:
     """Return the ports as shaped according to a run's record; None if the shapers are unknown.
 
     A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
@@ -113,7 +113,7 @@ _NEEDS: dict[str, Callable[[int, bool], tuple[float, float]]] = {
 
 
 def lower_bound_seconds(
-    links: Iterable[MeasuredLink],
+    links: Iterable[FittedLink],
     collective: str,
     members: Sequence[int],
     size_bytes: float,

@@ -299,7 +299,7 @@ _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 _PositiveSeconds = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]
 _Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
-_EmulatedHosts = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
+_HostCount = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
 _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
 _Link = TypedDict("_Link", {
@@ -307,7 +307,7 @@ _Link = TypedDict("_Link", {
     "missing_seconds": NotRequired[_Seconds],
 })
 _Network = TypedDict("_Network", {
-    "hosts": _EmulatedHosts, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
+    "hosts": _HostCount, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
     "background": list[str], "slow": dict[_Number, float], "held_back_by": str | None, "mtu": NotRequired[int | None],
     "rates": NotRequired[dict[str, Any] | None],
 })

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 # Columns of `Tables.lines`. One row per direction: h for host h to the switch, hosts + h for the switch to host h.
 BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, SINCE_NS, HELD_NS, GONE, DRAWN, FILLED = range(11)
-NEAR_USED, NEAR_MADE, FRAMES, BYTES, N_LOST, N_COPIED, N_CORRUPT, N_REORDERED, N_FULL, N_GONE, N_OTHER = range(11, 22)
+NEAR_USED, NEAR_MADE, FRAMES, BYTES, N_LOST, N_DOUBLE, N_CORRUPT, N_REORDERED, N_FULL, N_GONE, N_OTHER = range(11, 22)
 NEAR_BYTES, NEAR_FULL, OVERTAKES, LINES = range(22, 26)
 COUNTED = {
-    "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_COPIED, "corrupted": N_CORRUPT,
+    "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_DOUBLE, "corrupted": N_CORRUPT,
     "reordered": N_REORDERED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,
     "background_bytes": NEAR_BYTES, "background_queue_full": NEAR_FULL,
 }  # fmt: skip

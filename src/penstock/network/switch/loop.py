@@ -187,7 +187,7 @@ def _apply_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
     if fate & DUPLICATE:
         copy = _copy(t, slot)
         if copy >= 0:
-            line[col.N_COPIED] += 1
+            line[col.N_DOUBLE] += 1
             push(t, leaves, 2 * copy + step)
     push(t, leaves, 2 * slot + step)
 

@@ -153,7 +153,7 @@ class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live tensors that operators make and, while it `is_counting`, what kernels do.
 
     Args:
-        known: tensors whose memory does not count.
+        uncounted: tensors whose memory does not count.
     """
 
     def __init__(self, uncounted: Iterable[Tensor]) -> None:

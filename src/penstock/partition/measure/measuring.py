@@ -30,7 +30,7 @@ from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
 
 BUDGET_SECONDS = 1.0
-"""How long measuring may take unless somebody says. One run of each kind of unit is made even if it takes longer."""
+"""The default of `budget_seconds`. One run of each kind of unit is made even if it takes longer."""
 
 MAX_ROUNDS = 21
 """More would not make the medians better."""

@@ -66,15 +66,15 @@ def break_down(step: Step, factors: Factors, replay: Replay) -> TimeBreakdown:
         TimeCategory.LINKS: replay.without_host(),
         TimeCategory.HOST: replay,
     }
-    times = [case.pipeline_seconds for case in cases.values()] + [step.pipeline_seconds]
+    times = [replay.pipeline_seconds for replay in cases.values()] + [step.pipeline_seconds]
     names = [*[*cases][1:], TimeCategory.REST]
     added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
     index = step.replicas.index(step.slowest)
     busy = [step.slowest.timeline.busy_seconds(rank) for rank in range(step.slowest.timeline.ranks)]
     by_rank, idle = step.slowest.schedule.placement.by_rank, []  # of each rank: its pipeline's span less its own work
-    for case in cases.values():
-        work = np.nansum(case.seconds[index], axis=(0, 2))  # by stage
-        idle.append([case.spans[index] - float(work[list(stages)].sum()) for stages in by_rank])
+    for replay in cases.values():
+        work = np.nansum(replay.seconds[index], axis=(0, 2))  # by stage
+        idle.append([replay.spans[index] - float(work[list(stages)].sum()) for stages in by_rank])
     idle += [[step.slowest.span_seconds - seconds for seconds in busy]]
     ranks = tuple(
         RankBreakdown(rank, busy[rank], _divide_idle_time([*TimeCategory], [by_case[rank] for by_case in idle]))

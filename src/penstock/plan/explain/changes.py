@@ -72,10 +72,10 @@ class WhatIfContext:
     def gains(self, change: Change) -> tuple[float, ...]:
         """Return what a change saves, as shares of the step: as expected, and at the ends of its assumptions. For
         another order one of these is whether messages travel while their ranks compute."""
-        pairs = [(self.replay.step_seconds, case) for case in change.cases]
+        pairs = [(self.replay.step_seconds, replay) for replay in change.cases]
         if change.cases[0].schedules != self.replay.schedules:
             pairs.insert(1, (self.replay.blocking_sends.step_seconds, change.cases[0].blocking_sends))
-        return tuple((t - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for t, case in pairs)
+        return tuple((t - replay.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for t, replay in pairs)
 
     def expected_gain(self, change: Change) -> float:
         """Return what a change usually brings, as a share of the step. If ranks share cores, added work costs its own
@@ -92,7 +92,7 @@ class WhatIfContext:
         if measured and len(change.cases) > 1 and width > (1 - _MIN_SHARE) * abs(gain):
             change, measured = change.assuming(change.cases, "little of it is certain", measured=False), False
         if not measured:
-            shortest = min(case.busiest_seconds for case in change.cases)
+            shortest = min(replay.busiest_seconds for replay in change.cases)
             max_gain = 1 - shortest / self.step.seconds if self.step.seconds else 1.0
             gain, width = min(max_gain, max((*gains, *elsewhere)) + error), 0.0
         seconds = self.step.seconds * (1 - gain)
@@ -100,45 +100,45 @@ class WhatIfContext:
 
     @property
     def price(self) -> tuple[Price, ...] | None:
-        """What the profile says that splitting a backward costs."""
+        """The cost of splitting a backward, by the profile."""
         return self.predicted.price if self.predicted else None
 
     @property
     def totals(self) -> Floats:
-        """What a microbatch takes on each stage, of a rank that is not slow."""
+        """The seconds of a microbatch on each stage, on a rank that is not slow."""
         return np.asarray(np.nansum(self.factors.typical, axis=0))
 
     @property
     def outlier_seconds(self) -> Floats:
-        """What actions that are slow by themselves take beyond what is usual, in seconds; 0 for all others."""
+        """The excess of outlier actions over their typical time, in seconds; 0 for all others."""
         return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / self.outlier_factors))
 
     @property
     def outlier_factors(self) -> Floats:
-        """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
+        """The factor by which each outlier action exceeds its typical time; 1 for all others."""
         factors = np.nan_to_num(self.factors.residual, nan=1.0)
         return np.where(factors >= _OUTLIER_FACTOR, factors, 1.0)
 
-    def scale(self, case: Replay, scale: Floats) -> Replay:
+    def scale(self, replay: Replay, scale: Floats) -> Replay:
         """Scale the typical work. The excess of outliers has other causes, and so stays."""
-        return case.with_seconds((case.seconds - self.outlier_seconds) * scale + self.outlier_seconds)
+        return replay.with_seconds((replay.seconds - self.outlier_seconds) * scale + self.outlier_seconds)
 
-    def rescale_stages(self, case: Replay, totals: Floats, before: Floats) -> Replay:
+    def rescale_stages(self, replay: Replay, totals: Floats, before: Floats) -> Replay:
         """Scale each stage from one total to another, all ops alike."""
         scale = np.where(before > 0, totals / np.where(before > 0, before, 1.0), 1.0)
-        return self.scale(case, scale[None, None, :, None])
+        return self.scale(replay, scale[None, None, :, None])
 
-    def even_stages(self, case: Replay) -> Replay:
+    def even_stages(self, replay: Replay) -> Replay:
         """Give all stages their mean time."""
-        return self.rescale_stages(case, np.full_like(self.totals, self.totals.mean()), self.totals)
+        return self.rescale_stages(replay, np.full_like(self.totals, self.totals.mean()), self.totals)
 
-    def equal_microbatches(self, case: Replay) -> Replay:
+    def equal_microbatches(self, replay: Replay) -> Replay:
         """Make all microbatches alike."""
-        return self.scale(case, 1 / self.factors.microbatch[:, None, None, :])
+        return self.scale(replay, 1 / self.factors.microbatch[:, None, None, :])
 
-    def without_outliers(self, case: Replay) -> Replay:
+    def without_outliers(self, replay: Replay) -> Replay:
         """Give outlier actions their usual time."""
-        return case.with_seconds(case.seconds - self.outlier_seconds)
+        return replay.with_seconds(replay.seconds - self.outlier_seconds)
 
 
 def suggestions(trials: Sequence[WhatIfContext], error: float) -> tuple[Change, ...]:
@@ -235,8 +235,8 @@ def _suggest_ranks(trial: WhatIfContext) -> Iterator[Change]:
             if slow_rank.slow[row].any()
         )
         text = f"{slow_rank.who} is slow ({ops} its replicas'): check or replace its device"
-        case = trial.scale(trial.replay, scale[..., None])
-        yield Change("rank", text, (case,), _add_doubt(trial, ""), key=slow_rank.who)
+        replay = trial.scale(trial.replay, scale[..., None])
+        yield Change("rank", text, (replay,), _add_doubt(trial, ""), key=slow_rank.who)
 
 
 def _suggest_microbatches(trial: WhatIfContext) -> Iterator[Change]:
@@ -298,31 +298,31 @@ def what_if(trial: WhatIfContext, text: str, error: float = 0.0) -> Change:
 
 def _apply(trial: WhatIfContext, change: Change, name: str, value: str) -> Change:
     """Apply one more change, and note what it assumes."""
-    (case,), slow, placement = change.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
+    (replay,), slow, placement = change.cases[:1], trial.factors.rank, trial.slowest.schedule.placement
     note, measured = "", True
     match name, value:
         case "schedule", _ if value:
-            rescheduled = change_schedule(case, value, slow, trial.price)
+            rescheduled = change_schedule(replay, value, slow, trial.price)
             return change.assuming(rescheduled.cases, rescheduled.note, measured=rescheduled.measured)
         case "cut", "even":
-            changed, measured = trial.even_stages(case), False
+            changed, measured = trial.even_stages(replay), False
         case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < placement.depth:
-            changed, note = _move_cut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
+            changed, note = _move_cut(trial, replay, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
-            changed = trial.scale(case, 1 / slow[..., None])
+            changed = trial.scale(replay, 1 / slow[..., None])
         case "rank", _ if value.isdigit() and int(value) < placement.ranks:
             one_rank = np.ones_like(slow)
             stages = list(placement.by_rank[int(value)])
             one_rank[:, :, stages] = slow[:, :, stages]
-            changed = trial.scale(case, 1 / one_rank[..., None])
+            changed = trial.scale(replay, 1 / one_rank[..., None])
         case "microbatches", "equal":
-            changed, note = trial.equal_microbatches(case), _SAME_WORK
+            changed, note = trial.equal_microbatches(replay), _SAME_WORK
         case "actions", "usual":
-            changed, measured = trial.without_outliers(case), False
+            changed, measured = trial.without_outliers(replay), False
         case "link", _ if _is_factor(value):
-            changed, measured = case.with_links(float(value)), False
+            changed, measured = replay.with_links(float(value)), False
         case "host", "none":
-            changed, measured = case.without_host(), False
+            changed, measured = replay.without_host(), False
         case _:
             forms = {
                 "cut": f"cut=even, or cut=2:0.1 with a stage of 1 to {placement.depth - 1} and a share of -1 to 1",
@@ -339,17 +339,17 @@ _CUT = re.compile(r"([0-9]{1,4}):(-?(?:0?\.[0-9]+|0|1))")
 _PROPORTIONS = "moved work is forward and backward in the proportion of the stage that takes it"
 
 
-def _move_cut(trial: WhatIfContext, case: Replay, stage: int, fraction: float) -> Replay:
+def _move_cut(trial: WhatIfContext, replay: Replay, stage: int, fraction: float) -> Replay:
     """Move the cut before a stage: later, by a fraction of its work, or below 0 earlier, by that of the stage
     before."""
-    current, replayed = (np.nansum(r.seconds - trial.outlier_seconds, axis=(0, 1, 3)) for r in (case, trial.replay))
+    current, replayed = (np.nansum(r.seconds - trial.outlier_seconds, axis=(0, 1, 3)) for r in (replay, trial.replay))
     totals = trial.totals * current / np.where(replayed > 0, replayed, 1.0)
     moved = totals.copy()
     for upper in range(stage, len(totals), trial.slowest.schedule.placement.depth):  # in each copy of the model
         amount = fraction * totals[upper if fraction > 0 else upper - 1]
         moved[upper - 1] += amount
         moved[upper] -= amount
-    return trial.rescale_stages(case, moved, totals)
+    return trial.rescale_stages(replay, moved, totals)
 
 
 def _is_factor(text: str) -> bool:

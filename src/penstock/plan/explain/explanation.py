@@ -28,7 +28,7 @@ _SERIALIZED = (
 )
 _EXACT_ERROR = 1e-7
 """Measured steps are never replayed with a smaller error."""
-_WRONG_SHARE = 0.25
+_LARGE_ERROR = 0.25
 """A prediction that is wrong by this fraction is reported in the first note."""
 _MAX_ADVICE = 6
 _MIN_OVERLAP, _SERIAL = 0.01, 0.8
@@ -44,7 +44,7 @@ class StageTime:
     Attributes:
         seconds: F + B.
         of_mean: how many times the mean of all stages that is.
-        predicted_seconds: what the plan or profile said; None if there is none.
+        predicted_seconds: what the plan or profile predicted; None if there is none.
     """
 
     stage: int
@@ -97,12 +97,12 @@ class Explanation:
 
     @property
     def error(self) -> float:
-        """The worst that the replay of a pipeline was, as a share of the step."""
+        """The largest error of a replayed pipeline, as a fraction of the step."""
         return max(abs(self.replay_error), self.worst_error)
 
     @property
     def change_error(self) -> float:
-        """By how much of the step a predicted gain may be wrong: the worst that any replay was."""
+        """The largest error of any replay, as a fraction of the step: predicted gains may be wrong by this much."""
         return max(self.error, self.whole_error)
 
     @property
@@ -112,7 +112,7 @@ class Explanation:
 
     @property
     def nothing(self) -> str:
-        """What is said where there is no advice."""
+        """The text to show where there is no advice."""
         if self.change_error > MIN_GAIN:
             return f"no significant improvement: every change is within the replay's error, {self.change_error:.1%}"
         return f"no imbalance above {MIN_GAIN:.1%} of a step"
@@ -246,7 +246,7 @@ def _confirming_trials(trial: WhatIfContext, similar: Sequence[Step]) -> list[Wh
 def _prediction_notes(predicted: Prediction, trial: WhatIfContext, seconds: float) -> list[str]:
     """Return the notes on how far off the prediction is, or why it may be of another run."""
     measured_seconds, notes = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
-    if seconds and measured_seconds and abs(seconds / measured_seconds - 1) >= _WRONG_SHARE:
+    if seconds and measured_seconds and abs(seconds / measured_seconds - 1) >= _LARGE_ERROR:
         reason = "" if notes else ": it was made with other threads, rows or devices, or other work ran on the machine"
         notes.insert(0, f"the pipeline took {measured_seconds / seconds:.2f} times what was predicted{reason}")
     if not predicted.guessed:

@@ -36,7 +36,7 @@ class Prediction:
         link: what a message costs.
         action_seconds: what the runtime adds to an action.
         starts: the unit with which each stage begins, by its place.
-        guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
+        guessed: whether the starts are the profile's own best, because the run's cuts are unknown.
         price: what splitting the stages' backwards costs, if it was measured.
         note: why it may be a prediction of something else.
     """

@@ -48,12 +48,12 @@ class Replay:
 
     @property
     def work_seconds(self) -> float:
-        """What all actions take in sum."""
+        """The total time of all actions, in seconds."""
         return float(np.nansum(self.seconds))
 
     @property
     def busiest_seconds(self) -> float:
-        """What all actions of one rank take in sum, of that with most."""
+        """The longest total time of one rank's actions, in seconds."""
         by_stage = np.nansum(self.seconds, axis=(1, 3))  # [R, S]
         placements = (schedule.placement.by_rank for schedule in self.schedules)
         pairs = zip(by_stage, placements, strict=True)
@@ -103,7 +103,7 @@ class Replay:
 
     @cached_property
     def spans(self) -> list[float]:
-        """Of each replica, from its first start to its last end."""
+        """The seconds from each replica's first start to its last end."""
         return [max(ends) for ends in self._ends()]
 
     def _ends(self, begins: Floats | None = None) -> list[list[float]]:

@@ -46,11 +46,11 @@ _JOIN_NOTE = "if splitting a backward costs up to half of the work; pass --profi
 _SPLIT_NOTE = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages; pass --profile to know"
 
 
-def change_schedule(case: Replay, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Change:
-    """Return the case under another schedule: `zb-h1`, or with stages per rank `interleaved-1f1b/2`.
+def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Change:
+    """Return the replay under another schedule: `zb-h1`, or with stages per rank `interleaved-1f1b/2`.
 
     Args:
-        case: with the schedule that was run.
+        replay: with the schedule that was run.
         text: the schedule's name, and chunks if they are not its default.
         slow: how slow each rank is, by its stages, as in `Factors.rank`: stays with the rank where stages move.
         price: of split backwards, and its bounds, if it was measured.
@@ -61,7 +61,7 @@ def change_schedule(case: Replay, text: str, slow: Floats, price: tuple[Price, .
     name, _, chunks = text.partition("/")
     if chunks and not chunks.isdigit():
         raise ArgumentError(f"schedule {text!r}: expected a name, or a name and a number of chunks, as in zb-v/2")
-    entry, current = schedule_spec(name), case.schedules[0]
+    entry, current = schedule_spec(name), replay.schedules[0]
     per_rank = current.placement.stages // current.placement.ranks
     if current.placement.pipelines > 1 or entry.placement == "bidirectional":
         raise ArgumentError(f"schedule {text!r}: not comparable; copies of a model cost something else")
@@ -80,14 +80,14 @@ def change_schedule(case: Replay, text: str, slow: Floats, price: tuple[Price, .
         notes.append(f"a rank holds up to {new_held:g} microbatches instead of {old_held:g}")
 
     def apply(price: Price) -> Replay:
-        seconds = np.repeat(_piece_seconds(case.seconds, factor, price), factor, axis=2)
+        seconds = np.repeat(_piece_seconds(replay.seconds, factor, price), factor, axis=2)
         if schedule.placement != current.placement:
             seconds = seconds / np.repeat(slow, factor, axis=2)[..., None]
             by_rank = np.stack([slow[:, :, list(stages)].mean(axis=2) for stages in current.placement.by_rank], axis=2)
             seconds = seconds * by_rank[:, :, list(schedule.placement.rank_of)][..., None]
-        host = np.repeat(case.host, factor, axis=1)
-        schedules = (schedule,) * len(case.schedules)
-        return replace(case, schedules=schedules, seconds=_fit_ops(schedule, seconds, price), host=host)
+        host = np.repeat(replay.host, factor, axis=1)
+        schedules = (schedule,) * len(replay.schedules)
+        return replace(replay, schedules=schedules, seconds=_fit_ops(schedule, seconds, price), host=host)
 
     prices: tuple[Price, ...] = (FREE,)
     if factor > 1 or splits != was_split:
@@ -138,30 +138,30 @@ def _fit_ops(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
     return np.where(used, result, np.nan)
 
 
-def other_schedules(case: Replay, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:
-    """Yield the case under each schedule that leaves stages as they are. Arguments are those of `another`."""
-    current = case.schedules[0]
-    if current.placement.pipelines > 1 or sum(map(len, current.rows)) * len(case.schedules) > MAX_ACTIONS:
+def other_schedules(replay: Replay, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:
+    """Yield the replay under each schedule that leaves stages as they are. Arguments are those of `change_schedule`."""
+    current = replay.schedules[0]
+    if current.placement.pipelines > 1 or sum(map(len, current.rows)) * len(replay.schedules) > MAX_ACTIONS:
         return
     per_rank = current.placement.stages // current.placement.ranks
     for entry in schedule_specs():
         params = ScheduleParams(current.ranks, current.microbatches, max(per_rank, entry.chunks))
         if not entry.fits(params, current.placement):
             continue
-        change = change_schedule(case, entry.name, slow, price)
+        change = change_schedule(replay, entry.name, slow, price)
         if change.cases[0].schedules[0].rows != current.rows:
             yield change
 
 
-def double_microbatches(case: Replay) -> Iterator[Change]:
+def double_microbatches(replay: Replay) -> Iterator[Change]:
     """Microbatches of half the size, each taking half as long; nothing if the schedule has no name."""
-    current = case.schedules[0]
+    current = replay.schedules[0]
     placement = current.placement
     if current.name not in names() or placement.pipelines > 1:
         return
     schedule = generate(current.name, current.ranks, 2 * current.microbatches, placement.stages // placement.ranks)
-    halves = (np.repeat(_piece_seconds(case.seconds, 2, price), 2, axis=3) for price in (TYPICAL, FREE, EXPENSIVE))
-    schedules = (schedule,) * len(case.schedules)
-    cases = (replace(case, schedules=schedules, seconds=_fit_ops(schedule, half, FREE)) for half in halves)
+    halves = (np.repeat(_piece_seconds(replay.seconds, 2, price), 2, axis=3) for price in (TYPICAL, FREE, EXPENSIVE))
+    schedules = (schedule,) * len(replay.schedules)
+    cases = (replace(replay, schedules=schedules, seconds=_fit_ops(schedule, half, FREE)) for half in halves)
     text = f"cut the batch into {2 * current.microbatches} microbatches instead of {current.microbatches}"
     yield Change("pieces", text, tuple(cases), "if half a microbatch takes half as long", measured=False)

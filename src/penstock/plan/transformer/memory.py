@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, TrainingConfig
-from penstock.plan.transformer.operations import FP16, FP32
+from penstock.plan.transformer.operations import HALF, SINGLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ def layer_activations(job: TrainingConfig, rows: int) -> float:
     """Return the activation bytes of one layer for one microbatch."""
     model, t, n = job.model, job.tensor_parallel, rows * job.seq_length
     if job.recompute == "full":
-        return float(FP16 * n * model.hidden_size)
+        return float(HALF * n * model.hidden_size)
     mask = 1 if model.dropout else 0
     by_tokens = (
-        n * model.hidden_size * (4 * FP16 + 2 * mask)
+        n * model.hidden_size * (4 * HALF + 2 * mask)
     )  # inputs of norms and of products after them; dropouts' masks
-    heads = FP16 * n * (2 * model.hidden_size + 2 * model.kv_width)  # queries, keys, values, and what they become
-    inner = n * model.inner * FP16 * (3 if model.gated else 2)
+    heads = HALF * n * (2 * model.hidden_size + 2 * model.kv_width)  # queries, keys, values, and what they become
+    inner = n * model.inner * HALF * (3 if model.gated else 2)
     keeps_scores = job.recompute == "none" and not job.flash_attention
-    scores = n * job.seq_length * model.num_attention_heads * (FP16 + (FP16 + 1) * mask) if keeps_scores else 0
-    log_sums = FP32 * n * model.num_attention_heads if job.flash_attention else 0
+    scores = n * job.seq_length * model.num_attention_heads * (HALF + (HALF + 1) * mask) if keeps_scores else 0
+    log_sums = SINGLE * n * model.num_attention_heads if job.flash_attention else 0
     return by_tokens / (t if job.sequence_parallel else 1) + (heads + inner + scores + log_sums) / t
 
 
@@ -62,11 +62,11 @@ def _layer_workspace(job: TrainingConfig, rows: int) -> float:
     that of the activation function's input, of the first product of the feed-forward, or of scores."""
     model, t, n = job.model, job.tensor_parallel, rows * job.seq_length
     recomputed = layer_activations(replace(job, recompute="none"), rows) - layer_activations(job, rows)
-    inner = FP16 * n * model.inner / t
+    inner = HALF * n * model.inner / t
     wide = inner * (2 if model.gated else 1)
     product = _matmul_workspace(job, rows, wide / n) - inner
-    scores = (1 if model.dropout else 2) * FP16 * n * job.seq_length * model.num_attention_heads / t - wide - inner
-    residual = FP16 * n * model.hidden_size / (t if job.sequence_parallel else 1)
+    scores = (1 if model.dropout else 2) * HALF * n * job.seq_length * model.num_attention_heads / t - wide - inner
+    residual = HALF * n * model.hidden_size / (t if job.sequence_parallel else 1)
     return recomputed + residual + max(wide, product, 0 if job.flash_attention else scores)
 
 
@@ -76,7 +76,7 @@ def _matmul_workspace(job: TrainingConfig, rows: int, row_bytes: float) -> float
     """
     gathered = 2 if job.sequence_parallel and job.tensor_parallel > 1 else 1
     weight = 0 if job.keeps_dummies else row_bytes * job.model.hidden_size
-    return gathered * FP16 * rows * job.seq_length * job.model.hidden_size + weight
+    return gathered * HALF * rows * job.seq_length * job.model.hidden_size + weight
 
 
 def dummy_gradient_bytes(job: TrainingConfig, *, layers: bool, head: bool) -> float:
@@ -84,23 +84,23 @@ def dummy_gradient_bytes(job: TrainingConfig, *, layers: bool, head: bool) -> fl
     if not job.keeps_dummies:
         return 0.0
     sizes = job.model.layer_matrices * layers + job.model.output * head
-    return FP16 * sizes / job.tensor_parallel
+    return HALF * sizes / job.tensor_parallel
 
 
 def embedding_memory(job: TrainingConfig, rows: int) -> UnitMemory:
     """Return the memory before the first layer: a mask, if there is dropout. Its gradient is dense."""
     mask = rows * job.seq_length * job.model.hidden_size if job.model.dropout else 0
     parameters, t = job.model.embedding / job.tensor_parallel, job.tensor_parallel if job.sequence_parallel else 1
-    return _unit_memory(job, parameters, mask / t, FP16 * parameters)
+    return _unit_memory(job, parameters, mask / t, HALF * parameters)
 
 
 def head_memory(job: TrainingConfig, rows: int) -> UnitMemory:
     """Return the memory after the last layer: the inputs of norm and output layer, and logits. A gradient in 16 bits
     takes the place of those in float32."""
     model, t, n = job.model, job.tensor_parallel, rows * job.seq_length
-    by_tokens = 2 * FP16 * n * model.hidden_size / (t if job.sequence_parallel else 1)
-    half_logits, logits = (size * n * model.vocab_size / t for size in (FP16, FP16 if job.fused_loss else FP32))
-    product = _matmul_workspace(job, rows, FP16 * model.vocab_size / t) + half_logits - logits
+    by_tokens = 2 * HALF * n * model.hidden_size / (t if job.sequence_parallel else 1)
+    half_logits, logits = (size * n * model.vocab_size / t for size in (HALF, HALF if job.fused_loss else SINGLE))
+    product = _matmul_workspace(job, rows, HALF * model.vocab_size / t) + half_logits - logits
     working = max(product, 0 if job.fused_loss else half_logits)
     return _unit_memory(job, model.output / t + model.final_norm, by_tokens + logits, working)
 
@@ -111,7 +111,7 @@ def boundary_bytes(job: TrainingConfig, rows: int) -> float:
     Without sequence parallelism every device of a group has the same values; each sends its part of them, and the
     group gathers them again (the scatter/gather of Narayanan et al. 2021, section 4.1).
     """
-    return FP16 * rows * job.seq_length * job.model.hidden_size / job.tensor_parallel
+    return HALF * rows * job.seq_length * job.model.hidden_size / job.tensor_parallel
 
 
 def _unit_memory(job: TrainingConfig, parameters: float, activations: float, working: float) -> UnitMemory:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from penstock.costs.hardware import Operation
 from penstock.plan.transformer.job import TrainingConfig
 
-FP16 = 2
-"""Bytes of an activation."""
+HALF = 2
+"""Bytes of a value in half precision, such as an activation."""
 
-FP32 = 4
-"""Bytes of a value in float32: weight gradients are added up in it, and logits are computed in it for the loss."""
+SINGLE = 4
+"""Bytes of a value in single precision: weight gradients add up in it, and the loss takes logits in it."""
 
 BACKWARD_FACTOR = 2.5
 """A fused backward does five products where the forward did two (Dao 2023, FlashAttention-2, section 3)."""
@@ -91,7 +91,7 @@ def embedding_work(job: TrainingConfig, rows: int) -> Work:
     them up."""
     n = rows * job.seq_length
     size = n * job.model.hidden_size
-    forward, backward = _kernel(2 * FP16 * size), _kernel((FP16 + 2 * FP32) * size)
+    forward, backward = _kernel(2 * HALF * size), _kernel((HALF + 2 * SINGLE) * size)
     return Work((forward,), (), (backward,), forward_reduces=_reduced_bytes(job, rows))
 
 
@@ -101,7 +101,7 @@ def head_work(job: TrainingConfig, rows: int, processors: int) -> Work:
     n = rows * job.seq_length
     norm_tokens = n / t if job.sequence_parallel else n
     logits = n * model.vocab_size / t
-    loss = Work((_kernel((FP16 + 3 * FP32) * logits),), (_kernel((FP32 + FP16) * logits),))
+    loss = Work((_kernel((HALF + 3 * SINGLE) * logits),), (_kernel((SINGLE + HALF) * logits),))
     product = _matmul(job, processors, n, model.hidden_size, model.vocab_size / t)
     work = _elementwise(norm_tokens * model.hidden_size, 2, 3).then(product).then(loss)
     return work.then(Work(backward_reduces=_reduced_bytes(job, rows)))
@@ -109,7 +109,7 @@ def head_work(job: TrainingConfig, rows: int, processors: int) -> Work:
 
 def _reduced_bytes(job: TrainingConfig, rows: int) -> tuple[float, ...]:
     """Return the tensor of all tokens, if a group adds it up."""
-    return (float(FP16 * rows * job.seq_length * job.model.hidden_size),) if job.tensor_parallel > 1 else ()
+    return (float(HALF * rows * job.seq_length * job.model.hidden_size),) if job.tensor_parallel > 1 else ()
 
 
 def _attention(job: TrainingConfig, rows: int) -> Work:
@@ -117,30 +117,30 @@ def _attention(job: TrainingConfig, rows: int) -> Work:
     model, t = job.model, job.tensor_parallel
     n = rows * job.seq_length
     flops = 2.0 * n * job.seq_length * model.hidden_size / t
-    widths = FP16 * n * (model.hidden_size + model.kv_width) / t
+    widths = HALF * n * (model.hidden_size + model.kv_width) / t
     if job.flash_attention:  # masked blocks, half of all, are left out
         forward = Operation(flops, 2 * widths, job.dtype)
         return Work((forward,), (Operation(BACKWARD_FACTOR * flops, 4 * widths, job.dtype),), (), ())
     scores = n * job.seq_length * model.num_attention_heads / t
-    product = Operation(flops, widths + FP16 * scores, job.dtype)
+    product = Operation(flops, widths + HALF * scores, job.dtype)
     mask = (1 if model.dropout else 0) * scores
-    softmax = _kernel(2 * FP16 * scores)
-    dropped = (_kernel(2 * FP16 * scores + mask),) if model.dropout else ()
+    softmax = _kernel(2 * HALF * scores)
+    dropped = (_kernel(2 * HALF * scores + mask),) if model.dropout else ()
     forward_all = (product, softmax, *dropped, product)
     backward = (
-        Operation(flops, widths + FP16 * scores, job.dtype, 4),
-        _kernel(3 * FP16 * scores),
-        *((_kernel(2 * FP16 * scores + mask),) if model.dropout else ()),
+        Operation(flops, widths + HALF * scores, job.dtype, 4),
+        _kernel(3 * HALF * scores),
+        *((_kernel(2 * HALF * scores + mask),) if model.dropout else ()),
     )
     return Work(forward_all, backward, (), forward_all)
 
 
 def _matmul(job: TrainingConfig, processors: int, n: float, k: float, m: float) -> Work:
     """n tokens by a weight of k x m."""
-    flops, bytes_moved = 2.0 * n * k * m, FP16 * (n * k + k * m + n * m)
+    flops, bytes_moved = 2.0 * n * k * m, HALF * (n * k + k * m + n * m)
     forward = Operation(flops * tile_waste(processors, n, m), bytes_moved, job.dtype)
     inputs = Operation(flops * tile_waste(processors, n, k), bytes_moved, job.dtype)
-    weights = Operation(flops * tile_waste(processors, k, m), FP16 * (n * k + n * m) + 2 * FP32 * k * m, job.dtype)
+    weights = Operation(flops * tile_waste(processors, k, m), HALF * (n * k + n * m) + 2 * SINGLE * k * m, job.dtype)
     return Work((forward,), (inputs,), (weights,))
 
 
@@ -148,12 +148,12 @@ def _residual_add(job: TrainingConfig, tokens: float) -> Work:
     """Dropout and the sum with the residual, in one kernel."""
     size = tokens * job.model.hidden_size
     mask = size if job.model.dropout else 0
-    return Work((_kernel(3 * FP16 * size + mask),), (_kernel(2 * FP16 * size + mask),))
+    return Work((_kernel(3 * HALF * size + mask),), (_kernel(2 * HALF * size + mask),))
 
 
 def _elementwise(size: float, forward: int, backward: int) -> Work:
     """Return the work of a kernel that reads and writes tensors of this many values."""
-    return Work((_kernel(FP16 * forward * size),), (_kernel(FP16 * backward * size),))
+    return Work((_kernel(HALF * forward * size),), (_kernel(HALF * backward * size),))
 
 
 def _kernel(bytes_moved: float) -> Operation:

@@ -121,7 +121,7 @@ def vs_prediction(name: str, predicted: float, measured: float) -> Metric:
 
 
 def from_serialized(timelines: Sequence[Timeline], name: str) -> Contents:
-    """Timelines of ranks that took turns in one process: their durations are real, their starts cannot be compared."""
+    """Build the page of ranks that took turns in one process: durations are real, starts not comparable."""
     timeline = timelines[-1]
     busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
     return Contents(

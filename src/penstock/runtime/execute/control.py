@@ -51,7 +51,7 @@ class Control:
         self,
         world: World,
         device: torch.device,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         group_options: GroupOptions | None = None,
         *,
         staged: bool = False,
@@ -67,8 +67,8 @@ class Control:
         if world.rank is None:
             self.watchdog = Watchdog()
             return
-        location = meeting_store(default_store(), world.everyone)
-        self.watchdog = Watchdog.connect(world.number, len(world.everyone), location, patience)
+        store = meeting_store(default_store(), world.everyone)
+        self.watchdog = Watchdog.connect(world.number, len(world.everyone), store, timeouts)
         self.watchdog.partners, self.watchdog.members = world.partners, world.everyone
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.mesh_peers):

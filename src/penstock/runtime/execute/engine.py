@@ -94,7 +94,7 @@ class Engine:
         devices: Sequence[torch.device],
         seed: int,
         transport: TransportChoice = "auto",
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         group_options: GroupOptions | None = None,
     ) -> None:
         self.world = world
@@ -109,7 +109,7 @@ class Engine:
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
-        self.control = Control(world, device, patience, group_options, staged=transport == "staged")
+        self.control = Control(world, device, timeouts, group_options, staged=transport == "staged")
         self._choice = transport
         watchdog = self.control.watchdog
         follows = not world.is_local and has_events(device)  # how far the device has come

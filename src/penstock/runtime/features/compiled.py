@@ -145,8 +145,8 @@ def compile_notes(compile: Compile, *, draws: bool, blocks: bool = False) -> tup
 def empty_w_notes(stages: Sequence[int]) -> tuple[str, ...]:
     """Return the notes for users on compiled stages in which W has nothing to do."""
     return tuple(
-        f"stage {index}: W does nothing (split_share is 0), since no weight gradient can be taken out of its compiled "
-        "code: weights are used other than in products, or a forward is compiled in its class"
+        f"stage {index}: W does nothing (deferred_weight_grad_fraction is 0), since no weight gradient can be taken "
+        "out of its compiled code: weights are used other than in products, or a forward is compiled in its class"
         for index in stages
     )
 

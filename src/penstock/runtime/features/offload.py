@@ -74,7 +74,7 @@ class CopyStreams:
 
 @cache
 def copy_streams_for(device: torch.device) -> CopyStreams | None:
-    """Return the lanes of a device, for all stages on it; None for the host itself, where copies are made at once."""
+    """Return the copy streams of a device, for all stages on it; None for the host, which copies at once."""
     return None if device.type in ("cpu", "meta") else CopyStreams(device)
 
 

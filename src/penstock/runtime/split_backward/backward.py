@@ -60,7 +60,7 @@ class SplitBackward:
         compiled_modules = modules[:1] if compiled else [part for part in modules if compiled_as(part)]
         self._get_parameters = parameters
         self._module = module
-        self._has_parameters = False
+        self._parameters_read = False
         self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._without_gradients = WithoutGradients()
@@ -102,7 +102,7 @@ class SplitBackward:
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
         """Wrap a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
-        if not self._has_parameters:
+        if not self._parameters_read:
             self._read_parameters()
         if not self._uses.decided:
             self._learning = True
@@ -115,7 +115,7 @@ class SplitBackward:
 
     def _read_parameters(self) -> None:
         """Read the parameters. Sharded ones are whole only now, and distributed ones never wait."""
-        self._has_parameters = True
+        self._parameters_read = True
         parameters = self._get_parameters()
         self._parameters = [p for p in parameters.values() if p.requires_grad]
         self._compiled = frozenset(id(p) for part in self._compiled_modules for p in part.parameters())

@@ -110,13 +110,13 @@ class BoundSchedules:
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([memory for stage in stages for memory in stage.remembered], outline.sizes)
         recorded = [input_signature(flatten(example)) for example in outline.examples]
-        is_announced = self._announces or cut is None or [input_signature(piece) for piece in cut.pieces] == recorded
+        as_announced = self._announces or cut is None or [input_signature(piece) for piece in cut.pieces] == recorded
         leaves = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = CachedSchedule(
             bound=self._bind(partitions, training),
             sizes=outline.sizes,
             mode=(training, *self._split.signature()),
-            signature=cut.signature if cut is not None and is_announced else None,
+            signature=cut.signature if cut is not None and as_announced else None,
             plain_values=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
             positions=[model_inputs(partition.stages[0].meta) for partition in partitions],
             overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),

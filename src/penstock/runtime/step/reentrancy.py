@@ -17,11 +17,11 @@ _lock = threading.RLock()
 
 
 @contextmanager
-def one_at_a_time(owner: Hashable) -> Iterator[None]:
+def one_at_a_time(key: Hashable) -> Iterator[None]:
     """Wrap a step, or the making of a pipeline.
 
     Args:
-        owner: distinguishes it from others that may run within it, such as a step of another pipeline.
+        key: distinguishes it from others that may run within it, such as a step of another pipeline.
 
     Raises:
         ArgumentError: another thread is within one, or this thread is within the same.
@@ -32,15 +32,15 @@ def one_at_a_time(owner: Hashable) -> Iterator[None]:
             "generators and the model: use pipelines from one thread at a time, or in processes of their own"
         )
     try:
-        if owner in _running:
+        if key in _running:
             raise ArgumentError(
                 "this pipeline was asked for a step within its own step (in the loss, in a hook or in the model's "
                 "forward): wait until the step has returned"
             )
-        _running.append(owner)
+        _running.append(key)
         try:
             yield
         finally:
-            _running.remove(owner)
+            _running.remove(key)
     finally:
         _lock.release()

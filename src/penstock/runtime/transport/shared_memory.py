@@ -76,18 +76,21 @@ class Neighbors:
             listener.bind(name)
             listener.listen()
             gathered = gather((rank, (this.machine, this.pid, name, secret)))  # a barrier, too: now everyone listens
-            doors = [listener for _, listener in sorted(gathered)]  # a mesh may have its processes in another order
-            peers = [peer for peer, (machine, *_) in enumerate(doors) if machine == this.machine and peer != rank]
-            pids = {this.pid, *(doors[peer][1] for peer in peers)}  # a sandbox may show this process as the other end
+            endpoints = [endpoint for _, endpoint in sorted(gathered)]  # a mesh may have its processes in another order
+            peers = [peer for peer, (machine, *_) in enumerate(endpoints) if machine == this.machine and peer != rank]
+            pids = {
+                this.pid,
+                *(endpoints[peer][1] for peer in peers),
+            }  # a sandbox may show this process instead
             kinds = (self._connections, self.lines)
             for peer in peers:
                 for kind, sockets in enumerate(kinds if peer < rank else ()):
                     connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    connection.connect(doors[peer][2])
+                    connection.connect(endpoints[peer][2])
                     if _peer_process(connection)[0] not in pids:
                         self.close()
                         raise ConnectionError(f"rank {peer} has ended, and another process has taken its socket's name")
-                    connection.sendall(_HELLO.pack(rank, kind, doors[peer][3]))
+                    connection.sendall(_HELLO.pack(rank, kind, endpoints[peer][3]))
             awaited = {(peer, kind) for peer in peers if peer > rank for kind in range(len(kinds))}
             strangers: set[int] = set()
             deadline = time.monotonic() + JOIN_SECONDS

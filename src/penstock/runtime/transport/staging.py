@@ -128,7 +128,7 @@ class _HostReduction(HostOperation):
 
 @dataclass(slots=True)
 class Operation:
-    """Something that a courier is to do, as `torch.distributed` returns a `Work`."""
+    """An operation of a `SerialWorker`, as `torch.distributed` returns a `Work`."""
 
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None

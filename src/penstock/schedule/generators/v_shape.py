@@ -201,7 +201,7 @@ class _Table:
             for earlier in range(self._ready(action), slot):
                 if earlier not in by_slot:
                     self._put(action, earlier)
-                    if curve.try_move(earlier, slot, limit):
+                    if curve.accepts_move(earlier, slot, limit):
                         break
                     self._put(action, slot)
 
@@ -243,7 +243,7 @@ class _ActivationCurve:
     def peak(self) -> int:
         return max(count for count, _ in self._after)
 
-    def try_move(self, earlier: int, slot: int, limit: int) -> bool:
+    def accepts_move(self, earlier: int, slot: int, limit: int) -> bool:
         """Count again, now that an action has moved to an earlier slot. Return whether the rank stays within its limit;
         only then is the new count kept."""
         states = [self._after[earlier]]

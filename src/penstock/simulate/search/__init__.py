@@ -1,6 +1,6 @@
 """Better schedules than the known ones: under a memory limit for each rank, for stages with different costs.
 
-In come a placement, costs and limits; out comes `Found`: a schedule, and a bound that none can beat.
+In come a placement, costs and limits; out comes `SearchResult`: a schedule, and a bound that none can beat.
 
 >>> from penstock.schedule import Placement
 >>> from penstock.simulate import StageCost

@@ -56,9 +56,11 @@ def improve(
             continue
         rank, row, changed_at = move
         rows[rank], old_row = row, rows[rank]
-        bound = timing.score - temperature * max(0.0, 1 - effort.actions / actions) ** 2 * math.log(1 - random.random())
-        candidate = time_rows(problem, rows, bound, timing, changed_at, effort)
-        if candidate is None or candidate.score > bound:
+        allowed = timing.score - temperature * max(0.0, 1 - effort.actions / actions) ** 2 * math.log(
+            1 - random.random()
+        )
+        candidate = time_rows(problem, rows, allowed, timing, changed_at, effort)
+        if candidate is None or candidate.score > allowed:
             rows[rank] = old_row
             continue
         timing = candidate

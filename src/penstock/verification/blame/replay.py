@@ -71,8 +71,14 @@ class Replay:
         random: Mapping[tuple[str, int, int], Tensor],
         autocast: str = "",
     ) -> Replayed:
-        """Args: `before`: parameters and buffers; `gradients`: the pipeline's; `random`: states of the generator with
-        which calls of modules begin; `autocast`: its dtype, if it is on."""
+        """Replay a step on the unsplit model.
+
+        Args:
+            before: parameters and buffers.
+            gradients: the pipeline's.
+            random: the generator's state at the beginning of each call of a module.
+            autocast: its dtype, if it is on.
+        """
         parameters = dict(self.model.named_parameters())
         outputs = self.module_outputs(*data.inputs(0))
         order, keys = [*dict.fromkeys(key.module for key in outputs)], list[ValueKey]()

@@ -253,7 +253,7 @@ class _Fold:
 
 
 def _round(moves: Iterable[Move]) -> Rounds:
-    """One round; none if there is nothing to send."""
+    """Build one round; none if there is nothing to send."""
     messages = tuple(moves)
     return (messages,) if messages else ()
 

@@ -87,8 +87,8 @@ def join(spec: Spec) -> Iterator[Members]:
             f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
         )
     try:
-        patience = Timeouts(join_seconds=spec.join_seconds)
-        store = start(spec.backend, patience, "penstock fabric", spec.stall_seconds)
+        timeouts = Timeouts(join_seconds=spec.join_seconds)
+        store = start(spec.backend, timeouts, "penstock fabric", spec.stall_seconds)
         control = None if spec.backend == "gloo" else dist.new_group(backend="gloo")
     except RankFailedError as error:
         raise FabricError(str(error)) from None

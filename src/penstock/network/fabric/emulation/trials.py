@@ -34,7 +34,7 @@ from penstock.network.fabric.emulation.spec import BOARD, Spec
 
 _FIRST_NS = 2_000_000
 """The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
-_RECENT, _IN_TIME = 100, 0.95
+_MAX_RECENT, _IN_TIME_FRACTION = 100, 0.95
 """How many recent announcements count, and the fraction of them that must have reached all hosts in time."""
 _MARGIN_NS = 150_000
 
@@ -101,7 +101,7 @@ class Signals:
         self._members = members
         self._board = board
         self._peers = range(1, members.size) if members.rank == 0 else ()
-        self._latencies_ns: deque[int] = deque([_FIRST_NS], maxlen=_RECENT)
+        self._latencies_ns: deque[int] = deque([_FIRST_NS], maxlen=_MAX_RECENT)
         """How long recent announcements took to reach this host; on host 0, to reach the last host."""
 
     def report(self, stamps: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Signals:
 
 def needed_ns(latencies_ns: Sequence[int]) -> int:
     """Return the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
-    return sorted(latencies_ns)[math.ceil(_IN_TIME * len(latencies_ns)) - 1]
+    return sorted(latencies_ns)[math.ceil(_IN_TIME_FRACTION * len(latencies_ns)) - 1]
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
