@@ -7,7 +7,7 @@ load torch.
 from __future__ import annotations
 
 from penstock._base import __version__ as __version__
-from penstock._base.lazy import TYPE_CHECKING, face, lent, moved, renamed
+from penstock._base.lazy import TYPE_CHECKING, lazy_exports, moved, providers, renamed
 
 if TYPE_CHECKING:
     from penstock._base.errors import ArgumentError as ArgumentError
@@ -141,8 +141,8 @@ renamed.update(  # until 0.2
     }
 )
 
-lent.update(drawing="penstock.report.plot", verification="penstock.verification.verify")
+providers.update(drawing="penstock.report.plot", verification="penstock.verification.verify")
 
 _OLD = {name.rpartition(".")[2] for name in moved if name.count(".") == 1}
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES | _OLD)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES, _SUBPACKAGES | _OLD)

@@ -111,7 +111,7 @@ def train_over(rank: int, mesh: str, cell: Cell) -> list[str]:
 
 def why_split_groups_fail(rank: int, cell: Cell) -> str:
     """What is said where the groups of two pipelines would be split from the default group."""
-    with mock.patch.object(groups, "bound_to", nullcontext), pytest.raises(RuntimeError) as raised:
+    with mock.patch.object(groups, "binding_to", nullcontext), pytest.raises(RuntimeError) as raised:
         train_over(rank, "two pipelines", cell)
     return str(raised.value)
 

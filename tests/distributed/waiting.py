@@ -127,7 +127,7 @@ def before_forwards(act: Callable[[], None]) -> None:
 
 PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
-    "example": (build, "shared"),
+    "example": (build, "share_example"),
     "recording": (build, "Partitioner"),
     "ties": (TieReducer, "start_copies"),
     "neighbors": (Neighbors, "__init__"),

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import penstock
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition import partitioner
 from penstock.partition.stages.partition import describe
 from penstock.partition.units.chain import Chain

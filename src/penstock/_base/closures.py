@@ -35,10 +35,10 @@ class _Maker:
         return function
 
 
-def apart(value: Any, enclosing: frozenset[int] = frozenset()) -> Any:
+def replace_functions(value: Any, enclosing: frozenset[int] = frozenset()) -> Any:
     """Copy a nested value with a Closure in place of each function, except those that close over themselves (whose id
     is in `enclosing`), or over a variable without a value yet."""
-    take_apart = partial(apart, enclosing=enclosing | {id(value)})
+    take_apart = partial(replace_functions, enclosing=enclosing | {id(value)})
     if type(value) is partial:
         return Closure(_make_partial, take_apart((value.func, value.args, value.keywords)))
     if type(value) is FunctionType:

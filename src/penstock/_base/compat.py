@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from penstock._base.closures import Closure, apart
+from penstock._base.closures import Closure, replace_functions
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -43,8 +43,8 @@ __all__ = [
     "holders",
     "is_block_mask",
     "quiet",
-    "size_of",
-    "storage_of",
+    "storage_bytes",
+    "storage_id",
     "unset_fake_temporarily",
 ]
 
@@ -90,7 +90,7 @@ class Opened(NamedTuple):
     rebuild: Callable[[Sequence[Any], Any], Any]
 
 
-def opened(value: Any) -> Opened | None:
+def open_value(value: Any) -> Opened | None:
     """Open a value that torch's pytrees know: a named tuple, a torch result, a type that a library registered.
 
     None for any other value.
@@ -99,7 +99,7 @@ def opened(value: Any) -> Opened | None:
         return Opened(value.contents, ["[0]", "[1]", "[2]"], value.make, lambda contents, make: make(*contents))
     if is_block_mask(value):
         names = tuple(vars(value))
-        return Opened(apart([*vars(value).values()]), [f".{name}" for name in names], names, _block_mask)
+        return Opened(replace_functions([*vars(value).values()]), [f".{name}" for name in names], names, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -130,7 +130,7 @@ def _block_mask(children: Sequence[Any], names: Sequence[str]) -> Any:
     return mask
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Identify the memory behind a tensor, for as long as it lives. Views of each other share it."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -138,7 +138,7 @@ def storage_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def size_of(tensor: Tensor) -> int:
+def storage_bytes(tensor: Tensor) -> int:
     """Return the size in bytes of the memory behind a tensor, which may use only part of it; of a sparse tensor's
     values."""
     try:
@@ -170,7 +170,7 @@ class WeakStorage:
     __slots__ = ("_reference", "number")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.number = storage_of(tensor)
+        self.number = storage_id(tensor)
         self._reference: object
         try:
             self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -223,7 +223,7 @@ def autocast_kinds() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", "cuda", *(() if accelerator is None else (accelerator.type,)))))
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def device_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device; the CPU's where the device has none of its own."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
@@ -316,7 +316,7 @@ def is_bound() -> bool:
 
 
 @contextmanager
-def bound_to(device: torch.device | None) -> Iterator[None]:
+def binding_to(device: torch.device | None) -> Iterator[None]:
     """Give the default process group a device, or none, for a `with` block."""
     import torch.distributed as dist
 

@@ -119,16 +119,16 @@ def check_seconds(*, limit: float = sys.float_info.max, **seconds: object) -> No
             raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 
-OF_COMMAND = "penstock"
+COMMAND_FILENAME = "penstock"
 """Stands for the file name if a command called Penstock, so that a warning has no line."""
 
 
-def formatted(
+def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Format a warning as one line of a command's output, unless it points to a line of the user's code. For
     `warnings.formatwarning`."""
-    if filename == OF_COMMAND:
+    if filename == COMMAND_FILENAME:
         return f"penstock: warning: {message}\n"
     return _default_format(message, category, filename, lineno, line)
 
@@ -142,7 +142,7 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
         level, frame = level + 1, frame.f_back
     if str(frame.f_globals.get("__name__")).partition(".")[0] in ("typer", "runpy"):  # a command: no line of the user's
-        warnings.warn_explicit(message, UserWarning, OF_COMMAND, 0)
+        warnings.warn_explicit(message, UserWarning, COMMAND_FILENAME, 0)
     else:
         warnings.warn(message, stacklevel=level)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import printable
+from penstock._base.formatting import strip_control_chars
 
 T = TypeVar("T")
 FilePath = str | os.PathLike[str]
@@ -156,7 +156,7 @@ def parse_json(data: str | bytes, label: str) -> Any:
     """
     from pydantic_core import from_json
 
-    check_number_of_values(data, label)
+    check_value_count(data, label)
     try:
         return from_json(data.removeprefix(b"\xef\xbb\xbf") if isinstance(data, bytes) else data, allow_inf_nan=False)
     except ValueError as error:
@@ -180,7 +180,7 @@ def finite(value: Any) -> Any:
 
 def parse_csv(text: str, label: str, delimiter: str = ",") -> Iterator[list[str]]:
     """Yield the rows of CSV. Raise ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
-    check_number_of_values(text, label)
+    check_value_count(text, label)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         yield from rows
@@ -188,7 +188,7 @@ def parse_csv(text: str, label: str, delimiter: str = ",") -> Iterator[list[str]
         raise ArgumentError(f"{label}, line {rows.line_num}, is not CSV: {error}") from None
 
 
-def check_number_of_values(data: str | bytes, label: str) -> None:
+def check_value_count(data: str | bytes, label: str) -> None:
     """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
     separators: Any = "\n[{,;\t" if isinstance(data, str) else [b"\n", b"[", b"{", b",", b";", b"\t"]
     lines, *values = map(data.count, separators)
@@ -289,7 +289,7 @@ def _limit_entries(value: Any) -> Any:
 
 def quoted(value: Any) -> str:
     """Quote the value in at most 80 printable characters, for errors."""
-    text = printable(reprlib.repr(value))
+    text = strip_control_chars(reprlib.repr(value))
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
 
 
@@ -309,7 +309,7 @@ def write_json(path: FilePath, value: Any, label: str | None = None) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n", label)
 
 
-def write_whole(path: FilePath, value: Any) -> None:
+def write_json_line(path: FilePath, value: Any) -> None:
     """Write as `write_json` does, in one line, but raise OSError."""
     with atomic(path) as new:
         new.write_bytes(json.dumps(value).encode() + b"\n")

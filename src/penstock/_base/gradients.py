@@ -52,14 +52,16 @@ def slot_elements(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // unit) * unit
 
 
-def summed_bytes(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> int:
+def all_reduce_bytes(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> int:
     """Return the size of what each process sends to all-reduce its gradients: the gradients, and one number for
     each, whether it exists. `grad_dtype`: see `gradient_dtype`."""
     dtypes = [(parameter, gradient_dtype(parameter, grad_dtype)) for parameter in parameters]
     return sum((slot_elements(parameter.numel(), dtype) + 1) * dtype.itemsize for parameter, dtype in dtypes)
 
 
-def by_gradient_dtype(parameters: Iterable[P], grad_dtype: torch.dtype | None = None) -> dict[torch.dtype, list[P]]:
+def group_by_gradient_dtype(
+    parameters: Iterable[P], grad_dtype: torch.dtype | None = None
+) -> dict[torch.dtype, list[P]]:
     """Group the parameters by the dtype of their gradients, which are summed separately. `grad_dtype`: see
     `gradient_dtype`."""
     groups: dict[torch.dtype, list[P]] = {}
@@ -72,7 +74,7 @@ def buckets(
     parameters: Iterable[P], max_bytes: int = BUCKET_BYTES, grad_dtype: torch.dtype | None = None
 ) -> Iterator[list[P]]:
     """Group parameters into buckets of one gradient dtype and at most `max_bytes`, or of a single larger parameter."""
-    for group in by_gradient_dtype(parameters, grad_dtype).values():
+    for group in group_by_gradient_dtype(parameters, grad_dtype).values():
         bucket: list[P] = []
         filled = 0
         for parameter in group:
@@ -86,7 +88,7 @@ def buckets(
             yield bucket
 
 
-def checked_dtype(dtype: object) -> torch.dtype | None:
+def check_grad_dtype(dtype: object) -> torch.dtype | None:
     """`grad_dtype=`, checked.
 
     Raises:

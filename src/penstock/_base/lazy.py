@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def face(
+def lazy_exports(
     package: str, names_by_module: Mapping[str, str], subpackages: Collection[str] = ()
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__all__`, `__getattr__` and `__dir__`.
@@ -36,10 +36,10 @@ def face(
         if new := renamed.get(f"{package}.{name}"):
             return get(new)
         if name not in module_of_name:
-            from penstock._base.second_names import of_peer
+            from penstock._base.aliases import peer_remedy
 
             raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{of_peer(name) and f'; {of_peer(name)}'}"
+                f"module {package!r} has no attribute {name!r}{peer_remedy(name) and f'; {peer_remedy(name)}'}"
             )
         value = getattr(_import(f"{package}.{module_of_name[name]}"), name)
         setattr(sys.modules[package], name, value)
@@ -55,7 +55,7 @@ renamed: dict[str, str] = {}
 """Maps `package.old_name` to the new name; old names are accepted for a release."""
 
 
-def old_names(package: str) -> Callable[[str], Any]:
+def find_old_names(package: str) -> Callable[[str], Any]:
     """Return a package's `__getattr__` that finds `renamed` names."""
 
     def get(name: str) -> Any:
@@ -96,13 +96,13 @@ class _Moved:
 
 sys.meta_path.insert(0, _Moved)
 
-lent: dict[str, str] = {}
+providers: dict[str, str] = {}
 """Maps tasks of lower layers to modules of higher ones. `penstock/__init__.py`, which knows all layers, fills it."""
 
 
-def borrowed(task: str) -> ModuleType:
+def load_provider(task: str) -> ModuleType:
     """Return the module that does a task of `lent`, loaded now."""
-    return _import(lent[task])
+    return _import(providers[task])
 
 
 def _import(module: str) -> ModuleType:

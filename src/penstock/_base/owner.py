@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError, warn
-from penstock._base.process import Process, lives
-from penstock._base.words import line_of
+from penstock._base.formatting import printable_line
+from penstock._base.process import Process, is_alive
 
 NAME = ".owner.json"
 _MAX_CHARACTERS = 200
@@ -125,9 +125,11 @@ def _describe_owner(descriptor: int) -> str:
     names one that has ended."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
-        text = line_of(os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace"), _MAX_CHARACTERS).strip('"')
+        text = printable_line(os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace"), _MAX_CHARACTERS).strip(
+            '"'
+        )
         match = _OWNER_TEXT.match(text)
-        if (match and (match[2] != socket.gethostname() or lives(int(match[1])))) or time.monotonic() > deadline:
+        if (match and (match[2] != socket.gethostname() or is_alive(int(match[1])))) or time.monotonic() > deadline:
             return text or "another process"
         time.sleep(0.01)
 

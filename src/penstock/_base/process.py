@@ -61,7 +61,7 @@ def kernel() -> str:
         return ""
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process of this machine has not ended."""
     try:
         os.kill(pid, 0)

@@ -112,7 +112,7 @@ def _varies(stages: Sequence[StageMeta]) -> bool:
     return any(stage.branches for stage in stages)
 
 
-def links_of(
+def merge_links(
     kinds: Sequence[Sequence[StageMeta]], links: Callable[[Sequence[StageMeta]], Sequence[Link]]
 ) -> tuple[Link, ...]:
     """Return the links of a batch whose microbatches are of several kinds, each with its own stages.
@@ -131,7 +131,7 @@ def links_of(
     return tuple(merged.values())
 
 
-def traffic(stages: Sequence[StageMeta]) -> Hashable:
+def traffic_key(stages: Sequence[StageMeta]) -> Hashable:
     """Return what distinguishes kinds of microbatches: the origin of each stage's inputs, as positions among the
     source's outputs, and which values take a gradient or are updated in place.
 
@@ -161,7 +161,7 @@ def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[
     return {value: tuple(route) for value, route in routes.items()}
 
 
-def shifted(stage: StageMeta, offset: int) -> StageMeta:
+def shift_stage(stage: StageMeta, offset: int) -> StageMeta:
     """Return the same stage in another copy of the model, whose stages are numbered from `offset`."""
     inputs = tuple(i if i.source == MODEL_INPUT else replace(i, source=i.source + offset) for i in stage.inputs)
     return replace(stage, index=stage.index + offset, inputs=inputs)

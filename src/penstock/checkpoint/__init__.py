@@ -6,7 +6,7 @@ export_safetensors, import_safetensors one file of weights, which the unsplit mo
 init_from_weights                      initializes a model on the meta device from such a file, or from a checkpoint
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.checkpoint.contents import Stateful
 from penstock.checkpoint.export import export_checkpoint, export_safetensors
 from penstock.checkpoint.folders import latest
@@ -30,4 +30,4 @@ __all__ = [
 ]
 
 weights = init_from_weights  # until 0.2; hides the module of that name
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import also
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.checkpoint import folders
 from penstock.checkpoint.averages import PartitionedState
 from penstock.checkpoint.collective import run_on_all_ranks, run_on_rank0
@@ -51,7 +51,7 @@ class Restored:
     extra: Any
 
 
-@also(others="stateful")
+@accept_aliases(others="stateful")
 def load(
     folder: str | Path,
     pipe: Pipeline,
@@ -138,7 +138,7 @@ def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: 
         difference = (
             f"lacks {len(missing)} of this model's tensors"
             if missing
-            else f"has {counted(len(unknown), 'tensor')} that this model does not have"
+            else f"has {pluralize(len(unknown), 'tensor')} that this model does not have"
         )
         raise ArgumentError(
             f"{path} was saved from another model: it {difference}, such as {examples}. "

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock._base import owner
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import also
 from penstock.checkpoint import folders, storage
 from penstock.checkpoint.averages import PartitionedState, check_shared
 from penstock.checkpoint.collective import CHECKPOINT_IO, attempt, describe_error, run_on_all_ranks, run_on_rank0
@@ -90,7 +90,7 @@ class AsyncSaver:
                 print(f"penstock: cannot write {path}: {describe_error(error, 0)[1]}", file=sys.stderr)
 
 
-@also(others="stateful", wait="blocking", keep="keep_last")
+@accept_aliases(others="stateful", wait="blocking", keep="keep_last")
 def save(
     folder: str | Path,
     pipe: Pipeline,

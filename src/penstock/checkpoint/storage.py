@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock._base.errors import ArgumentError, CheckpointError
 from penstock._base.files import read_bytes
-from penstock._base.words import in_a_line, line_of
+from penstock._base.formatting import one_line, printable_line
 from penstock.checkpoint.contents import GLOBAL_STATE, GlobalState
 from penstock.checkpoint.folders import METADATA
 from penstock.checkpoint.unpickling import NotAllowedError, unpickle
@@ -127,8 +127,8 @@ class Reader(FileSystemReader):
             return unpickle(data) if self._weights_only else pickle.loads(data)
         except NotAllowedError as error:
             raise ArgumentError(
-                f"{self.path}: {key!r} needs a class that is not allowed ({line_of(str(error), 160)}); allow it with "
-                "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
+                f"{self.path}: {key!r} needs a class that is not allowed ({printable_line(str(error), 160)}); allow it "
+                "with torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
             ) from error
         except Exception as error:
             raise CheckpointError(_damage_message(Path(self.path), error)) from error
@@ -190,6 +190,6 @@ def _check(path: Path, metadata: Metadata) -> None:
 
 def _damage_message(file: Path, error: Exception) -> str:
     return (
-        f"{file} is damaged or not a checkpoint file ({line_of(in_a_line(error), 200)}); take another checkpoint, or "
-        "copy the whole folder again"
+        f"{file} is damaged or not a checkpoint file ({printable_line(one_line(error), 200)}); take another "
+        "checkpoint, or copy the whole folder again"
     )

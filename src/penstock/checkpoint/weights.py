@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError, CheckpointError, require
 from penstock._base.files import read_json, validate
-from penstock._base.second_names import also
 from penstock.checkpoint import folders
 from penstock.checkpoint.collective import run_on_all_ranks
 from penstock.checkpoint.contents import model_key, model_tensors
@@ -23,7 +23,7 @@ from penstock.runtime.gradients.distribution import copy_into
 from penstock.runtime.model.ownership import Materialize
 
 
-@also(otherwise="init_missing")
+@accept_aliases(otherwise="init_missing")
 def init_from_weights(
     path: str | Path,
     model: nn.Module | Sequence[nn.Module],

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from penstock._base import __version__
-from penstock._base.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
-from penstock._base.second_names import of_peer
-from penstock._base.words import printable
+from penstock._base.aliases import peer_remedy
+from penstock._base.errors import ArgumentError, PartitionError, PenstockError, VerificationError, format_warning
+from penstock._base.formatting import strip_control_chars
 from penstock.cli._errors import Commands, in_options, iterate_options, usage_error
 from penstock.cli._old_names import OLD_COMMANDS, old_options
 from penstock.distributed.launch.endings import describe_signal
@@ -86,13 +86,13 @@ class _Verbs(Commands):
             if not hasattr(error, "format_message"):
                 raise
             verb, name = self.get_command(ctx, ctx.invoked_subcommand or ""), getattr(error, "option_name", "")
-            remedy = in_options(of_peer(name), set(iterate_options(verb)) if verb else (), ctx.invoked_subcommand)
+            remedy = in_options(peer_remedy(name), set(iterate_options(verb)) if verb else (), ctx.invoked_subcommand)
             text = f"{ctx.invoked_subcommand} has no option {name}; {remedy}" if "--" in remedy else usage_error(error)
             if not text:
                 raise
             status = 2
         _flush()
-        print(f"penstock: {'error: ' if status <= 2 else ''}{printable(text)}", file=sys.stderr)
+        print(f"penstock: {'error: ' if status <= 2 else ''}{strip_control_chars(text)}", file=sys.stderr)
         raise typer.Exit(status)
 
 
@@ -131,7 +131,7 @@ def _run() -> int:
     """Run the command and return its exit status."""
     status: Any = 0
     write_error: OSError | None = None
-    warnings.formatwarning = formatted
+    warnings.formatwarning = format_warning
     try:
         app(prog_name="penstock")
     except SystemExit as error:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.text import columns_table
 
 LONG_TABLE = 24
@@ -40,7 +40,7 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
     if report["replicas"] > 1:
         counts = {"replica": report["replicas"]} | counts
-    sizes = ", ".join(counted(count, noun) for noun, count in counts.items())
+    sizes = ", ".join(pluralize(count, noun) for noun, count in counts.items())
     notes = "\n".join(f"note: {note}" for note in report["notes"])
     full_batch = report["full_batch"]
     explained = f"full batch: {full_batch['text']}" if full_batch and full_batch["verdict"] == "explained" else ""

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import did_you_mean
+from penstock._base.formatting import did_you_mean
 from penstock.cli._old_names import old_options
 
 _ARGUMENT_OPTIONS = {

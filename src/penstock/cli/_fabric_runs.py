@@ -13,7 +13,7 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import write_json
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.views.facts import format_rate
@@ -183,7 +183,7 @@ def predict(
 
 
 def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, Any], console: Console) -> None:
-    head = f"{summary['workload']}: {summary['hosts']} hosts, {counted(summary['trials'], 'trial')}"
+    head = f"{summary['workload']}: {summary['hosts']} hosts, {pluralize(summary['trials'], 'trial')}"
     console.print(Text(head, "bold"), soft_wrap=True)
     warnings = {
         f"the run is incomplete; missing: {summary['missing'] or 'its end'}": not summary["complete"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock._base.errors import ArgumentError, ScheduleError, check_counts
 from penstock._base.files import read_text
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._errors import flag, in_options
 from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.schedule import (
@@ -199,7 +199,7 @@ def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -
     for _, numbers in sizes:
         if (stages := numbers.ranks * numbers.stages_per_rank) > MAX_STAGES:
             raise ArgumentError(
-                f"--ranks {numbers.ranks} with {counted(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} "
+                f"--ranks {numbers.ranks} with {pluralize(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} "
                 f"stages; the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
             )
     return total

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.costs import Outcome
 from penstock.report.text import print_columns
 from penstock.simulate import IdleCause
@@ -59,7 +59,9 @@ def show(outcome: Outcome, console: Console, extra: Mapping[str, str] | None = N
     print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak\nact.": peaks})
     if costs.has_memory:
         memory = outcome.memory_by_kind
-        sizes = sized if costs.are_measured else make_format([size for kinds in memory for size in kinds.values()])
+        sizes = (
+            format_bytes if costs.are_measured else make_format([size for kinds in memory for size in kinds.values()])
+        )
         console.print()
         columns = {kind: [sizes(kinds[kind]) for kinds in memory] for kind in memory[0]}
         print_columns(console, {"memory of rank": ranks, **columns})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted, sized
+from penstock._base.formatting import format_bytes, pluralize
 from penstock.cli._errors import flag
 from penstock.cli._options import REQUIRED, check_count, options_on
 from penstock.cli._target import parse_link_cost
@@ -88,11 +88,13 @@ class ClusterOptions:
         device, options = self.kind, self.specified
         if device is None:
             return []
-        memory = sized(float(options.memory)) if options.memory and options.memory.isdecimal() else options.memory
+        memory = (
+            format_bytes(float(options.memory)) if options.memory and options.memory.isdecimal() else options.memory
+        )
         parts = [device.name, f"memory {memory}", *([f"link {options.link}"] if options.link else [])]
         if options.devices_per_host is not None and options.inter_host_link:
             parts.append(
-                f"{counted(options.devices_per_host, 'device')} per host, {options.inter_host_link} between hosts"
+                f"{pluralize(options.devices_per_host, 'device')} per host, {options.inter_host_link} between hosts"
             )
         return ["; ".join(parts)]
 

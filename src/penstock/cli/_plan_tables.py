@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from penstock._base.words import counted, in_ranges, sized
+from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
 from penstock.cli._outcome import format_all, make_format
 from penstock.report.text import pairs, print_columns
 from penstock.simulate import IdleCause
@@ -37,7 +37,7 @@ _MAX_RANKS = 16
 def show(result: PlanResult, console: Console, cluster: Cluster) -> None:
     """Print the best plans, the rank layout of the first, and the reasons for rejecting others."""
     best = result.best[0]
-    tried = counted(len(result.best) + len(result.rejected), "plan")
+    tried = pluralize(len(result.best) + len(result.rejected), "plan")
     console.print(f"[bold]{_describe(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
     if note := _pipeline_note(result, best):
         console.print(note)
@@ -109,7 +109,7 @@ def _show_plans(groups: Sequence[Sequence[Plan]], console: Console) -> None:
         "samples/s": format_all([plan.rows_per_second for plan in plans], max_decimals=2),
         "bubble": [f"{plan.bubble:.1%}" for plan in plans],
         "grad\nreduce s": [f"{plan.reduce_seconds:.2g}" if has_reduce else None for plan in plans],
-        "memory": [sized(max(plan.memory_bytes)) for plan in plans],
+        "memory": [format_bytes(max(plan.memory_bytes)) for plan in plans],
     }
     print_columns(console, columns)
 
@@ -141,9 +141,9 @@ def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
         "first modules": [_shorten([names[stage] for stage in by_rank[rank]]) for rank in shown],
         "F + B": [times(seconds[rank]) for rank in shown],
         "vs\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
-        "activ-\nations": [sized(plan.memory_bytes[rank] - static[rank]) for rank in shown],
-        "memory": [sized(plan.memory_bytes[rank]) for rank in shown],
-        "limit": [sized(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
+        "activ-\nations": [format_bytes(plan.memory_bytes[rank] - static[rank]) for rank in shown],
+        "memory": [format_bytes(plan.memory_bytes[rank]) for rank in shown],
+        "limit": [format_bytes(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
         "recompute /\noffload": [_policies(plan, by_rank[rank]) for rank in shown],
     }
     print_columns(console, columns, left=3)
@@ -152,7 +152,7 @@ def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
 def _devices(devices: Sequence[int], cluster: Cluster) -> str:
     """Return the numbers of devices and, if there are several, their types."""
     kinds = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
-    return _shorten(in_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
+    return _shorten(collapse_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -171,7 +171,7 @@ def _reasons(result: PlanResult) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], too_large: []}
     for plan in sorted(_typical(result), key=lambda plan: plan.lacking_bytes):
         if plan.lacking_bytes:
-            reason, detail = too_large, f"the peak-memory rank needs {sized(plan.lacking_bytes)} more"
+            reason, detail = too_large, f"the peak-memory rank needs {format_bytes(plan.lacking_bytes)} more"
         elif plan.bubble is None:
             reason, detail = pruned, f"at least {_compare_speed(plan, best)}"
         else:
@@ -202,7 +202,7 @@ def _typical(result: PlanResult) -> list[RejectedConfig]:
 
 def _describe(choice: ParallelConfig) -> str:
     chunks = f" vpp={choice.chunks}" if choice.chunks > 1 else ""
-    microbatches = counted(choice.microbatches, "microbatch")
+    microbatches = pluralize(choice.microbatches, "microbatch")
     return f"{choice.schedule}: dp={choice.replicas} pp={choice.ranks}{chunks}, {microbatches} of {choice.rows}"
 
 
@@ -232,10 +232,10 @@ def show_shortfall(
     rank = closest.fullest
     required, static = closest.memory_bytes[rank], closest.held_bytes[rank]
     console.print(
-        f"[bold]Nothing fits[/] into {sized(closest.limit_bytes[rank])} per device. {_describe(closest.choice)}, with "
-        f"{len(closest.recompute)} of {closest.choice.stages} stages recomputed, is closest: rank {rank} needs "
-        f"{sized(required)}, {sized(closest.lacking_bytes)} too much: {sized(static)} for parameters, gradients "
-        f"and the optimizer, and {sized(required - static)} for activations."
+        f"[bold]Nothing fits[/] into {format_bytes(closest.limit_bytes[rank])} per device. "
+        f"{_describe(closest.choice)}, with {len(closest.recompute)} of {closest.choice.stages} stages recomputed, is "
+        f"closest: rank {rank} needs {format_bytes(required)}, {format_bytes(closest.lacking_bytes)} too much: "
+        f"{format_bytes(static)} for parameters, gradients and the optimizer, and {format_bytes(required - static)} for activations."
     )
     if remedies:
         console.print("\nAny of these changes fits:")

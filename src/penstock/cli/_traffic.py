@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._errors import flag
 from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, load_target, parse_names
@@ -96,7 +96,7 @@ class TrafficOptions:
         return replace(workload, dtype=dtype, op=op)
 
     def _of_model(self, target: str, hosts: int) -> Workload:
-        from penstock._base.trees import unflatten
+        from penstock._base.pytree import unflatten
         from penstock.network.fabric.traffic import from_model
         from penstock.runtime.batch.cutting import Cutting
 
@@ -142,7 +142,7 @@ class TrafficOptions:
                 grad_dtype=dtype_named(self.gradient_dtype),
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the {sum(sizes)} samples of the batch do not divide evenly"
-        pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'sample')}"
+        pieces = f"{pluralize(len(sizes), 'microbatch')} of {pluralize(sizes[0], 'sample')}"
         note = f"{pieces}, from TARGET's batch per replica{uneven}"
         return replace(workload, name=f"{target}, {workload.name}", notes=(*workload.notes, note))
 

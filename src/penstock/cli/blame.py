@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock._base.errors import VerificationError, check_counts
 from penstock._base.files import check_writable, write_text
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
 from penstock.cli._target import TARGET, load_target
 
@@ -50,7 +50,7 @@ def blame(
     else:
         sizes = {"rank": report.ranks, "stage": report.stages, "microbatch": report.microbatches, "step": report.steps}
         console = screen()
-        console.print(", ".join(counted(count, noun) for noun, count in sizes.items()), markup=False)
+        console.print(", ".join(pluralize(count, noun) for noun, count in sizes.items()), markup=False)
         for note in report.notes:
             console.print(f"note: {note}", markup=False)
         if report.ok:

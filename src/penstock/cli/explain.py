@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
 from penstock.cli._outcome import make_format
 from penstock.report.text import pairs, print_columns
@@ -101,7 +101,7 @@ def _check_plan(plan: Plan, run: TraceSteps, folder: RecordedRun | None, file: P
 
 
 def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
-    counts = ", ".join(map(counted, sizes, ("rank", "stage", "microbatch")))
+    counts = ", ".join(map(pluralize, sizes, ("rank", "stage", "microbatch")))
     return f"{schedule} with {counts}" + ("" if cuts is None else f", cut at {', '.join(cuts) or 'nothing'}")
 
 
@@ -234,7 +234,7 @@ def _vs_prediction(stage: StageTime) -> float:
 
 def _show_head(explanation: Explanation, console: Console) -> None:
     step, run = explanation.step, explanation.run
-    replicas = f", {counted(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
+    replicas = f", {pluralize(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
     origin = explanation.origin
     if origin != "measured":
         origin += ", with its costs' unit for a second"

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
 from penstock.cli._plan_options import ClusterOptions, TransformerOptions
 from penstock.cli._plan_tables import show, show_shortfall
@@ -93,7 +93,9 @@ def plan(
     else:
         console = screen()
         if (per_host := devices.devices_per_host) is not None and (extra := devices.devices % per_host):
-            notes.append(f"the last of {counted(devices.hosts, 'host')} has {extra} of {counted(per_host, 'device')}")
+            notes.append(
+                f"the last of {pluralize(devices.hosts, 'host')} has {extra} of {pluralize(per_host, 'device')}"
+            )
         if result.best:
             notes += _extrapolation_note(sizes, result.best[0].choice.rows)
         for note in [*([] if paper else cluster.notes), *notes]:
@@ -162,7 +164,7 @@ def _extrapolation_note(sizes: Sizes, rows: int) -> list[str]:
     sizes_to_add = ",".join(map(str, sorted({rows, *measured})))
     smaller = ", and small microbatches usually take longer" if rows < measured[0] else ""
     return [
-        f"the best plan has microbatches of {counted(rows, 'sample')}, but the profile only of {covered}: times are "
+        f"the best plan has microbatches of {pluralize(rows, 'sample')}, but the profile only of {covered}: times are "
         f"extrapolated{smaller}; add --microbatch-sizes {sizes_to_add} to `penstock profile` to be sure"
     ]
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
-from penstock._base.words import counted, in_ranges, sized
+from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
 from penstock.cli._options import check_count, integers, option, output_option, screen
 from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, load_target, parse_names, profile_target
 from penstock.report.text import print_columns
@@ -101,10 +101,10 @@ def show(profile: Profile, console: Console) -> None:
     from penstock.costs.sizes import quality_warnings
 
     inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
-    runs = f"{counted(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
+    runs = f"{pluralize(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
     if profile.action_seconds is not None:
         runs += f"; the runtime adds {1e6 * profile.action_seconds:.0f} us to each forward and backward of a stage"
-    head = f"{counted(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
+    head = f"{pluralize(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
     console.print(Text(f"{head}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
     _show_units(profile, console)
@@ -123,11 +123,11 @@ def show(profile: Profile, console: Console) -> None:
             "samples/s": [
                 f"{size.rows / time:,.0f}" if time else "-" for size, time in zip(sizes, seconds, strict=True)
             ],
-            "activations": [sized(sum(unit.activation_bytes for unit in size.units)) for size in sizes],
+            "activations": [format_bytes(sum(unit.activation_bytes for unit in size.units)) for size in sizes],
         }
         print_columns(console, columns)
     if profile.links:
-        console.print(f"\nlinks between ranks, for messages of {sized(profile.links[0].message_bytes)}")
+        console.print(f"\nlinks between ranks, for messages of {format_bytes(profile.links[0].message_bytes)}")
         rates = [link.bytes_per_second for link in profile.links]
         columns = {
             "from": [link.source for link in profile.links],
@@ -161,9 +161,9 @@ def _show_units(profile: Profile, console: Console) -> None:
         **_columns(units),
         "spread": [f"{max(unit.spread for unit in row):.0%}" if measured else "-" for row in units],
         "% time": [f"{sum(unit.seconds for unit in row) / total:.1%}" for row in units],
-        "activations": [sized(sum(unit.activation_bytes for unit in row)) for row in units],
-        "parameters": [sized(sum(unit.parameter_bytes for unit in row)) for row in units],
-        "input": [sized(row[0].boundary_bytes) for row in units],
+        "activations": [format_bytes(sum(unit.activation_bytes for unit in row)) for row in units],
+        "parameters": [format_bytes(sum(unit.parameter_bytes for unit in row)) for row in units],
+        "input": [format_bytes(row[0].boundary_bytes) for row in units],
     }
     print_columns(console, columns)
 
@@ -182,7 +182,7 @@ def summarize_units(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple
 
 
 def _name(units: Sequence[UnitCost]) -> str:
-    ranges = in_ranges(unit.name for unit in units)
+    ranges = collapse_ranges(unit.name for unit in units)
     return ranges[0] if len(ranges) == 1 else f"{_shared([f'{unit.name}.' for unit in units])}.*"
 
 

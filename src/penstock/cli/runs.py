@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.cli._options import JSON, argument, option, print_json, screen
 from penstock.report.text import print_unbroken, table
 
@@ -100,7 +100,7 @@ def figures(run: Summary) -> dict[str, str]:
         else f"{progress.rows_per_second:,.4g}",
         "loss": "-" if progress is None or progress.loss is None else f"{progress.loss:#.4g}".removesuffix("."),
         "bubble": "-" if progress is None or progress.bubble is None else f"{progress.bubble:.0%}",
-        "peak process memory": "-" if run.peak_bytes is None else sized(run.peak_bytes),
+        "peak process memory": "-" if run.peak_bytes is None else format_bytes(run.peak_bytes),
     }
 
 

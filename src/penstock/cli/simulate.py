@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, output_option, print_json, screen
@@ -103,7 +103,7 @@ def _compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
 def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
     """Print a row per schedule, then the schedules that the numbers do not allow, with the reasons."""
     schedule = outcomes[0].schedule
-    numbers = f"p = {counted(schedule.ranks, 'rank')}, m = {counted(schedule.microbatches, 'microbatch')}"
+    numbers = f"p = {pluralize(schedule.ranks, 'rank')}, m = {pluralize(schedule.microbatches, 'microbatch')}"
     console.print(f"[bold]{numbers}; the shortest span first[/]")
     _show_costs(outcomes[0].costs, _WITH_ONE_SIZE, console)
     console.print()

@@ -21,9 +21,9 @@ from penstock._base.errors import (
     RankFailedError,
     VerificationError,
     check_counts,
-    formatted,
+    format_warning,
 )
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._comparison_table import show
 from penstock.cli._options import CUT, JSON, USUAL_OR_BATCH_SIZE, option, output_option, print_json, screen
 from penstock.cli._order import ALL, check_size
@@ -122,7 +122,7 @@ def _verify_all(case: Case, *, as_json: bool) -> None:
         print_json(reports)
     if failed := [report["schedule"] for report in reports if not report["ok"]]:
         raise VerificationError(
-            f"{len(failed)} of {counted(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
+            f"{len(failed)} of {pluralize(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
         )
 
 
@@ -206,7 +206,7 @@ def _choice(name: str | None) -> TransportChoice:
 
 def _part(target: Target, replicas: int, replica: int) -> Microbatch:
     """Return a replica's part of the batch, cut as a pipeline cuts its batch."""
-    from penstock._base.trees import unflatten
+    from penstock._base.pytree import unflatten
     from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
 
     cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
@@ -246,7 +246,7 @@ def run_distributed(case: Case) -> dict[str, Any]:
 def rank_main(folder: Path) -> int:
     """Run one rank of `run_distributed` and return its exit status."""
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
-    warnings.formatwarning = formatted
+    warnings.formatwarning = format_warning
     try:
         (report,) = run_case(case, [case.schedule])
         result: dict[str, Any] = {"report": report}

@@ -9,7 +9,7 @@ from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs.links import MeasuredLinks
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
@@ -93,7 +93,7 @@ class Costs:
 
         if stages > len(uncut.units):
             raise ArgumentError(
-                f"{self.source} has {counted(len(uncut.units), 'unit')}, at most one stage each, but {name} needs "
+                f"{self.source} has {pluralize(len(uncut.units), 'unit')}, at most one stage each, but {name} needs "
                 f"{stages} stages; use fewer, or split modules: penstock profile --split-inside"
             )
         units = tuple(unit.split for unit in uncut.units) if splits else uncut.units
@@ -152,7 +152,7 @@ class Costs:
             _, costs = self._cut_units(costs, depth, name, splits=splits)
         stages: list[StageCosts] = [costs] * depth if isinstance(costs, StageCost) else list(costs)
         if len(stages) != depth:
-            count = counted(len(stages), "stage")
+            count = pluralize(len(stages), "stage")
             raise ArgumentError(f"{self.source} has {count}, but {name} needs {depth}: list that many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
@@ -191,7 +191,7 @@ class Costs:
             return self
         size, remainder = divmod(len(self.stages), depth)
         if remainder or not size:
-            count = counted(len(self.stages), "stage")
+            count = pluralize(len(self.stages), "stage")
             raise ArgumentError(f"{self.source} has {count}, which cannot be combined into {depth}")
         merged = (_merge(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
         return replace(self, stages=tuple(merged))

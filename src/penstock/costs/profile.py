@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 from penstock.costs.hardware import Operation
 
 VERSION = 1
@@ -291,7 +291,7 @@ class Profile:
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
         if not names or len({*names}) < len(names):
-            raise ArgumentError(f"units: expected at least one, with unique names, not {shortened(names)}")
+            raise ArgumentError(f"units: expected at least one, with unique names, not {list_names(names)}")
         check_numbers("the profile", self)
         for unit in (*self.units, *(unit for size in self.others for unit in size.units)):
             check_numbers(f"unit {unit.name!r}", unit)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs.costs import UnitsToCut
 from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, quantity_fields
 
@@ -70,7 +70,7 @@ class Sizes:
             rows = measured_rows(profile)
             if rows in by_rows:
                 raise ArgumentError(
-                    f"profiles: two are of microbatches of {counted(rows, 'row')}; pass one of each size"
+                    f"profiles: two are of microbatches of {pluralize(rows, 'row')}; pass one of each size"
                 )
             by_rows[rows] = profile
         return cls(by_rows)
@@ -186,14 +186,14 @@ def quality_warnings(profile: Profile) -> tuple[str, ...]:
         split = sum(unit.split.forward_seconds for unit in size.units)
         if max(plain, split) > _SPLIT_RATIO * min(plain, split) + _SPLIT_SLACK:
             warnings.append(
-                f"forwards of {counted(size.rows, 'row')} took {split * 1e3:.3g} ms where backwards are split, and "
+                f"forwards of {pluralize(size.rows, 'row')} took {split * 1e3:.3g} ms where backwards are split, and "
                 f"{plain * 1e3:.3g} ms otherwise: something else ran; measure again"
             )
     for smaller, larger in pairwise(sizes):
         if _seconds(larger) < _seconds(smaller):
             warnings.append(
-                f"microbatches of {counted(larger.rows, 'row')} took less time than those of {smaller.rows}: something "
-                "else ran; measure again"
+                f"microbatches of {pluralize(larger.rows, 'row')} took less time than those of {smaller.rows}: "
+                "something else ran; measure again"
             )
     return tuple(warnings)
 
@@ -221,12 +221,12 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
                 f"--microbatch-size {rows}: {source} has microbatches of {measured} rows, "
                 f"which cover 1 to {sizes.largest}; measure others: penstock profile --microbatch-sizes"
             )
-        units, size = sizes.at(rows), counted(rows, "row")
+        units, size = sizes.at(rows), pluralize(rows, "row")
         if rows not in sizes.profiles:
             relation = "between" if min(sizes.profiles) < rows < max(sizes.profiles) else "beyond"
             size += f" ({relation} those measured: {', '.join(map(str, sorted(sizes.profiles)))})"
     elif profile.rows:
-        size = counted(profile.rows, "row")
+        size = pluralize(profile.rows, "row")
     method = "measured" if profile.source == "measured" else "an estimate"
     origin = f"{source.removeprefix('--profile ')}, {method} on {profile.device_name or profile.device}"
     return UnitsToCut(units, profile.action_seconds or 0.0, f"{origin}, microbatches of {size}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from penstock._base.words import in_a_line, line_of
+from penstock._base.formatting import one_line, printable_line
 
 Kind = Literal["raised", "lost", "left", "stalled"]
 
@@ -33,7 +33,7 @@ class Position(NamedTuple):
     def from_list(cls, values: Sequence[Any]) -> Position:
         """Read one from JSON. Raise ValueError or TypeError for anything else."""
         action, peers = values
-        return cls(line_of(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
+        return cls(printable_line(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
 
     def __str__(self) -> str:
         if self.peers:
@@ -70,7 +70,7 @@ class Failure(NamedTuple):
     def of(cls, rank: int, action: str | None, error: BaseException, device: DeviceLag | None = None) -> Failure:
         """Build the failure of a rank that raised `error`, and where its device was."""
         suffix = "" if device is None else f"; {device}"
-        return cls(rank, action or None, line_of(in_a_line(error), _MAX_CHARACTERS) + suffix, "raised")
+        return cls(rank, action or None, printable_line(one_line(error), _MAX_CHARACTERS) + suffix, "raised")
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Failure:
@@ -78,8 +78,8 @@ class Failure(NamedTuple):
         rank, action, error, kind = values
         if kind not in get_args(Kind):
             raise ValueError(f"not a kind of failure: {kind!r}")
-        action_text = None if action is None else line_of(str(action), _MAX_CHARACTERS)
-        return cls(int(rank), action_text, line_of(str(error), 2 * _MAX_CHARACTERS), kind)
+        action_text = None if action is None else printable_line(str(action), _MAX_CHARACTERS)
+        return cls(int(rank), action_text, printable_line(str(error), 2 * _MAX_CHARACTERS), kind)
 
     def __str__(self) -> str:
         position_text = f"at {self.action}" if self.action else "outside of a step"
@@ -129,7 +129,7 @@ class RankStatus(NamedTuple):
         lag = None
         if device is not None:
             position_values, finished = device
-            lag = DeviceLag(Position.from_list(position_values), line_of(str(finished), _MAX_CHARACTERS))
+            lag = DeviceLag(Position.from_list(position_values), printable_line(str(finished), _MAX_CHARACTERS))
         return cls(Position.from_list(position), float(seconds), bool(left), lag)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from penstock._base.compat import bound_to, is_bound, set_limit
+from penstock._base.compat import binding_to, is_bound, set_limit
 from penstock._base.errors import ArgumentError, PipelineClosedError
 from penstock.distributed.world import World
 
@@ -217,7 +217,7 @@ def new_group(
         members: global ranks.
         members_only: no others call this.
     """
-    with bound_to(None):
+    with binding_to(None):
         group: dist.ProcessGroup = dist.new_group(
             list(members), backend=backend, use_local_synchronization=members_only, **options.arguments(backend)
         )

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock._base.errors import ArgumentError, RankFailedError
+from penstock._base.formatting import printable_line
 from penstock._base.process import Process, environments
-from penstock._base.words import line_of
 from penstock.distributed.failure import name_ranks, notify
 from penstock.distributed.failure_detector import Timeouts
 
@@ -191,7 +191,7 @@ class MissingRanks:
             )
         if not self.reached and "timed out" in error:
             return f"it cannot reach rank 0 {_describe_address(host, port)}"
-        summary = line_of(error, _MAX_CHARACTERS)
+        summary = printable_line(error, _MAX_CHARACTERS)
         return f"the store at {location}, which rank 0 or its agent keeps, is gone; see why that has ended ({summary})"
 
     @property

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock._base.errors import RankFailedError
+from penstock._base.formatting import one_line
 from penstock._base.process import Process
-from penstock._base.words import in_a_line
 from penstock.distributed import heartbeat_server, host_clock
 from penstock.distributed.failure import (
     OUTSIDE,
@@ -265,7 +265,7 @@ class Watchdog:
                     self._fail(Failure(0, None, f"it sent what no rank sends ({type(error).__name__})", "lost"))
                 else:
                     notify(
-                        f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}"
+                        f"rank {self._rank} received an invalid message from rank 0; reconnecting: {one_line(error)}"
                     )
             if self._down_since is None and isinstance(error, ConnectionError) and not (was_connected and joining):
                 self._down_since = self._clock()  # the peer of a connection just made may be a stranger

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.distributed.joining import start
 
 PIPELINE = "pp"
@@ -229,7 +229,7 @@ def resolve_device(
         if not isinstance(devices, Sequence):
             raise ArgumentError(f"devices={devices!r}: expected {_DEVICES}, or a list with one for each rank")
         if len(devices) != world.ranks:
-            entries = counted(len(devices), "entry")
+            entries = pluralize(len(devices), "entry")
             raise ArgumentError(f"devices has {entries}; expected one for each of {world.ranks} ranks")
         return parse_device(devices[rank])
     device = current if devices is None else parse_device(devices)

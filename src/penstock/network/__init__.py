@@ -20,9 +20,9 @@ What runs on it
   conditions.py   what a run's record says about a host and its network
 """
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 MAX_HOSTS = 200
 """The most hosts in one emulation: a network like theirs has addresses for 254."""
 
-__all__, __getattr__, __dir__ = face(__name__, {}, {"fabric"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, {}, {"fabric"})

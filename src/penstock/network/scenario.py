@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import read_toml
-from penstock._base.words import line_of
+from penstock._base.formatting import printable_line
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
@@ -78,14 +78,16 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
     table = read_toml(path, name)
     events, parsed = table.pop("event", None), []
     if table:
-        raise ArgumentError(f"{name}: {line_of(', '.join(table), _MAX_MESSAGE)} is unknown: use only [[event]] tables")
+        raise ArgumentError(
+            f"{name}: {printable_line(', '.join(table), _MAX_MESSAGE)} is unknown: use only [[event]] tables"
+        )
     if not isinstance(events, list) or not events:
         raise ArgumentError(f'{name} has no events: use [[event]] tables, with at = "step 50", for example')
     for number, event in enumerate(events, 1):
         try:
             parsed.append(_event(event, topology, hosts))
         except (ArgumentError, ValueError) as error:
-            line = line_of(str(error).partition("\n")[0], _MAX_MESSAGE)
+            line = printable_line(str(error).partition("\n")[0], _MAX_MESSAGE)
             raise ArgumentError(f"{name}, event {number}: {line}") from None
     return tuple(parsed)
 

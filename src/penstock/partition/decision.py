@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import CutProblem, Profile, UnitCost, best_cuts, stage_loads
 from penstock.costs.links import link_for
 from penstock.costs.stage_costs import add_memory, crossing_seconds, price_stages
@@ -146,7 +146,7 @@ def _problem(
     if not failed:
         return problem, ()
     return problem, (
-        f"what a microbatch keeps of {counted(len(failed), 'unit')} ({failed[0]!r} is the first) does not count as "
+        f"what a microbatch keeps of {pluralize(len(failed), 'unit')} ({failed[0]!r} is the first) does not count as "
         "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
     )
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from penstock._base.compat import autocast_kinds, autocast_state
 from penstock._base.errors import ArgumentError, PartitionError, check_counts
+from penstock._base.formatting import pluralize
 from penstock._base.marks import computing
-from penstock._base.trees import Flat, flatten, unflatten
-from penstock._base.words import counted
+from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.costs import Profile
 from penstock.partition.cut.balance import Candidate, candidates, cut_at, possible_units
 from penstock.partition.cut.choice import Balance, BalanceChoice
@@ -88,8 +88,8 @@ class Partitioner:
         self._choice = BalanceChoice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(
-                f"{counted(len(cuts), 'cut')} for {counted(stages, 'stage')}: name the first module of each stage but "
-                f"the first, {counted(stages - 1, 'name')}"
+                f"{pluralize(len(cuts), 'cut')} for {pluralize(stages, 'stage')}: name the first module of each stage "
+                f"but the first, {pluralize(stages - 1, 'name')}"
             )
         self.model = as_module(model)
         self.stages = stages
@@ -362,7 +362,7 @@ class Partitioner:
             if len(units) < self.stages <= len(all_units):
                 raise PartitionError(
                     f"{error}. For stages={self.stages} there is no such cut: what must stay together leaves "
-                    f"{counted(len(units), 'stage')} at most"
+                    f"{pluralize(len(units), 'stage')} at most"
                 ) from error
             return decide_and_cut(units)
 

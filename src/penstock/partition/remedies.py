@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.partition.cut.balance import candidates
 from penstock.partition.recording.recording import Recording
 from penstock.partition.source import ELSEWHERE, OUTSIDE, Obstacle
@@ -106,7 +106,7 @@ def _describe_remaining(recording: Recording, model: nn.Module, leaves: Sequence
     total = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:
         verb = "is" if len(pieces) == 1 else "are"
-        return f"only {counted(len(pieces), 'module')} {verb} left to share among {counted(stages, 'stage')}", True
+        return f"only {pluralize(len(pieces), 'module')} {verb} left to share among {pluralize(stages, 'stage')}", True
     largest = max(pieces, key=lambda piece: piece.weight)
     share = f"{largest.weight / total:.0%} of the work"
     if largest.name in leaves:

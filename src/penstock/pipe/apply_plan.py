@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock._base.errors import ArgumentError, PlanError, warn
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import first_difference
 from penstock.distributed.world import World
 from penstock.partition.measure.units import compute_fingerprint
@@ -109,9 +109,9 @@ class AppliedPlan:
             planned, threads = made_for.threads, torch.get_num_threads()
             if planned not in (0, threads):
                 warn(
-                    f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {threads}: steps "
-                    f"will not take what it predicts; profile with --threads {threads} while nothing else runs, and "
-                    "plan again"
+                    f"the plan's times are of {pluralize(planned, 'thread')} per rank, and this one has {threads}: "
+                    f"steps will not take what it predicts; profile with --threads {threads} while nothing else runs, "
+                    "and plan again"
                 )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"
@@ -137,6 +137,6 @@ class AppliedPlan:
         planned, actual = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
         if actual != planned:
             warn(
-                f"the plan is for microbatches of {counted(planned, 'row')}, and the example's have {actual}: times "
+                f"the plan is for microbatches of {pluralize(planned, 'row')}, and the example's have {actual}: times "
                 "and memory will not be as planned; make a plan for this batch with `penstock plan --global-batch-size`"
             )

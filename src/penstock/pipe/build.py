@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases
 from penstock._base.errors import ArgumentError, PartitionError, check_counts, warn
-from penstock._base.lazy import borrowed
-from penstock._base.second_names import OF_PIPELINE, also
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.lazy import load_provider
 from penstock.distributed.failure import OUTSIDE, Position
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GROUP_SECONDS, GroupOptions
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
-@also(**OF_PIPELINE)
+@accept_aliases(**PIPELINE_ALIASES)
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -217,7 +217,7 @@ def pipeline(
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     verify_first = bool(os.environ.get(VERIFY)) if verify is None else verify
-    first_step = borrowed("verification").first_step(model, loss_fn, mesh) if verify_first else None
+    first_step = load_provider("verification").first_step(model, loss_fn, mesh) if verify_first else None
     pipe = build(model, example, world, order, options, plan=applied_plan.plan)
     pipe.session.first_step = first_step
     applied_plan.check_rows(pipe.session.rows)
@@ -334,7 +334,7 @@ def _split(
                 raise
             options.decide("cuts", error.cuts)
         except TooFewLayersError as error:
-            chunks, ranks = depth // order.ranks, counted(order.ranks, "rank")
+            chunks, ranks = depth // order.ranks, pluralize(order.ranks, "rank")
             layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
             raise PartitionError(f"{error} ({depth} stages: {layout})") from None
 

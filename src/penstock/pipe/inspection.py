@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases, accept_old_names
 from penstock._base.errors import ArgumentError, PenstockError, check_counts
-from penstock._base.gradients import checked_dtype, gradient_bytes
-from penstock._base.second_names import OF_PIPELINE, also, formerly
+from penstock._base.formatting import pluralize
+from penstock._base.gradients import check_grad_dtype, gradient_bytes
+from penstock._base.pytree import leaf_tensors
 from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
-from penstock._base.trees import leaf_tensors
-from penstock._base.words import counted
 from penstock.distributed.world import World
 from penstock.partition import Balance, Partition
 from penstock.partition.measure.footprint import Footprint, footprint
@@ -44,7 +44,7 @@ from penstock.schedule.lowering import resolve_order
 from penstock.simulate import LinkCost
 
 
-@formerly(
+@accept_old_names(
     begins="first_module",
     work_share="work_fraction",
     parameter_share="parameter_fraction",
@@ -165,7 +165,7 @@ class Inspection:
         return asdict(self)
 
 
-@also(**OF_PIPELINE)
+@accept_aliases(**PIPELINE_ALIASES)
 def inspect(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -218,7 +218,7 @@ def inspect(
     arguments = locals()  # the arguments by name: most are fields of Options
     example = validate_inputs(args, kwargs)
     order = _order(schedule, stages, stages_per_rank, microbatches, example, Cutting.of(batch_dims, split_fn, merge_fn))
-    dtype = checked_dtype(grad_dtype)
+    dtype = check_grad_dtype(grad_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
     devices = ["meta"] * order.ranks if on_meta else None
     # Nothing accumulates here: `gradient_dtype` is only counted with.
@@ -294,7 +294,7 @@ def _build_inspection(
     model_parameters = list(pipe.model.parameters())
     parameters = sum(p.numel() for p in model_parameters)
     return Inspection(
-        model=type(model).__name__ if isinstance(model, nn.Module) else counted(len(model), "layer"),
+        model=type(model).__name__ if isinstance(model, nn.Module) else pluralize(len(model), "layer"),
         parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in model_parameters),
         microbatches=microbatches,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, check_counts, check_flags, is_integer, is_number
-from penstock._base.gradients import checked_dtype
+from penstock._base.gradients import check_grad_dtype
 from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
@@ -117,7 +117,7 @@ class Options:
         return StageBudget(limit, tuple(in_flight_by_stage(order)), max_stages, self.link_cost, microbatches)
 
     def _check_types(self) -> None:
-        checked_dtype(self.grad_dtype)
+        check_grad_dtype(self.grad_dtype)
         if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
         for name, value in {

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from penstock._base.aliases import accept_old_names, suggest_argument
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import formerly, nearest
+from penstock._base.formatting import pluralize
 from penstock._base.stages import StageMeta
-from penstock._base.words import counted
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
@@ -34,7 +34,7 @@ from penstock.runtime.step.results import OutputsOption
 from penstock.schedule import check, summary
 
 
-@formerly(
+@accept_old_names(
     is_first="is_main_process",
     gather="all_gather_object",
     split_share="deferred_weight_grad_fraction",
@@ -382,7 +382,7 @@ class Pipeline:
     def __repr__(self) -> str:
         """Return each stage's rank and first module; ask no other rank."""
         order, placement = self.schedule, self.schedule.placement
-        sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
+        sizes = f"{pluralize(order.ranks, 'rank')}, {pluralize(order.microbatches, 'microbatch')}"
         status = ", verified" if self.verified else ", unverified"
         status += "" if self.session.control.staging is None else ", staged transport"
         lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{status}"]
@@ -404,10 +404,12 @@ class Pipeline:
 
         def __getattr__(self, name: str) -> Any:
             """Lead from what other libraries offer to what takes its place."""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{nearest(name, ())}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{suggest_argument(name, ())}"
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__!r} object is not callable{nearest('__call__', ())}")
+        raise TypeError(f"{type(self).__name__!r} object is not callable{suggest_argument('__call__', ())}")
 
     def __enter__(self) -> Self:
         return self
@@ -431,7 +433,7 @@ def _check_misspelled(pipe: Pipeline, kwargs: Mapping[str, Any], *, predicts: bo
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return
     for name in kwargs.keys() - accepted.keys():
-        hint = nearest(name, ("target", "outputs", "timeline", "loss_scale"))
+        hint = suggest_argument(name, ("target", "outputs", "timeline", "loss_scale"))
         if predicts and "target=" in hint:
             raise TypeError(
                 f"the model takes no argument {name}=, and predict() needs the model's inputs only; omit it"

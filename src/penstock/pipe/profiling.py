@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError, check_counts, check_seconds, is_integer
-from penstock._base.second_names import also
-from penstock._base.trees import Flat, map_tensors, unflatten
+from penstock._base.pytree import Flat, map_tensors, unflatten
 from penstock.costs import OPTIMIZER_VALUES, ModelFingerprint, Profile, estimate, fit_efficiency, read_profile
 from penstock.costs.hardware import DeviceSpec, Efficiency
 from penstock.costs.hardware import device as device_by_name
@@ -57,7 +57,7 @@ ACCELERATOR_FACTOR = 8
 """The sizes are multiplied by this on an accelerator: 64 and 128 MB of parameters, more than its caches hold."""
 
 
-@also(leaves="leaf_modules", opens="split_inside", split="split_fn")
+@accept_aliases(leaves="leaf_modules", opens="split_inside", split="split_fn")
 def profile(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),

@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock._base.errors import warn
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.distributed.failure import Failure, Position
 from penstock.distributed.launch.endings import register_run
 from penstock.distributed.watchdog import Watchdog
@@ -176,7 +176,7 @@ class Recorder:
             try:
                 begin(self._writer.path, self._info, step, self._previous)
                 for name, value in self._initial_files.items():
-                    write_whole(self._writer.path / name, value)
+                    write_json_line(self._writer.path / name, value)
             except OSError as error:
                 self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
             register_run(self._writer.path)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, PipelineClosedError, check_flags, warn
 from penstock._base.marks import computing
-from penstock._base.trees import unflatten
+from penstock._base.pytree import unflatten
 from penstock.distributed.launch.step_file import announcer
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options

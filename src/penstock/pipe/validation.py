@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import a
+from penstock._base.formatting import a
 from penstock.partition.units.chain import as_module
 from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
 from penstock.runtime.batch.outline import Example, Outline

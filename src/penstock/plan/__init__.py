@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 from penstock.costs.sizes import Sizes as Sizes
 
 if TYPE_CHECKING:
@@ -36,5 +36,5 @@ _HOMES = {
     "planner": "RejectedConfig PlanResult make_plans",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, {"explain", "transformer"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES, {"explain", "transformer"})
 __all__ += ["Sizes"]

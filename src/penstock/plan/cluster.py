@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, check_seconds
-from penstock._base.second_names import formerly
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.simulate.costs import NO_COST, LinkCost
 
 
@@ -40,7 +40,7 @@ class DevicePool:
             raise ArgumentError(f"speed={self.speed}{of}: expected a number above 0; 1 is the profile's device")
 
 
-@formerly(between_hosts="inter_host_link", host_link="offload_link")
+@accept_old_names(between_hosts="inter_host_link", host_link="offload_link")
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices on hosts of equal size. They have consecutive numbers, kind after kind and host after host.
@@ -87,7 +87,7 @@ class Cluster:
             )
         if self.inter_host_link is not None and self.hosts == 1:
             raise ArgumentError(
-                f"inter_host_link is set, but one host has all of {counted(self.devices, 'device')}: pass "
+                f"inter_host_link is set, but one host has all of {pluralize(self.devices, 'device')}: pass "
                 "devices_per_host= too, or omit it"
             )
 

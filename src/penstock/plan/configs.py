@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import STRICT
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
 from penstock.schedule import Placement, schedule_spec, schedule_specs
@@ -119,7 +119,7 @@ def enumerate_configs(
             divides = cluster.devices // partner if partner else f"one of {divisors(cluster.devices)}"
             instead = "" if partner and cluster.devices % partner else f", or {divides} in its place"
             raise ArgumentError(
-                f"{name}={number}: {counted(cluster.devices, 'device')} cannot be divided by {number}; pass "
+                f"{name}={number}: {pluralize(cluster.devices, 'device')} cannot be divided by {number}; pass "
                 f"{number * partner or _multiples(cluster.devices, number)} devices{instead}"
             )
     units, configs = len(sizes.units), []
@@ -134,11 +134,11 @@ def enumerate_configs(
     if not configs and wanted.schedules is None:
         min_replicas = min(d for d in divisors(cluster.devices) if cluster.devices // d <= units)
         raise ArgumentError(
-            f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has "
-            f"at most {counted(units, 'unit')}, so there are at least {min_replicas} replicas; pass "
+            f"global_batch={global_batch} cannot be divided over {pluralize(cluster.devices, 'device')}: a pipeline "
+            f"has at most {pluralize(units, 'unit')}, so there are at least {min_replicas} replicas; pass "
             f"{_multiples(global_batch, min_replicas)}"
         )
-    job = f"{counted(cluster.devices, 'device')}, {counted(units, 'unit')} and {counted(global_batch, 'row')}"
+    job = f"{pluralize(cluster.devices, 'device')}, {pluralize(units, 'unit')} and {pluralize(global_batch, 'row')}"
     fitting = [config for config in configs if not any(wanted.misses(config))]
     fixed = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items() if number is not None)
     if wanted.schedules is not None and not fitting:

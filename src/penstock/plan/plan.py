@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 from penstock.costs import ModelFingerprint
 from penstock.plan.configs import ParallelConfig
 from penstock.schedule import Schedule
@@ -77,7 +77,7 @@ class Plan:
         seconds = self.pipeline_seconds, self.reduce_seconds, self.optimizer_seconds
         _check_numbers("pipeline_seconds, reduce_seconds, optimizer_seconds", seconds, 3)
         if self.devices and sorted(self.devices) != [*range(choice.devices)]:
-            text = shortened([*map(str, self.devices)])
+            text = list_names([*map(str, self.devices)])
             raise ArgumentError(f"devices={text}: expected each of 0 to {choice.devices - 1} once")
 
     @property

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import formerly
 from penstock.costs import UnitCost, variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
@@ -117,7 +117,7 @@ class RejectedConfig:
     offloaded: int = 0
 
 
-@formerly(lost="rejected", nearest="closest")
+@accept_old_names(lost="rejected", nearest="closest")
 @dataclass(frozen=True, slots=True)
 class PlanResult:
     """What was found.

@@ -9,7 +9,7 @@ from html import escape
 from typing import Literal
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.colors import DARK, LIGHT, Theme, ink, shade
 from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, merge_columns
 from penstock.schedule import Action, Schedule
@@ -55,11 +55,11 @@ def make_panel(drawn: Schedule | Timeline, timeline: Timeline | None = None, tit
         ScheduleError: the schedule cannot be run.
     """
     if isinstance(drawn, Timeline):
-        ranks = f"{counted(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
+        ranks = f"{pluralize(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
         return Panel(f"{ranks}; {_bubble(drawn)}" if title is None else title, drawn)
     shown = slot_timeline(drawn) if timeline is None else timeline
     if title is None:
-        numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
+        numbers = f"{pluralize(drawn.ranks, 'rank')}, {pluralize(drawn.microbatches, 'microbatch')}"
         title = f"{drawn.name}: {numbers}; {_bubble(shown)}"
     lighter = "the copy" if drawn.placement.pipelines > 1 else "later chunks"
     return Panel(title, shown, lighter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.order import earliest_times
@@ -67,7 +67,7 @@ class Walkthrough:
     def headline(self, slot: int) -> str:
         """Summarize one slot: how many ranks work."""
         busy = sum(moment.action is not None for moment in self.at(slot))
-        return f"slot {slot} of {self.schedule.name}: {busy} of {counted(self.schedule.ranks, 'rank')} at work"
+        return f"slot {slot} of {self.schedule.name}: {busy} of {pluralize(self.schedule.ranks, 'rank')} at work"
 
 
 def walkthrough(schedule: Schedule) -> Walkthrough:

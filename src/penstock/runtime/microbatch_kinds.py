@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from penstock._base.errors import PartitionError
-from penstock._base.stages import StageMeta, shifted, traffic
+from penstock._base.stages import StageMeta, shift_stage, traffic_key
 from penstock.partition.state.remembered import refuse_copies
 from penstock.runtime.front_end import Partition, Stage
 
@@ -39,7 +39,7 @@ class MicrobatchKinds:
         by_partition: dict[int, int] = {}
         for partition in distinct(partitions):
             stages = tuple(stage.meta for stage in partition.stages)
-            number = by_partition[id(partition)] = numbers.setdefault(traffic(stages), len(numbers))
+            number = by_partition[id(partition)] = numbers.setdefault(traffic_key(stages), len(numbers))
             if number == len(metas):
                 metas.append(stages)
         return cls(tuple(metas), tuple(by_partition[id(partition)] for partition in partitions))
@@ -112,6 +112,8 @@ def with_copies(partition: Partition, pipelines: int) -> Partition:
             )
         refuse_copies(stage.meta.index, stage.remembered, pipelines)
     copied = [
-        replace(stage, meta=shifted(stage.meta, copy * len(stages))) for copy in range(pipelines) for stage in stages
+        replace(stage, meta=shift_stage(stage.meta, copy * len(stages)))
+        for copy in range(pipelines)
+        for stage in stages
     ]
     return replace(partition, stages=tuple(copied), draw_offsets=partition.draw_offsets * pipelines)

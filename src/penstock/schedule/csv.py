@@ -145,7 +145,7 @@ def _error(row: int, column: int, text: str | bytes, reason: str) -> ScheduleErr
 
 
 def _table(text: str) -> tuple[list[list[str]], list[_Items]]:
-    files.check_number_of_values(text, "the text")
+    files.check_value_count(text, "the text")
     text = text.removeprefix("\ufeff")  # the byte order mark that spreadsheets write
     reader = csv.reader(io.StringIO(text, newline=""))
     table: list[list[str]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock._base.errors import ScheduleError
-from penstock._base.lazy import borrowed
+from penstock._base.lazy import load_provider
 
 
 class Displayable:
@@ -21,7 +21,7 @@ class Displayable:
         """Return the picture for a notebook, or None if the schedule cannot be run, so that the notebook shows the
         text."""
         try:
-            return str(borrowed("drawing").picture(self))
+            return str(load_provider("drawing").picture(self))
         except ScheduleError:
             return None
 
@@ -38,4 +38,4 @@ class Displayable:
             MissingExtraError: matplotlib is not installed.
             ScheduleError: the schedule cannot be run.
         """
-        return borrowed("drawing").plot(self, axes)
+        return load_provider("drawing").plot(self, axes)

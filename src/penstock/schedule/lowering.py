@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from penstock._base.aliases import schedule_of_peer
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock._base.second_names import schedule_of_peer
-from penstock._base.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.stages import StageMeta, backward_links, forward_links, merge_links, needs_backward
 from penstock.schedule import (
     MICROBATCHES,
     Op,
@@ -71,7 +71,7 @@ def resolve_order(schedule: str | Schedule, ranks: int, microbatches: int | None
     _check_schedule_type(schedule)
     if schedule.ranks != ranks:
         raise ArgumentError(
-            f"schedule {schedule.name!r} is for {counted(schedule.ranks, 'rank')}, but there are {ranks}"
+            f"schedule {schedule.name!r} is for {pluralize(schedule.ranks, 'rank')}, but there are {ranks}"
         )
     if microbatches not in (None, schedule.microbatches):
         raise ArgumentError(
@@ -81,7 +81,7 @@ def resolve_order(schedule: str | Schedule, ranks: int, microbatches: int | None
     if chunks is not None and chunks * ranks != schedule.stages:
         raise ArgumentError(
             f"stages_per_rank={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on "
-            f"{counted(ranks, 'rank')}; omit stages_per_rank=, or make the schedule for as many"
+            f"{pluralize(ranks, 'rank')}; omit stages_per_rank=, or make the schedule for as many"
         )
     return require_legal(compute_only(schedule))
 
@@ -120,7 +120,9 @@ def lower_training(
     needed = {meta.index for metas in metas_by_kind for meta in metas if needs_backward(meta)}
     idle = [meta.index for meta in metas_by_kind[0] if meta.index not in needed]
     order = sharded.with_gathers(order, replicas_like, lambda s: drop_backward(s, idle))
-    order = add_communication(order, links_of(metas_by_kind, forward_links), links_of(metas_by_kind, backward_links))
+    order = add_communication(
+        order, merge_links(metas_by_kind, forward_links), merge_links(metas_by_kind, backward_links)
+    )
     order = reduce_ties(order, ties)
     if replicas_like is not None:
         trained = {meta.index for metas in metas_by_kind for meta in metas if meta.trainable}
@@ -134,7 +136,7 @@ def lower_evaluation(
 ) -> Schedule:
     """Build the schedule of an evaluation: forwards only. Arguments and errors are those of `lower_training`."""
     order = sharded.with_gathers(order, replicas_like, forward_only)
-    order = add_communication(order, links_of(metas_by_kind, forward_links), ())
+    order = add_communication(order, merge_links(metas_by_kind, forward_links), ())
     return require_legal(order)
 
 

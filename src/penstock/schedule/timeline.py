@@ -14,10 +14,10 @@ from itertools import compress
 from operator import sub
 from typing import Any
 
+from penstock._base.aliases import accept_aliases, accept_old_names
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock._base.second_names import also, formerly
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule.action import Action, Op
 from penstock.schedule.display import Displayable
 from penstock.schedule.placement import MAX_RANKS
@@ -77,7 +77,7 @@ class _TimelineFile:
     crowded: bool = False
 
 
-@formerly(in_turns="serialized")
+@accept_old_names(in_turns="serialized")
 @dataclass(frozen=True, repr=False)
 class Timeline(Displayable):
     """The spans of all ranks on one clock, which starts at 0 when the first rank begins to wait or run.
@@ -95,7 +95,7 @@ class Timeline(Displayable):
     crowded: bool = False
 
     @classmethod
-    @also(in_turns="serialized")
+    @accept_aliases(in_turns="serialized")
     def from_rows(
         cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, serialized: bool = False, crowded: bool = False
     ) -> Timeline:
@@ -247,7 +247,7 @@ class Timeline(Displayable):
         return list(map(_busy_seconds, self.tracks))
 
     def __repr__(self) -> str:
-        size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
+        size = f"{pluralize(self.ranks, 'rank')}, {pluralize(len(self), 'span')}"
         turns = ", ranks took turns in one process" if self.serialized else ""
         return f"Timeline({size}, makespan {self.makespan_seconds:g} s{turns})"
 

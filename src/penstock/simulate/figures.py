@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.computations import Columns
@@ -91,7 +91,7 @@ def chunks(schedule: Schedule) -> int:
 def title(schedule: Schedule) -> str:
     """Return a one-line description of the schedule."""
     counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
-    text = ", ".join(counted(count, noun) for noun, count in counts.items())
+    text = ", ".join(pluralize(count, noun) for noun, count in counts.items())
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
     return f"{schedule.name}: {text} a rank{copies}"
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import bound_to, is_bound
+from penstock._base.compat import binding_to, is_bound
 from penstock._base.errors import ArgumentError
 from penstock.runtime.execute import clock
 from penstock.runtime.transport.staging import Operation, SerialWorker
@@ -134,7 +134,7 @@ class NcclRules:
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """`torch.distributed.barrier`, which would use the device that the default group has."""
-        with bound_to(None):
+        with binding_to(None):
             return self._barrier(*args, **kwargs)
 
     def synchronize(self, device: Any = None) -> None:
@@ -224,7 +224,7 @@ def nccl_rules(*, eager: bool = False, lazy_loading: bool = False) -> Iterator[N
         mock.patch.object(dist, "irecv", rules.irecv),
         mock.patch.object(torch.cuda, "synchronize", rules.synchronize),
         mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"), Device())),
-        bound_to(torch.device("cuda", 0)) if eager else nullcontext(),
+        binding_to(torch.device("cuda", 0)) if eager else nullcontext(),
         mock.patch.object(dist, "new_group", rules.new_group),
         mock.patch.object(dist, "barrier", rules.barrier),
         LazyLoading(rules) if lazy_loading else nullcontext(),

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import also
 from penstock.network import nodes
 from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
@@ -121,7 +121,7 @@ class BadNetwork:
         return self.machines.counters() or {}
 
 
-@also(own="host_links")
+@accept_aliases(own="host_links")
 @contextmanager
 def bad_network(
     hosts: int,

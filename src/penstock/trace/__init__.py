@@ -9,6 +9,6 @@ steps that they show of which schedule (`measured.py`). `penstock.report.perfett
 {'stage': 2, 'microbatch': 3}
 """
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
-__all__, __getattr__, __dir__ = face(__name__, {}, {"runs"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, {}, {"runs"})

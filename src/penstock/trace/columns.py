@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import MAX_QUOTED, parse_csv, quoted
-from penstock._base.words import line_of
+from penstock._base.formatting import printable_line
 from penstock.schedule import Action, Op
 from penstock.trace.event import Event, TraceData
 from penstock.trace.names import extract_numbers, field_for, read_name
@@ -71,7 +71,7 @@ def read_rows(
         try:
             events.append(_parse_row(row, pattern))
         except (AttributeError, KeyError, StopIteration, ValueError, TypeError, OverflowError, ScheduleError) as error:
-            reason = line_of(str(error), MAX_QUOTED)
+            reason = printable_line(str(error), MAX_QUOTED)
             raise ArgumentError(f"{file}, {unit} {number}: {quoted(row)} is not an event: {reason}") from None
     sent = (event.action.stage for event in events if event.action is not None and event.action.op is Op.SEND_F)
     stages = max((2 + stage for stage in sent), default=0)

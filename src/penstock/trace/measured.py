@@ -12,7 +12,7 @@ from operator import eq
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import ScheduleParams, schedule_specs
 from penstock.schedule.timeline import Timeline, check_index_range
@@ -137,8 +137,8 @@ def steps_of_trace(recording: TraceData) -> TraceSteps:
     ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]
     if ops and not any(op in (Op.B, Op.I) for op in ops):
         raise ArgumentError(
-            f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
-            "forwards only; pass that of a training step"
+            f"{pluralize(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace "
+            "of forwards only; pass that of a training step"
         )
     check_index_range(event.action for event in recording.events if event.action is not None)
     if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
@@ -169,19 +169,20 @@ def steps_of_trace(recording: TraceData) -> TraceSteps:
     if incomplete:
         number, replica, problem = incomplete[0]
         notes.append(
-            f"left out {counted(len(incomplete), 'pipeline')}, the first in step {number}, replica {replica}: {problem}"
+            f"left out {pluralize(len(incomplete), 'pipeline')}, the first in step {number}, replica {replica}: "
+            f"{problem}"
         )
     ranks = max(step.slowest.schedule.ranks for step in steps)
     if outside := [event.rank or 0 for event in events if not event.computes and (event.rank or 0) >= ranks]:
-        dropped = counted(len(outside), "event")
+        dropped = pluralize(len(outside), "event")
         notes.append(f"left out {dropped} of ranks that have no actions, such as rank {outside[0]}")
     shapes = {(step.slowest.schedule.name, step.slowest.schedule.microbatches): step.number for step in reversed(steps)}
     if len(shapes) > 1:
         (name, count), *others = sorted(shapes, key=lambda shape: shapes[shape])
         differing = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others[:_MAX_NAMED])
         notes.append(
-            f"steps differ: step {shapes[name, count]} is {name} with {counted(count, 'microbatch')}, {differing}; if "
-            "they are of several runs, explain each alone"
+            f"steps differ: step {shapes[name, count]} is {name} with {pluralize(count, 'microbatch')}, {differing}; "
+            "if they are of several runs, explain each alone"
         )
     return TraceSteps(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
 

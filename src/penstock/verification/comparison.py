@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import VerificationError
-from penstock._base.second_names import formerly
 from penstock.partition.values.memory import same_bits
 
 TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
@@ -128,7 +128,7 @@ class FullBatchCheck:
         return f"the microbatches' loss is{' that of the whole batch' if self.verdict == 'close' else both_losses}"
 
 
-@formerly(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
+@accept_old_names(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
     """The result of `verify`: a row for every output, the loss, every parameter and every buffer of the unsplit model.

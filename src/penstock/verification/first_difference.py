@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock._base.trees import leaf_tensors
+from penstock._base.pytree import leaf_tensors
 from penstock.verification.comparison import Comparison, Difference, compare
 from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, ValueKey
 

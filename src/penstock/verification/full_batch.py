@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock._base.errors import ArgumentError
+from penstock._base.formatting import list_names
 from penstock._base.marks import NOW, computing
-from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
-from penstock._base.words import shortened
+from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.chain import default_kwargs
 from penstock.pipe.pipeline import Pipeline
@@ -104,8 +104,8 @@ class FullBatch:
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
         drawing = list(session.drawing_modules)
         causes = [
-            *([f"batch norm ({shortened(norms)}) takes its statistics from the rows that it sees"] if norms else []),
-            *([f"random numbers ({shortened(drawing)}) are drawn for each microbatch"] if drawing else []),
+            *([f"batch norm ({list_names(norms)}) takes its statistics from the rows that it sees"] if norms else []),
+            *([f"random numbers ({list_names(drawing)}) are drawn for each microbatch"] if drawing else []),
         ] or ["something in the model that acts in training alone, and looks at several rows"]
         reach = Reach(model)
         try:
@@ -115,7 +115,7 @@ class FullBatch:
                     return FullBatchCheck(*losses, "explained", "; ".join(causes))
                 if self._run([self.batch], stream=1).loss != full.loss:
                     changed = reach.names_changed()
-                    reason = changed and f"the forward changes what it keeps from call to call: {shortened(changed)}"
+                    reason = changed and f"the forward changes what it keeps from call to call: {list_names(changed)}"
                     random_reason = "the model draws random numbers, which cannot be switched off"
                     return FullBatchCheck(*losses, "explained", reason or random_reason)
                 return FullBatchCheck(*losses, *self._find_cause(parts, full))  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ class FullBatch:
             return "different", (
                 f"rows along dimension 0 depend on each other{', and along dimension 1 they do not' if dim1 else ''}: "
                 "the batch is in dimension 1; pass batch_dims=1, or what holds for each input, target and output"
-                f"{f' ({shortened(layers)})' if layers else ''}. If that is meant, pass full_batch=False"
+                f"{f' ({list_names(layers)})' if layers else ''}. If that is meant, pass full_batch=False"
             )
         weights_reason = "" if is_outside or rows_depend else ", or the loss weights them (see reduction=)"
         question = "Is the batch in dimension 1? Then pass batch_dims=1. Or are samples compared? Then"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock._base.trees import leaf_tensors
+from penstock._base.pytree import leaf_tensors
 
 FORWARD = ("what enters {}", "what leaves {}", "what leaves {} when it runs again")
 BACKWARD = "the gradient that reaches {}"

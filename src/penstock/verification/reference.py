@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock._base.gradients import gradient_dtype
 from penstock._base.marks import NOW, computing
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock._base.stages import needs_backward, ties
-from penstock._base.trees import flatten, leaf_tensors
 from penstock.distributed.world import World
 from penstock.partition.units.chain import default_kwargs
 from penstock.partition.values.memory import same_bits

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
+from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_id
 from penstock._base.errors import ArgumentError
-from penstock._base.words import a, in_a_line
+from penstock._base.formatting import a, one_line
 from penstock.partition.run.loan import save_generators
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
@@ -96,7 +96,7 @@ def _copy_pair(pair: ModelAndLoss) -> tuple[ModelAndLoss, ModelAndLoss]:
         model_copy = copy.deepcopy(pair.model, memo)
     except Exception as error:
         raise ArgumentError(
-            f"this model cannot be copied ({in_a_line(error)}), and verify compares with a second one: {_REMEDY}"
+            f"this model cannot be copied ({one_line(error)}), and verify compares with a second one: {_REMEDY}"
         ) from error
     copied = ModelAndLoss(model_copy, _copy_loss(pair.loss, memo))
     shared = _find_shared(pair, copied)
@@ -114,7 +114,7 @@ def _copy_loss(loss: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(loss, memo)
     except Exception as error:
         raise ArgumentError(
-            f"this loss cannot be copied ({in_a_line(error)}), and verify compares with a second one: pass a function "
+            f"this loss cannot be copied ({one_line(error)}), and verify compares with a second one: pass a function "
             "that makes the model and its loss each time, penstock.verify(lambda: (MyModel(...), MyLoss(...)), ...)"
         ) from error
 
@@ -158,4 +158,4 @@ def _find_shared(first: ModelAndLoss, second: ModelAndLoss) -> tuple[str, str] |
 def _memory_key(value: Any) -> int:
     """Return a key of a tensor's memory; for other values, and tensors without memory, a unique key."""
     has_storage = isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided and value.numel()
-    return -storage_of(value) if has_storage else id(value)
+    return -storage_id(value) if has_storage else id(value)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases, suggest_argument
 from penstock._base.errors import PartitionError
-from penstock._base.second_names import OF_PIPELINE, also, nearest
+from penstock._base.formatting import one_line, printable_line
+from penstock._base.pytree import leaf_tensors, map_tensors
 from penstock._base.stages import ties
-from penstock._base.trees import leaf_tensors, map_tensors
-from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
 from penstock.pipe.build import pipeline
@@ -65,7 +65,7 @@ Traces = tuple[ModuleTrace, ModuleTrace]
 """The traces of the pipeline and of the unsplit model."""
 
 
-@also(**OF_PIPELINE)
+@accept_aliases(**PIPELINE_ALIASES)
 def verify(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),
@@ -111,7 +111,7 @@ def verify(
     """
     parameters = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
     for name in options.keys() - parameters.keys():
-        raise TypeError(f"verify() has no argument {name}={nearest(name, parameters)}")
+        raise TypeError(f"verify() has no argument {name}={suggest_argument(name, parameters)}")
     check_grad_enabled("penstock.verify")
     args, kwargs = validate_inputs(args, kwargs)
     first = Microbatch(tuple(args), kwargs, target)
@@ -235,7 +235,7 @@ class Verification:
             losses.append(float(result.loss))
             evaluated = expected.evaluated
             if step == len(batches) - 1 and isinstance(evaluated, Exception):
-                reason = line_of(in_a_line(evaluated), 200)
+                reason = printable_line(one_line(evaluated), 200)
                 notes.append(f"evaluation was not compared: the unsplit model raises {reason}")
             elif step == len(batches) - 1 and isinstance(evaluated, Expected):
                 try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.plan.explain import explain, load_trace
 from penstock.report import write_perfetto
 from penstock.report.studio.app import Server
@@ -145,7 +145,7 @@ def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> 
 
 def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_path: Path) -> None:
     for name, schedule in (("b", "gpipe"), ("a", "zb-h1")):
-        write_whole(a_run(tmp_path / name) / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
+        write_json_line(a_run(tmp_path / name) / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
     page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.wait_for_selector(".entries tbody tr")
     names = page.locator(".entries tbody th")
@@ -162,7 +162,7 @@ def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_
 def test_runs_lie_over_each_other(open_page: Any, studio: Start, tmp_path: Path) -> None:
     for name, schedule, speed in (("a", "gpipe", 0.25), ("b", "1f1b", 0.2)):
         folder = a_run(tmp_path / name)
-        write_whole(folder / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
+        write_json_line(folder / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
         records = [StepRecord(step, 3.0 - step * speed, speed, 64, speed * step) for step in range(1, 10)]
         (folder / "steps.jsonl").write_text("".join(one.to_line() for one in records))
     page = open_page(f"{studio(tmp_path).link}&view=runs")

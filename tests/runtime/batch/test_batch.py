@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, ShapeError
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.runtime.batch.batch_dims import Dims, Microbatches, count_rows
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import cut, input_signature, split, split_evenly

@@ -4,7 +4,7 @@
 'NVIDIA H100 SXM 80GB'
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.costs.hardware.calibration import Measurement, calibrate
 from penstock.costs.hardware.device_spec import (
     DTYPES,
@@ -32,4 +32,4 @@ __all__ = [
     "seconds_of",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

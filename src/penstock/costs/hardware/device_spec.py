@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, quoted, read_toml
-from penstock._base.second_names import formerly
-from penstock._base.words import did_you_mean, line_of
+from penstock._base.formatting import did_you_mean, printable_line
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 """Those for which a device may have a peak. "tf32" is float32 with products of reduced precision."""
@@ -40,7 +40,7 @@ class Interconnect:
     devices: int = 0
 
 
-@formerly(reports="reported_names")
+@accept_old_names(reports="reported_names")
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """One device.
@@ -145,7 +145,7 @@ def device_by_reported_name(name: str) -> DeviceSpec | None:
 
 def _read(path: Path) -> dict[str, DeviceSpec]:
     tables = read_toml(path).items()
-    return {key: _parse_device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
+    return {key: _parse_device(key, table, f"{path}: {printable_line(key, MAX_QUOTED)}") for key, table in tables}
 
 
 _KEYS = (

@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
-from penstock._base.second_names import formerly
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs.hardware.device_spec import DeviceSpec
 
 
@@ -41,7 +41,7 @@ class Operation:
             raise ArgumentError(f"{self}: expected numbers of 0 or more")
 
 
-@formerly(product_fraction="matmul_efficiency", bandwidth_fraction="bandwidth_efficiency")
+@accept_old_names(product_fraction="matmul_efficiency", bandwidth_fraction="bandwidth_efficiency")
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """How much of a device's peaks is reached.
@@ -78,7 +78,7 @@ class Efficiency:
         """The constants in words, and where they are from."""
         origin = "round figures, not fitted"
         if self.measurements:
-            origin = f"fitted to {counted(self.measurements, 'measurement')} (median error {self.error:.1%})"
+            origin = f"fitted to {pluralize(self.measurements, 'measurement')} (median error {self.error:.1%})"
         run = f" and {1e6 * self.run_seconds:.3g} us per run" if self.run_seconds else ""
         return (
             f"{self.matmul_efficiency:.0%} of the peak, {self.bandwidth_efficiency:.0%} of the bandwidth, "

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import STRICT, parse_json, read_json, validate, write_whole
-from penstock._base.words import line_of
+from penstock._base.files import STRICT, parse_json, read_json, validate, write_json_line
+from penstock._base.formatting import printable_line
 
 FAILURES = "PENSTOCK_FAILURES"
 """In the environment of a job: the file in which `RankFailure`s are left. Whoever set it prints the first."""
@@ -72,7 +72,7 @@ def note_failure(rank: int, message: str = "", exitcode: int | None = None) -> N
     """Leave why a rank failed for the launcher, if there is one."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
-            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(message, _MAX_CHARACTERS)).write(path)
+            RankFailure(rank, exitcode, time.monotonic_ns(), printable_line(message, _MAX_CHARACTERS)).write(path)
 
 
 def first_failure() -> RankFailure | None:
@@ -106,7 +106,7 @@ def write_failure_to_runs(path: Path | str, message: str) -> None:
                 record = read_json(file)
                 if record["state"]["failure"] is not None or not record["state"]["ended"]:
                     record["state"]["failure"] = message
-                    write_whole(file, record)
+                    write_json_line(file, record)
 
 
 def exit_status(error: BaseException) -> int:

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from penstock._base.errors import PlanError, RankFailedError
-from penstock._base.words import in_a_line
+from penstock._base.formatting import one_line
 from penstock.distributed.launch.endings import await_culprit, exit_status, first_failure, note_failure
 
 _DOUBT_SECONDS = 0.5
@@ -48,7 +48,7 @@ def main() -> None:
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             note_failure(rank, exitcode=status)
         elif not isinstance(error, RankFailedError) or first_failure() is None:
-            note_failure(rank, str(error) if isinstance(error, _PLAIN) else f"rank {rank} failed: {in_a_line(error)}")
+            note_failure(rank, str(error) if isinstance(error, _PLAIN) else f"rank {rank} failed: {one_line(error)}")
         await_culprit(rank)
         first = first_failure()
         if isinstance(error, SystemExit):

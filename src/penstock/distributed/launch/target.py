@@ -20,9 +20,9 @@ import numpy
 import torch
 from torch import nn
 
+from penstock._base.aliases import PIPELINE_ALIASES
 from penstock._base.errors import ArgumentError, PenstockError
-from penstock._base.second_names import OF_PIPELINE
-from penstock._base.words import a, in_a_line, line_of
+from penstock._base.formatting import a, one_line, printable_line
 from penstock.distributed.launch import transformers_config
 
 _FORM = "pass module:function or file.py:function"
@@ -152,7 +152,7 @@ def user_code(name: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Describe an exception on one line: its type, its message, and where it was raised."""
-    text = line_of(in_a_line(error), _MAX_MESSAGE)
+    text = printable_line(one_line(error), _MAX_MESSAGE)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
@@ -192,7 +192,7 @@ def _check(text: str, returned: Any, rebuild: Callable[[], Target]) -> Target:
     model, args, target, loss, *extra = returned
     options = extra[0] if extra else {}
     if isinstance(options, dict):
-        options = {OF_PIPELINE.get(key, key): value for key, value in options.items()}
+        options = {PIPELINE_ALIASES.get(key, key): value for key, value in options.items()}
     if not isinstance(options, dict) or not options.keys() <= _CUTTING | _TRAINING | {"reduction"}:
         got = f"a dict with {', '.join(map(str, options))}" if isinstance(options, dict) else a(type(options).__name__)
         raise ArgumentError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock._base.errors import ArgumentError, require
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 
 PREFIX = "hf:"
 _FORM = f"{PREFIX}path/to/config.json, or {PREFIX}path/to/config.json:ROWSxLENGTH"
@@ -54,8 +54,9 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if weight_bytes > memory_bytes:
             raise ArgumentError(
-                f"TARGET {text!r}: its weights take {sized(weight_bytes)}, and this machine has {sized(memory_bytes)} "
-                "of memory. inspect --balance flops needs none, and neither do profile and plan with --device h100"
+                f"TARGET {text!r}: its weights take {format_bytes(weight_bytes)}, and this machine has "
+                f"{format_bytes(memory_bytes)} of memory. inspect --balance flops needs none, and neither do profile "
+                "and plan with --device h100"
             )
         model = make(config)
     rows = int(match["rows"]) if match else _ROWS

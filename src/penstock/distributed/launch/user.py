@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import line_of
+from penstock._base.formatting import printable_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class User:
             raise ArgumentError(f"user {self.name!r} does not exist: pass the name of a user of this machine") from None
         if result.returncode:
             raise ArgumentError(
-                f"user {self.name!r} cannot run {sys.executable} with Penstock ({line_of(result.stderr, 200)}): use a "
-                "Python, such as a virtual environment, that this user can read"
+                f"user {self.name!r} cannot run {sys.executable} with Penstock ({printable_line(result.stderr, 200)}): "
+                "use a Python, such as a virtual environment, that this user can read"
             )
 
     @property

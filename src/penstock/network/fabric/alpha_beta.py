@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate, or_default
 from penstock.network.fabric.samples import get_iterations, rate_key
 from penstock.network.fabric.statistics import min_samples
@@ -218,7 +218,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     if not rows:
         reason = f"the run has no {collective} to fit"
     elif sizes < MIN_SIZES and len(rows) == len(timed):
-        reason = f"{counted(sizes, 'size')} of {collective} cannot be fitted (a fit needs {MIN_SIZES})"
+        reason = f"{pluralize(sizes, 'size')} of {collective} cannot be fitted (a fit needs {MIN_SIZES})"
     elif sizes < MIN_SIZES:
         reason = f"{results['trials']} trials are too few for a median (it needs {min_samples(0.5)})"
     if reason:

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
-from penstock._base.words import all_printable, line_of
+from penstock._base.formatting import printable_line, strip_all_control_chars
 from penstock.network import MAX_HOSTS
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
@@ -83,7 +83,7 @@ class Run:
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
             raise ArgumentError(f"{no_run}: {reason}. Pass a folder that a run was written to, such as runs/fabric-1")
-        data = all_printable(read_json(folder / RUN))
+        data = strip_all_control_chars(read_json(folder / RUN))
         valid = validate(RecordFile, data, f"{no_run}: {RUN}")
         record = {**asdict(valid), **data, "workload": valid.workload.to_dict()}
         record["happened"] = [asdict(event) for event in valid.happened]  # without entries of later versions
@@ -149,7 +149,7 @@ def _read_table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     file = io.BytesIO(data[: data.rfind(b"\n") + 1])  # without a line that was cut off
     first = file.readline().rstrip().decode(errors="replace")
     if first and tuple(first.split(",")) != head:
-        raise ValueError(f"{path.name} begins with {line_of(first, MAX_QUOTED)!r}; expected {','.join(head)}")
+        raise ValueError(f"{path.name} begins with {printable_line(first, MAX_QUOTED)!r}; expected {','.join(head)}")
     if file.tell() == len(file.getbuffer()):
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(file, np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

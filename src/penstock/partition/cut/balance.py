@@ -26,8 +26,8 @@ from torch import fx, nn
 
 from penstock._base.compat import any_autocast
 from penstock._base.errors import PartitionError
+from penstock._base.formatting import pluralize
 from penstock._base.marks import cut
-from penstock._base.words import counted
 from penstock.costs import CutProblem, best_cuts
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
@@ -243,8 +243,8 @@ def check_enough(
     nested = [unit for unit in units if any(True for _ in modules.get(unit.name, nn.Identity()).children())]
     heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
     raise TooFewLayersError(
-        f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
-        f"{counted(len(units), 'stage')}"
+        f"stages={stages}, but the model has only {pluralize(len(units), kind)} to share among them. Use at most "
+        f"{pluralize(len(units), 'stage')}"
         + (f", or take some apart with split_inside=[{heaviest!r}, ...]" if heaviest else "")
     )
 

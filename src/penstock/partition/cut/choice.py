@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import named
+from penstock._base.formatting import named
 from penstock.costs import Profile, read_profile
 from penstock.partition.cut.balance import Measure
 

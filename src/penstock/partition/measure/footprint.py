@@ -21,9 +21,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import fake_mode, quiet, size_of, storage_of
+from penstock._base.compat import fake_mode, quiet, storage_bytes, storage_id
+from penstock._base.pytree import flatten
 from penstock._base.stages import TensorMeta
-from penstock._base.trees import flatten
 from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
@@ -132,7 +132,7 @@ def _run(
         memory.is_counting = counts
         outputs: list[Tensor] = list(functional_call(module, dict(state), tuple(copies)))
         memory.is_counting = False
-        ids_in, ids_out = ([storage_of(value) for value in values] for values in (copies, outputs))
+        ids_in, ids_out = ([storage_id(value) for value in values] for values in (copies, outputs))
         copies.clear()
         edges, make_ones = backward_roots(typical_losses(outputs) if with_loss else outputs)
         outputs.clear()
@@ -160,7 +160,7 @@ class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.is_counting = False
-        self._living: dict[int, Any] = {storage_of(tensor): None for tensor in uncounted}
+        self._living: dict[int, Any] = {storage_id(tensor): None for tensor in uncounted}
         self._sizes: dict[int, int] = {}
         self._operations: Counter[tuple[int, int, str]] = Counter()
 
@@ -170,11 +170,11 @@ class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_counting and isinstance(func, torch._ops.OpOverload) and find_group(func) != "free":
             self._operations[_operator_cost(OpCall(func, args, kwargs, result))] += 1
         for tensor in flatten(result).leaves:
-            if isinstance(tensor, Tensor) and storage_of(tensor) not in self._living:
-                self._track(tensor, size_of(tensor))
+            if isinstance(tensor, Tensor) and storage_id(tensor) not in self._living:
+                self._track(tensor, storage_bytes(tensor))
         if func is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():  # its workspace, empty on fakes
             width_ratio = max(1.0, args[0].shape[-1] / result[0].shape[-1])
-            self._track(result[3], int((_LSTM_VALUES[0] + _LSTM_VALUES[1] * width_ratio) * size_of(result[0])))
+            self._track(result[3], int((_LSTM_VALUES[0] + _LSTM_VALUES[1] * width_ratio) * storage_bytes(result[0])))
         return result
 
     def take_ops(self) -> tuple[Operation, ...]:
@@ -188,7 +188,7 @@ class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._sizes.get(storage, 0)
 
     def _track(self, tensor: Tensor, size: int) -> None:
-        storage = storage_of(tensor)
+        storage = storage_id(tensor)
 
         def release(_: Any) -> None:
             if self._living.pop(storage, None) is not None:
@@ -261,4 +261,4 @@ def _product_dtype(name: str, factor: Tensor) -> str:
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of tensors: of an expanded one, those that are stored."""
-    return sum(min(tensor.numel() * tensor.element_size(), size_of(tensor)) for tensor in tensors)
+    return sum(min(tensor.numel() * tensor.element_size(), storage_bytes(tensor)) for tensor in tensors)

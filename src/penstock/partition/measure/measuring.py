@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.formatting import one_line
+from penstock._base.pytree import flatten
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.trees import flatten
-from penstock._base.words import in_a_line
 from penstock.costs import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.clock import synchronize
@@ -79,7 +79,7 @@ def measure(
     footprints = units.footprints(counts=memory)
     if budget_seconds is None:
         for error in (result for result in footprints.values() if isinstance(result, Exception)):
-            raise UnmeasurableError(f"running its units on fake tensors fails ({in_a_line(error)})") from error
+            raise UnmeasurableError(f"running its units on fake tensors fails ({one_line(error)})") from error
         return units.profile(units.costs(footprints), args, kwargs, 0)
     reach = Reach(model)
     with torch.enable_grad(), untouched_generators(), warnings.catch_warnings():
@@ -89,7 +89,7 @@ def measure(
             runs = measuring.run_rounds(budget_seconds)
             return units.profile(measuring.measured_costs(memory=memory), args, kwargs, runs)
         except Exception as error:
-            raise UnmeasurableError(f"running its units fails ({in_a_line(error)})") from error
+            raise UnmeasurableError(f"running its units fails ({one_line(error)})") from error
         finally:
             reach.restore()
 

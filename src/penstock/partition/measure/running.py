@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.profiler import record_function
 
-from penstock._base.compat import cpu_allocations, size_of, storage_of
+from penstock._base.compat import cpu_allocations, storage_bytes, storage_id
 from penstock._base.errors import PartitionError
 from penstock.costs import SPLIT_SECONDS, UnitCost
 from penstock.partition.measure.clock import Clock, synchronize
@@ -142,15 +142,15 @@ class UnitRunner:
         sizes: dict[int, int] = {}
 
         def record_size(tensor: Tensor) -> Tensor:
-            sizes[storage_of(tensor)] = size_of(tensor)
+            sizes[storage_id(tensor)] = storage_bytes(tensor)
             return tensor
 
         _, copies = self._fresh_inputs(self.inputs)
         with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
             results: Sequence[Tensor] = self._module(*copies)
         for tensor in (*self._module.parameters(), *self._module.buffers()):
-            sizes.pop(storage_of(tensor), None)
-        input_bytes, output_bytes = (tuple(sizes.get(storage_of(t), 0) for t in values) for values in (copies, results))
+            sizes.pop(storage_id(tensor), None)
+        input_bytes, output_bytes = (tuple(sizes.get(storage_id(t), 0) for t in values) for values in (copies, results))
         self.saved = Footprint(sum(sizes.values()), 0, input_bytes, output_bytes)
         outputs = [value.detach() for value in results]
         edges, make_ones = backward_roots(results)

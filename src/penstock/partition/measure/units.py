@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock._base.errors import PartitionError
+from penstock._base.pytree import flatten
 from penstock._base.stages import MODEL_INPUT, TensorMeta
-from penstock._base.trees import flatten
 from penstock.costs import OPTIMIZER_VALUES, ModelFingerprint, Profile, Tied, UnitCost
 from penstock.partition.cut.balance import Candidate, cut_at, possible_units
 from penstock.partition.measure.footprint import Footprint, footprint, run_on_fakes

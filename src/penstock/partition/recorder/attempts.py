@@ -22,10 +22,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
-from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, generator_of, has_global_backward_hooks, quiet
+from penstock._base.compat import (
+    DATA_DEPENDENT,
+    UNSUPPORTED,
+    device_generator,
+    fake_mode,
+    has_global_backward_hooks,
+    quiet,
+)
 from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
-from penstock._base.trees import Flat, flatten, unflatten
+from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.recorder.branches import merge_branches
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder
@@ -144,7 +151,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
             parameters = (parameter for parameter in model.parameters() if not parameter.is_meta)
             tensors = (*(leaf for leaf in flat.leaves if isinstance(leaf, Tensor)), *parameters)
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            for generator in (torch.default_generator, generator_of(device)):
+            for generator in (torch.default_generator, device_generator(device)):
                 generator.manual_seed(SEED)
             _refuse_backward_hooks(model, attempt.units)
             loan = Loan(model, fake_mode(), device)

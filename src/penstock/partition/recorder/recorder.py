@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock._base.closures import apart
-from penstock._base.compat import DATA_DEPENDENT, quiet, storage_of, unset_fake_temporarily
+from penstock._base.closures import replace_functions
+from penstock._base.compat import DATA_DEPENDENT, quiet, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
+from penstock._base.formatting import collapse_ranges
 from penstock._base.marks import cut
-from penstock._base.trees import flatten, leaf_tensors
-from penstock._base.words import in_ranges
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock.partition import source
 from penstock.partition.recorder.chance import Chance, holds_drawn, replace_drawn
 from penstock.partition.recorder.writer import Writer
@@ -107,7 +107,7 @@ class Recorder(Writer, TorchFunctionMode):
         # Hooks, which only run later, are refused.
         leaves = flatten((args, kwargs)).leaves if calls.function_name(function) not in calls.REFUSED else ()
         if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in leaves):
-            function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
+            function, args, kwargs = calls.called, replace_functions((function, *args)), replace_functions(kwargs)
         if (answer := self.chance.read(function, args)) is not None:
             return answer
         with self.pause():
@@ -280,7 +280,7 @@ class Recorder(Writer, TorchFunctionMode):
     def _as_running_call(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Call]:
         """Wrap a call that will be a node: it may read only what it was given."""
         tensors = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
-        readable = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in tensors}
+        readable = self.observer.roots(tensors_in((args, kwargs))) | {storage_id(tensor) for tensor in tensors}
         call = Call(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, readable)
         with self.observer.calling(call):
             yield call
@@ -321,6 +321,6 @@ class Recorder(Writer, TorchFunctionMode):
     @property
     def all_notes(self) -> tuple[str, ...]:
         """What the user should know about this recording, without repeats."""
-        runs = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._real_runs.items()]
+        runs = [(", ".join(collapse_ranges(dict.fromkeys(units))), reason) for reason, units in self._real_runs.items()]
         notes = [f"{names} ran once for real, on made-up inputs: fake tensors will not do ({e})" for names, e in runs]
         return tuple(dict.fromkeys([*notes, *self.notes]))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
+from penstock._base.compat import FakeTensor, in_checkpoint, storage_id
 from penstock._base.errors import PartitionError
-from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
+from penstock._base.pytree import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
@@ -51,8 +51,8 @@ class Writer:
         super().__init__()
         self.model, self.units, self.loan, self.reach, self.opening = model, units, loan, reach, opening
         self.entry, self.module_names = EntryModes(loan.device), canonical_names(model)
-        names = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        self.observer = Observer(self.module_names, names, frozenset(map(storage_of, loan.originals.values())))
+        names = {storage_id(fake): name for name, fake in loan.fakes.items()}
+        self.observer = Observer(self.module_names, names, frozenset(map(storage_id, loan.originals.values())))
         self.side_channels = SideChannels(model, units, reach, self.observer)
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -124,7 +124,7 @@ class Writer:
             kind=kind,
             scope=self.scope,
             meta=tensor_meta(result) if isinstance(result, Tensor) else None,
-            storages=frozenset(storage_of(t) for t in tensors),
+            storages=frozenset(storage_id(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
             source_line=source.current_line(),
@@ -147,7 +147,7 @@ class Writer:
         A tensor that is returned unchanged along with others keeps the node that made it.
         """
         if isinstance(result, Tensor):
-            is_new = id(result) not in self._seen or storage_of(result) in writes
+            is_new = id(result) not in self._seen or storage_id(result) in writes
             if id(result) not in self.loan.names and (alone or is_new):
                 self._see(result, node)
             return
@@ -203,7 +203,7 @@ class Writer:
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node)
-        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_id(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 

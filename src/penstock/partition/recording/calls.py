@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
 
-from penstock._base.trees import flatten, unflatten
+from penstock._base.pytree import flatten, unflatten
 
 BINARY = (
     "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne".split()  # noqa: SIM905

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock._base.errors import PartitionError
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition.recording.recording import Fact, Pattern
 from penstock.partition.units.units import Opening, RecordAgain
 

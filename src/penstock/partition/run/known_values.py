@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock._base.compat import FakeTensor, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, FakeTensorMode, quiet, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
-from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
+from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.remembered import find_attributes
 from penstock.partition.units.units import RecordAgain, Unit, UnitCall, has_forward
@@ -68,8 +68,8 @@ class KnownValues:
         if -1 - index in self._fake_calls:
             return False
         self._real[id(value)] = value
-        self._from_inputs.add(storage_of(value))
-        self._origins[storage_of(value)] = -1 - index
+        self._from_inputs.add(storage_id(value))
+        self._origins[storage_id(value)] = -1 - index
         return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
@@ -82,7 +82,7 @@ class KnownValues:
                 result = function(*args, **kwargs)
             drew, writes = self._observer.take_effects()
             if not drew:
-                from_inputs = any(storage_of(t) in self._from_inputs for t in tensors)
+                from_inputs = any(storage_id(t) in self._from_inputs for t in tensors)
                 reads_inputs = from_inputs and self._reads_values(function, args, kwargs, result)
                 self._mark_known(result, from_inputs)
                 if from_inputs:
@@ -124,11 +124,11 @@ class KnownValues:
                 result = flatten(function(*trial[0], **trial[1]))
                 drew, writes = self._observer.take_effects()
                 runs.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
-                if drew or writes & {*map(storage_of, leaf_tensors(trial))} or len(runs[-1]) < len(result.leaves):
+                if drew or writes & {*map(storage_id, leaf_tensors(trial))} or len(runs[-1]) < len(result.leaves):
                     raise error
             if not all(map(same_bits, *runs)):
                 raise error
-        from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in inputs)
+        from_inputs = any(storage_id(tensor) in self._from_inputs for tensor in inputs)
         leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
         self._mark_known([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
@@ -168,7 +168,7 @@ class KnownValues:
             if id(tensor) in self._real:
                 fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
                 self._observer.stands_in(fake, tensor)
-                self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
+                self._origins.setdefault(storage_id(fake), self._origins[storage_id(tensor)])
         self._observer.take_effects()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
@@ -196,9 +196,9 @@ class KnownValues:
         for leaf in flatten(result).leaves:
             if isinstance(leaf, Tensor):
                 self._real[id(leaf)] = leaf
-                self._origins.setdefault(storage_of(leaf), self._calls)
+                self._origins.setdefault(storage_id(leaf), self._calls)
                 if from_inputs:
-                    self._from_inputs.add(storage_of(leaf))
+                    self._from_inputs.add(storage_id(leaf))
 
 
 def _make_numbers(tensor: Tensor, scale: int) -> Tensor:
@@ -262,7 +262,7 @@ def run_for_real(
     for (original_fake, stand_in), version in zip(pairs.values(), versions, strict=True):
         if stand_in._version != version:
             torch.autograd.graph.increment_version(original_fake)
-        if stand_in._version != version or storage_of(stand_in) in writes:  # batch norm does not count as a new version
+        if stand_in._version != version or storage_id(stand_in) in writes:  # batch norm does not count as a new version
             written.add(observer.root(original_fake))  # the run on fakes may have given it other memory
     to_fake = _make_converter(list(pairs.values()), mode, loan.device)
     converted = map_tensors(to_fake, (result, mutable.containers))
@@ -309,12 +309,12 @@ def _may_draw(module: nn.Module) -> bool:
 
 def _make_converter(pairs: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
     by_id = {id(real): fake for fake, real in pairs}
-    by_storage = {storage_of(real): fake for fake, real in pairs}
+    by_storage = {storage_id(real): fake for fake, real in pairs}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) in by_id:
             return by_id[id(tensor)]
-        base = by_storage.get(storage_of(tensor))
+        base = by_storage.get(storage_id(tensor))
         if base is not None and base.dtype == tensor.dtype:
             return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         return fake_value(tensor, mode, device)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import FakeTensor, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, quiet, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
-from penstock._base.trees import flatten, leaf_tensors, map_tensors
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
+from penstock._base.pytree import flatten, leaf_tensors, map_tensors
 from penstock.partition import source
 from penstock.partition.source import Obstacle
 from penstock.partition.state.assumptions import find_words
@@ -58,12 +58,12 @@ class SideChannels:
             return
         names = {id(m): name for name, m in reversed(list(self._model.named_modules()))}
         held_storages = {f.storage for f in reads if f.held is not None}
-        names_text = shortened([f.held for f in reads if f.held is not None])
+        names_text = list_names([f.held for f in reads if f.held is not None])
         subject = f"tensors that are not among its arguments{f' ({names_text})' if names_text else ''}"
         refusal = f"a call at {source.current_line()} uses {subject}; a stage would not have them"
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
-            if name and held_storages <= {storage_of(t) for t in (*module.parameters(), *module.buffers())}:
+            if name and held_storages <= {storage_id(t) for t in (*module.parameters(), *module.buffers())}:
                 raise RecordAgain(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
         raise PartitionError(
             f"{refusal}, and no module but the model encloses it. Give the part of the model that makes this call a "
@@ -97,7 +97,7 @@ class SideChannels:
             snapshots = [(h, h.copied()) for h in holders]
             preset = [(h, key, value) for h in holders if h.is_changed() for key, value in h.changes()]
             if names := [h.name(key) for h, key, value in preset if self._reads(unit, h, key, value)]:
-                self._preset[unit.name] = shortened(names)
+                self._preset[unit.name] = list_names(names)
             result = run(args, kwargs)
             changed = ((p, old, k, v) for p, old in snapshots if p.differs(old) for k, v in p.changes())
             changes = [(p, k, v) for p, old, k, v in changed if k is None or k not in old or old[k] is not v]
@@ -157,7 +157,7 @@ class SideChannels:
             with self._rerun(run, args, kwargs):
                 reused = roots & observer.contents_read  # what it overwrites first (scratch memory) is no state
         if counts or reused:
-            names = shortened([holder.name(key) for holder, key, _ in changes])
+            names = list_names([holder.name(key) for holder, key, _ in changes])
             following_sizes = frozenset(self._following_sizes(args, kwargs, run, reused) if reused else ())
             self.remembered[unit.name] = Remembered(names, unit.name, following_sizes)
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from penstock._base.errors import PartitionError, ShapeError
-from penstock._base.trees import unflatten
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
+from penstock._base.pytree import unflatten
 from penstock.partition.recording.recording import Constant, Guard, Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage
@@ -170,7 +170,7 @@ def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
     absent += [name for name in recording.held if name in recording.touched - used and name not in absent]
     if absent:
         raise PartitionError(
-            f"the forward uses {shortened(absent)}, but no recorded call does, so that no stage would have "
+            f"the forward uses {list_names(absent)}, but no recorded call does, so that no stage would have "
             f"{'it' if len(absent) == 1 else 'them'}. {_remedy(split.model, absent)}"
         )
 
@@ -193,4 +193,4 @@ def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:
         return ()
-    return (f"the forward does not use {shortened(unused)}: on no stage",)
+    return (f"the forward does not use {list_names(unused)}: on no stage",)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock._base.trees import fields
+from penstock._base.pytree import fields
 from penstock.partition.source import TORCH_ATTRIBUTES, iter_functions, package_name
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import PartitionError
-from penstock._base.trees import Flat, flatten, unflatten
+from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.source import iter_functions, package_name
 from penstock.partition.state.reach import Holder
 from penstock.partition.values.objects import tensors_in

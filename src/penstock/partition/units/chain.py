@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 
 
 class Chain(nn.Module):
@@ -37,7 +37,7 @@ class Chain(nn.Module):
             value, unused = layer(*call_args, **layer_kwargs), unused - layer_kwargs.keys()
         if unused:
             raise ArgumentError(
-                f"kwargs: no layer accepts {shortened(sorted(unused))}; omit what the layers do not take"
+                f"kwargs: no layer accepts {list_names(sorted(unused))}; omit what the layers do not take"
             )
         return value
 

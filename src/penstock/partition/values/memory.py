@@ -8,7 +8,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from penstock._base.compat import storage_of
+from penstock._base.compat import storage_id
 from penstock._base.stages import TensorMeta
 
 
@@ -30,7 +30,7 @@ def overlap(tensor: Tensor, other: Tensor) -> bool:
     if tensor is other:
         return True
     if tensor.layout != torch.strided or other.layout != torch.strided:
-        return storage_of(tensor) == storage_of(other)
+        return storage_id(tensor) == storage_id(other)
     if tensor.device != other.device or tensor.is_meta or not (tensor.numel() and other.numel()):
         return False
     first, second = _addresses(tensor), _addresses(other)

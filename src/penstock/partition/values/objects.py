@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from penstock._base.compat import FakeTensor, FakeTensorMode
-from penstock._base.trees import LEAF, Flat, Leaf, TreeSpec, flatten, overwrite, unflatten
+from penstock._base.pytree import LEAF, Flat, Leaf, TreeSpec, flatten, overwrite, unflatten
 
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),

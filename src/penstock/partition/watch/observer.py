@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
+from penstock._base.compat import WeakStorage, storage_bytes, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition.source import Obstacle, current_line
 from penstock.partition.watch.work import RUNNING, OpCall, Traits, argument_names, count_work, get_traits, list_tensors
 
@@ -143,7 +143,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         roots = self.read(tensors)
         if not traits.is_view:
             if traits.overwrites:
-                self._overwritten |= self.roots(t for t in writing if t.numel() * t.itemsize == size_of(t))
+                self._overwritten |= self.roots(t for t in writing if t.numel() * t.itemsize == storage_bytes(t))
             self.contents_read |= {*roots} - self._overwritten
         for tensor in writing:
             self._keep_contents(tensor)
@@ -171,7 +171,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = arguments.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, Tensor) and (name not in RUNNING or arguments.get("training", True)):
-                    self._written[storage_of(tensor)] = tensor
+                    self._written[storage_id(tensor)] = tensor
                     writing.append(tensor)
         return writing
 
@@ -197,12 +197,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory, root = tensor.untyped_storage(), self.root(tensor)
         yield
         self._written[root] = memory
-        self._makers.pop(storage_of(tensor), None)
+        self._makers.pop(storage_id(tensor), None)
         self._alias(tensor, root)
 
     def _keep_contents(self, tensor: Tensor) -> None:
         """Keep what a tensor that is older than the forward holds, before an operator writes to it."""
-        root = storage_of(tensor)
+        root = storage_id(tensor)
         if root in self._roots or any(root in table for table in (self._makers, self.held, self._real, self._backups)):
             return
         memory = tensor.untyped_storage()
@@ -242,7 +242,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def root(self, tensor: Tensor) -> int:
         """Return the number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
-        number = storage_of(tensor)
+        number = storage_id(tensor)
         return self._roots.get(number, number)
 
     def roots(self, tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -250,7 +250,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_input(self, tensor: Tensor) -> None:
         """Note a tensor that enters the model."""
-        self._makers[storage_of(tensor)] = Location(OUTSIDE)
+        self._makers[storage_id(tensor)] = Location(OUTSIDE)
 
     def stands_in(self, fake: Tensor, real: Tensor) -> None:
         """Note that the mode uses `fake` wherever `real` is meant."""
@@ -301,7 +301,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (roots and traits.aliases) or self._is_cached_cast(operator, roots):
                 self._alias(tensor, roots[0])
                 continue
-            number = storage_of(tensor)
+            number = storage_id(tensor)
             self._roots.pop(number, None)
             self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
             self._alive.append(WeakStorage(tensor))
@@ -310,7 +310,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.is_steady(root) or root in self.held or root in self._real
 
     def _alias(self, tensor: Tensor, root: int) -> None:
-        number = storage_of(tensor)
+        number = storage_id(tensor)
         if number != root:
             self._roots[number] = root
             self._alive.append(WeakStorage(tensor))

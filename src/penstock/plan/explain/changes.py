@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.plan.explain.factors import Factors, fit_factors
 from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.replay import Change, Replay, build_replay
@@ -261,7 +261,7 @@ def _suggest_outliers(trial: WhatIfContext) -> Iterator[Change]:
     replica, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
     name = f"{stage}{COMPUTE[op].value}{microbatch}{trial.replica_suffix(replica)}"
     text = (
-        f"{counted(int(slow.sum()), 'action')} took {_OUTLIER_FACTOR} times what is usual or more, {name} most "
+        f"{pluralize(int(slow.sum()), 'action')} took {_OUTLIER_FACTOR} times what is usual or more, {name} most "
         f"({factors[replica, op, stage, microbatch]:.1f}x): check what else ran then"
     )
     note = "none slower than is usual there"
@@ -329,7 +329,7 @@ def _apply(trial: WhatIfContext, change: Change, name: str, value: str) -> Chang
                 "rank": f"a rank of 0 to {placement.ranks - 1}",
                 "link": "a factor for transfer times, 0 or more",
             }
-            size = f"this step has {counted(placement.depth, 'stage')} on {counted(placement.ranks, 'rank')}"
+            size = f"this step has {pluralize(placement.depth, 'stage')} on {pluralize(placement.ranks, 'rank')}"
             expected = f"{forms[name]}; {size}" if value and name in forms else WHAT_IFS
             raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {expected}")
     return change.assuming((changed,), note, measured=measured)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import Profile, UnitCost, best_cuts
 from penstock.costs.links import link_for
 from penstock.costs.stage_costs import build_cut_problem, price_stages
@@ -82,7 +82,7 @@ class Prediction:
         elif rows and any(sizes) and rows not in sizes:
             notes.append(f"microbatches have {rows} rows, and the profile is of {', '.join(map(str, sizes))}")
         if threads not in (0, profile.threads) and profile.device == "cpu":
-            notes.append(f"ranks had {counted(threads, 'thread')}, and the profile was made with {profile.threads}")
+            notes.append(f"ranks had {pluralize(threads, 'thread')}, and the profile was made with {profile.threads}")
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
         units = tuple(unit.split if splits else unit for unit in profile.units)

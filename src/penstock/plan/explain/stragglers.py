@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.plan.explain.factors import SLOW_FACTOR, Factors, fit_factors
 from penstock.plan.explain.replay import replay_traced
 from penstock.schedule import Schedule
@@ -215,9 +215,11 @@ def describe(summaries: Sequence[StepSummary]) -> tuple[str, ...]:
         worst = max(odd, key=lambda summary: summary.of_median)
         reason = f", where {worst.slowest.who} is slow ({worst.slowest.times:.1f}x)" if worst.slowest else ""
         extreme = f"step {worst.number} most ({worst.of_median:.2f}x{reason})"
-        sentences.append(f"{len(odd)} of {counted(len(summaries), 'step')} over {_ODD} times the median, {extreme}")
+        sentences.append(f"{len(odd)} of {pluralize(len(summaries), 'step')} over {_ODD} times the median, {extreme}")
     return tuple(sentences)
 
 
 def _count(matching: Sequence[StepSummary], summaries: Sequence[StepSummary]) -> str:
-    return "every step" if len(matching) == len(summaries) else f"{len(matching)} of {counted(len(summaries), 'step')}"
+    return (
+        "every step" if len(matching) == len(summaries) else f"{len(matching)} of {pluralize(len(summaries), 'step')}"
+    )

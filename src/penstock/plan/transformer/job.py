@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.second_names import formerly
 from penstock.costs.hardware import DEFAULT_EFFICIENCY, DeviceSpec, Efficiency, Interconnect
 from penstock.plan.transformer.model import TransformerConfig
 from penstock.simulate import LinkCost
@@ -19,7 +19,7 @@ PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of each parameter in mixed precision with Adam: 16 bits; a sum in float32; a copy and two moments in float32."""
 
 
-@formerly(sequence="seq_length", fused_attention="flash_attention")
+@accept_old_names(sequence="seq_length", fused_attention="flash_attention")
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
     """Training of a transformer in mixed precision on groups of devices that share each layer.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import formerly
-from penstock._base.words import did_you_mean
+from penstock._base.formatting import did_you_mean
 
 Style = Literal["gpt", "llama"]
 """What the numbers leave open: "gpt" has biases, LayerNorm, learned positions, dropout, GELU and an output layer that
@@ -22,7 +22,7 @@ _NUMBERS = (
 )
 
 
-@formerly(
+@accept_old_names(
     hidden="hidden_size",
     last_norm="final_norm",
     heads="num_attention_heads",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import Profile, UnitCost
 from penstock.costs.hardware import seconds_of
 from penstock.costs.stage_costs import price_stages
@@ -222,13 +222,14 @@ class AnalyticJob:
         origin = profile_of(job, self.machine, 1).notes[0]
         lines: tuple[str, ...] = (
             f"An estimate {origin}.",
-            f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
-            f"The first: {flops / 1e12:.0f} TFLOP/s per device, {share:.0%} of its peak, of the model's own "
-            "operations: 6 per parameter of a matrix and token and those of attention, without recomputation.",
+            f"{job.model.parameters:,} parameters. dp and pp count groups of "
+            f"{pluralize(job.tensor_parallel, 'device')}. The first: {flops / 1e12:.0f} TFLOP/s per device, "
+            f"{share:.0%} of its peak, of the model's own operations: 6 per parameter of a matrix and token and those of "
+            "attention, without recomputation.",
         )
         if job.optimizer_shards > choice.replicas:
             lines += (
-                f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
+                f"Its memory is too low: {pluralize(choice.replicas, 'replica')} cannot share the optimizer's state "
                 f"{job.optimizer_shards} ways. Pass --optimizer-shards {choice.replicas} or fewer.",
             )
         return "\n".join(lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock._base.errors import ScheduleError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.walkthrough import WORK
 from penstock.schedule import Action
 from penstock.trace.runs import RankState, read_run
@@ -33,8 +33,8 @@ def live(path: Path, offset: int = 0) -> dict[str, Any]:
     run, now = read_run(path), time.time()
     about = run.about
     added, end = run.steps_after(offset)
-    replicas = f" in each of {counted(about.replicas, 'replica')}" if about.replicas > 1 else ""
-    counts = f"{counted(about.ranks, 'rank')}{replicas}", counted(about.microbatches, "microbatch")
+    replicas = f" in each of {pluralize(about.replicas, 'replica')}" if about.replicas > 1 else ""
+    counts = f"{pluralize(about.ranks, 'rank')}{replicas}", pluralize(about.microbatches, "microbatch")
     headline = about.model, about.schedule, *counts, about.device
     progress = Progress.of(run.steps(_RECENT_BYTES), about.total_steps)
     return {

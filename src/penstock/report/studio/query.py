@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import MICROBATCHES, ScheduleSpec, schedule_spec
 from penstock.schedule.generators import ScheduleParams
 
@@ -70,7 +70,7 @@ class SimulationQuery:
         actions = sum(spec.actions(self.numbers(spec)) for spec in specs)
         if actions > MAX_ACTIONS:
             raise ArgumentError(
-                f"{self.size}: {counted(len(specs), 'schedule')} of this size: {actions:,} actions, and the studio "
+                f"{self.size}: {pluralize(len(specs), 'schedule')} of this size: {actions:,} actions, and the studio "
                 f"shows {MAX_ACTIONS:,}; take fewer, or use `penstock simulate`"
             )
 
@@ -84,7 +84,7 @@ class SimulationQuery:
     @property
     def size(self) -> str:
         """`4 ranks and 8 microbatches`."""
-        return f"{counted(self.ranks, 'rank')} and {counted(self.microbatches, 'microbatch')}"
+        return f"{pluralize(self.ranks, 'rank')} and {pluralize(self.microbatches, 'microbatch')}"
 
     def entries(self) -> list[ScheduleSpec]:
         """Return the schedules, without duplicates. Raise ArgumentError if one is unknown."""

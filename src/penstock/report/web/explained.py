@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
 from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
@@ -28,8 +28,8 @@ def from_explanation(explanation: Explanation, name: str, costs: Sequence[StageC
     memories = memory(slowest.schedule, costs, slowest.timeline) if costs else []
     label = f"{explanation.origin}, step {step.number}" if len(explanation.run.steps) > 1 else explanation.origin
     measured_band = band(label, slowest.timeline, slowest.schedule, memory=_curves(memories))
-    step_count = [counted(len(explanation.run.steps), "step")] if len(explanation.run.steps) > 1 else []
-    replicas = [f"{counted(len(step.replicas), 'replica')}; the slowest is shown"] if len(step.replicas) > 1 else []
+    step_count = [pluralize(len(explanation.run.steps), "step")] if len(explanation.run.steps) > 1 else []
+    replicas = [f"{pluralize(len(step.replicas), 'replica')}; the slowest is shown"] if len(step.replicas) > 1 else []
     return Contents(
         title=title(slowest.schedule),
         headings=(name, *step_count, *replicas),
@@ -126,7 +126,7 @@ def from_serialized(timelines: Sequence[Timeline], name: str) -> Contents:
     busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
     return Contents(
         title=name,
-        headings=(counted(timeline.ranks, "rank"), "in one process"),
+        headings=(pluralize(timeline.ranks, "rank"), "in one process"),
         warnings=(TURNS_NOTE,),
         metrics=(
             Metric("a step takes", duration(timeline.makespan_seconds), "all ranks, one after another"),

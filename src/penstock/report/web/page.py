@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from penstock._base.errors import require
 from penstock._base.files import finite
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.report.frame import frame
 from penstock.report.web.contents import Contents, duration
 from penstock.report.web.timeline_data import timeline_data
@@ -74,7 +74,7 @@ def page(contents: Contents) -> str:
     body = templates.get_template("report.html").render(
         contents=contents,
         duration=duration,
-        sized=sized,
+        sized=format_bytes,
         percent=_percent,
         ranks_shown=_ranks,
         data=embedded("timeline-data", timeline_data(contents.bands, unit=contents.unit)),

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from penstock._base.words import counted, sized
+from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan import Plan
 from penstock.plan.explain import Prediction
 from penstock.plan.predict import schedule_for_plan
@@ -45,13 +45,13 @@ def from_plan(plan: Plan, name: str) -> Contents:
         for rank, (peak, limit) in enumerate(zip(plan.memory_bytes, limits, strict=True))
     )
     fullest, limit = peaks[plan.fullest], limits[plan.fullest]
-    limit_text = f"of {sized(limit)}" if limit is not None else "no limit"
+    limit_text = f"of {format_bytes(limit)}" if limit is not None else "no limit"
     idle = None
     if plan.idle:  # of all ranks together: a plan does not keep those of each
         pipeline_seconds = plan.pipeline_seconds
         causes = {cause: share * pipeline_seconds for cause, share in plan.idle.items()}
         idle = Idle((pipeline_seconds * (1 - plan.bubble),), (causes,), "On average over all ranks.")
-    facts = [("microbatches", f"{choice.microbatches} of {counted(choice.rows, 'row')}, on each replica")]
+    facts = [("microbatches", f"{choice.microbatches} of {pluralize(choice.rows, 'row')}, on each replica")]
     if plan.cuts:
         facts.append(("stages begin with", ", ".join(("the input", *plan.cuts))))
     for label, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
@@ -60,12 +60,12 @@ def from_plan(plan: Plan, name: str) -> Contents:
     worst = max(plan.idle, key=plan.idle.__getitem__, default="")
     return Contents(
         title=title(schedule),
-        headings=(name, "plan (prediction only)", counted(choice.replicas, "replica")),
+        headings=(name, "plan (prediction only)", pluralize(choice.replicas, "replica")),
         metrics=(
             Metric("a step takes", duration(plan.step_seconds), "predicted"),
-            Metric("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{counted(choice.devices, 'device')}"),
+            Metric("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{pluralize(choice.devices, 'device')}"),
             Metric("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
-            Metric("memory", sized(fullest.peak), f"{limit_text}, rank {fullest.rank}, the fullest"),
+            Metric("memory", format_bytes(fullest.peak), f"{limit_text}, rank {fullest.rank}, the fullest"),
         ),
         warnings=(_NOTE,),
         bands=(band("predicted", timeline, schedule, memory=curves, note="roughly, without messages"),),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock._base.words import counted, sized
+from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.web.contents import Contents, Metric, PeakMemory, Series, date_text, duration
 from penstock.report.web.explained import TURNS_NOTE, comparison_bands, idle_metrics, prediction_metrics, vs_prediction
@@ -66,10 +66,10 @@ def from_run(
         bands.append(band("predicted", predicted.timeline, _predicted_order(run, step), note=f"by {predicted.source}"))
     elif explanation is not None:
         bands += comparison_bands(explanation)
-    replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
-    counts = counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas
+    replicas = [pluralize(about.replicas, "replica")] if about.replicas > 1 else []
+    counts = pluralize(about.ranks, "rank"), pluralize(about.microbatches, "microbatch"), *replicas
     started = f"started {date_text(about.started)}"
-    headings = about.model, about.schedule, *counts, counted(len(steps), "step"), started
+    headings = about.model, about.schedule, *counts, pluralize(len(steps), "step"), started
     numbers = {"explained": explanation.to_dict() if explanation else None, "steps": len(steps)}
     return Contents(
         title=about.name,
@@ -105,8 +105,8 @@ def _metrics(steps: Sequence[StepRecord], memory: Sequence[PeakMemory]) -> list[
         metrics.append(Metric("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))
     if memory:
         fullest = max(memory, key=lambda peak: peak.peak / (peak.limit or math.inf) or peak.peak)
-        detail = "" if fullest.limit is None else f"of {sized(fullest.limit)}, "
-        metrics.append(Metric("memory", sized(fullest.peak), f"{detail}rank {fullest.rank}, {fullest.source}"))
+        detail = "" if fullest.limit is None else f"of {format_bytes(fullest.limit)}, "
+        metrics.append(Metric("memory", format_bytes(fullest.peak), f"{detail}rank {fullest.rank}, {fullest.source}"))
     return metrics
 
 
@@ -189,7 +189,7 @@ def _facts(run: RecordedRun) -> list[tuple[str, str]]:
         ("device", f"{about.device}, {about.processes:,} process{'es' if about.processes > 1 else ''}"),
         (
             "schedule",
-            f"{about.schedule}, {counted(about.microbatches, 'microbatch')} of a batch of {about.rows:,} rows",
+            f"{about.schedule}, {pluralize(about.microbatches, 'microbatch')} of a batch of {about.rows:,} rows",
         ),
         ("stages on ranks", about.placement),
         ("versions", f"penstock {about.penstock}, torch {about.torch}"),
@@ -200,6 +200,6 @@ def _facts(run: RecordedRun) -> list[tuple[str, str]]:
         facts.append(("resumed", "; ".join(map(date_text, about.resumed))))
     for stage, units in enumerate(about.units):  # if there are many, the first and the last
         abbreviated = len(units) > 3
-        text = f"{units[0]} to {units[-1]}, {counted(len(units), 'module')}" if abbreviated else ", ".join(units)
+        text = f"{units[0]} to {units[-1]}, {pluralize(len(units), 'module')}" if abbreviated else ", ".join(units)
         facts.append((f"stage {stage}", text))
     return facts

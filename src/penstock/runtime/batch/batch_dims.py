@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
-from penstock._base.trees import Flat, Leaf, flatten
+from penstock._base.pytree import Flat, Leaf, flatten
 
 Dim = int | str | None
 """A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of

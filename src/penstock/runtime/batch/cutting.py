@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
-from penstock._base.trees import flatten, unflatten
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.pytree import flatten, unflatten
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch import microbatches as batches
@@ -211,7 +211,8 @@ class Cutting:
             total = count_rows(example, "example", self.inputs)
             if rows > total:
                 raise ArgumentError(
-                    f"the batch has only {counted(total, 'row')}: pass a larger one, or microbatches of at most {total}"
+                    f"the batch has only {pluralize(total, 'row')}: pass a larger one, or microbatches of at most "
+                    f"{total}"
                 )
             sizes = (rows, total - rows) if rows < total else (rows,)
             piece = flatten(batches.split(example, sizes, "example", None, self.inputs)[0])
@@ -222,8 +223,10 @@ class Cutting:
         cut = self.batch(example, count, "example", 1)
         if rows not in cut.sizes:
             sizes_text = ", ".join(map(str, sorted({*cut.sizes})))
-            origin = "already cut into" if piece_counts else f"cut by split_fn= into {counted(count, 'microbatch')} of"
-            raise ArgumentError(f"no microbatch has {counted(rows, 'row')}: the batch is {origin} {sizes_text} rows")
+            origin = (
+                "already cut into" if piece_counts else f"cut by split_fn= into {pluralize(count, 'microbatch')} of"
+            )
+            raise ArgumentError(f"no microbatch has {pluralize(rows, 'row')}: the batch is {origin} {sizes_text} rows")
         index = cut.sizes.index(rows)
         return CutBatch((cut.pieces[index],), (rows,), None)
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError, ShapeError
-from penstock._base.trees import Flat, flatten, map_tensors, unflatten
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.pytree import Flat, flatten, map_tensors, unflatten
 from penstock.partition.stages.partition import describe
 from penstock.runtime.batch.batch_dims import (
     FIRST,
@@ -66,8 +66,8 @@ def split_evenly(rows: int, microbatches: int, pipelines: int = 1, min_rows: int
     """
     if rows < pipelines:
         raise ArgumentError(
-            f"the batch has {counted(rows, 'row')}, but the schedule needs at least {pipelines}: one for each copy of "
-            "the model"
+            f"the batch has {pluralize(rows, 'row')}, but the schedule needs at least {pipelines}: one for each copy "
+            "of the model"
             if pipelines > 1
             else "the batch has no rows; expected at least one"
         )
@@ -228,7 +228,7 @@ def check_count(count: int, microbatches: int, label: str, pipelines: int) -> No
     """Raise ArgumentError if no schedule for `microbatches` can run this number of pieces."""
     if not pipelines <= count <= microbatches:
         raise ArgumentError(
-            f"{label}: {counted(count, 'microbatch')} were given, but the schedule is for {microbatches}"
+            f"{label}: {pluralize(count, 'microbatch')} were given, but the schedule is for {microbatches}"
             + (f", and needs at least {pipelines}" if pipelines > 1 else "")
             + "; pass at most as many, or make the pipeline with a larger microbatches="
         )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, PartitionError, PenstockError
-from penstock._base.trees import flatten, map_tensors, unflatten
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock.partition.recording.recording import is_readable
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import CutBatch
@@ -99,7 +99,7 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         SingleRowError: batch norm gets a single row.
     """
     sizes = outline.sizes
-    rows, pieces = sum(sizes), counted(len(sizes), "microbatch")
+    rows, pieces = sum(sizes), pluralize(len(sizes), "microbatch")
     try:
         yield
     except Exception as error:  # from inside a block, or from the model's own forward
@@ -110,7 +110,7 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], Mapping):
             error.add_note("penstock: if args is a pair of positional and keyword inputs, pass them as args and kwargs")
         error.add_note(
-            f"penstock: recorded for a batch of {counted(rows, 'row')} in {pieces}; the first got "
+            f"penstock: recorded for a batch of {pluralize(rows, 'row')} in {pieces}; the first got "
             f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "
             "batch_dims=, or None for what goes whole to each microbatch. A tensor for the whole batch that is no "
             "input (a default argument, a buffer) is not cut: pass it as an input. Cut what no dimension describes, "

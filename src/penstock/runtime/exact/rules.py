@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock._base.compat import any_autocast, holders, run_backward, storage_of
+from penstock._base.compat import any_autocast, holders, run_backward, storage_id
 from penstock._base.gradients import CACHE_LINE_BYTES
 from penstock.partition.values.memory import extent
 
@@ -182,7 +182,7 @@ def detach_or_copy(values: list[Tensor | None]) -> list[Tensor | None]:
         value = values[index]
         if value is None or (references := holders(value, node)) == 1:
             continue
-        if references > sum(peer is not None and storage_of(peer) == storage_of(value) for peer in values):
+        if references > sum(peer is not None and storage_id(peer) == storage_id(value) for peer in values):
             values[index] = copy_as(Layout.of(value), value)
     return values
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock._base.compat import generator_of
+from penstock._base.compat import device_generator
 
 _MASK = (1 << 64) - 1
 
@@ -87,7 +87,7 @@ class Streams:
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
         """Wrap a step: draws come from these streams. Restore the user's generators afterwards."""
         # Always includes the CPU's: checkpointing restores that one, whatever the device.
-        self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
+        self._generators = tuple(dict.fromkeys([torch.default_generator, *map(device_generator, devices)]))
         self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
         self._step, self._foreign = step, None

@@ -10,8 +10,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from penstock._base.errors import ArgumentError
+from penstock._base.formatting import named
 from penstock._base.process import Process
-from penstock._base.words import named
 from penstock.distributed.groups import Groups
 from penstock.distributed.world import is_accelerator
 from penstock.runtime.execute.control import Control

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from penstock._base.errors import NonFiniteError
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.runtime.features.feature import Feature, Forward, StageContext, Start, recorded_code
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.loss.loss import LossHead

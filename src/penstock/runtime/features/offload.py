@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock._base.compat import WeakStorage, storage_of
+from penstock._base.compat import WeakStorage, storage_id
 from penstock._base.errors import ArgumentError
-from penstock._base.words import in_ranges
+from penstock._base.formatting import collapse_ranges
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.compiled import any_compiled
@@ -246,7 +246,7 @@ class Offload(Feature):
             yield
             return
         strided = (part for tensor in self._resident() if (part := local(tensor)).layout is torch.strided)
-        self._resident_storages = {storage_of(part) for part in strided}  # they may have new memory
+        self._resident_storages = {storage_id(part) for part in strided}  # they may have new memory
         self._microbatch = microbatch
         try:
             with saved_tensors_hooks(self.pack, _unpack):
@@ -305,7 +305,7 @@ class Offload(Feature):
     def _send_once(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> HostCopy:
         """Send a tensor unless the running forward has sent it before: several calls may save one tensor."""
         layout = (tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-        key = (storage_of(tensor), tensor._version, *layout)
+        key = (storage_id(tensor), tensor._version, *layout)
         sent = self._sent_copies.get(key)
         host_copy = None if sent is None else sent[1]()
         if host_copy is not None:
@@ -331,7 +331,7 @@ class Offload(Feature):
             host_copy.free()
 
     def _must_stay(self, tensor: Tensor) -> bool:
-        return not self._can_offload(tensor) or storage_of(tensor) in self._resident_storages
+        return not self._can_offload(tensor) or storage_id(tensor) in self._resident_storages
 
     def _can_offload(self, tensor: Tensor) -> bool:
         return tensor.device == self._device and can_offload(tensor, self._kind)
@@ -390,4 +390,4 @@ def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> 
 
 
 def _stages(numbers: Sequence[int]) -> str:
-    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(in_ranges(map(str, numbers)))}"
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, numbers)))}"

@@ -21,9 +21,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.errors import ArgumentError, PartitionError
+from penstock._base.formatting import collapse_ranges, named
+from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock._base.stages import StageMeta
-from penstock._base.trees import flatten, map_tensors, unflatten
-from penstock._base.words import in_ranges, named
 from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
@@ -68,7 +68,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         name = named(policy).__qualname__ if callable(policy) else repr(policy)
         stages_by_text.setdefault(f"recompute={name}: {text}", []).append(stage)
     return [
-        f"{text}{'stage' if len(indices) == 1 else 'stages'} {', '.join(in_ranges(map(str, indices)))}"
+        f"{text}{'stage' if len(indices) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, indices)))}"
         for text, indices in stages_by_text.items()
     ]
 

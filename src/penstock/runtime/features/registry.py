@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted, named
+from penstock._base.formatting import named, pluralize
 from penstock.runtime.features.compiled import Compiled, SeparateGradients
 from penstock.runtime.features.deferred_norm import CheckpointedNorms
 from penstock.runtime.features.feature import (
@@ -137,7 +137,7 @@ def _per_stage(name: str, choice: Any, stages: int, default: Any) -> list[Any]:
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         if len(choice) != stages:
             raise ArgumentError(
-                f"{name} has {counted(len(choice), 'entry')}; expected one for each of {stages} stages, or a dict by "
+                f"{name} has {pluralize(len(choice), 'entry')}; expected one for each of {stages} stages, or a dict by "
                 "stage"
             )
         return list(choice)

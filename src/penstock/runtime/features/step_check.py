@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import generator_of
+from penstock._base.compat import device_generator
 from penstock._base.errors import PartitionError
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import is_distributed
@@ -47,7 +47,7 @@ class StepCheck(Feature):
             checked = {}
         self._index, self._copies, self._checked = stage.index, stage.copies, checked
         self._steady = {name: tensor for name, tensor in checked.items() if name not in updated}
-        self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(stage.device)]))
+        self._generators = tuple(dict.fromkeys([torch.default_generator, device_generator(stage.device)]))
         backwards = [
             (a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)
         ]

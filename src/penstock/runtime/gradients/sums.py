@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock._base.gradients import by_gradient_dtype, gradient_dtype, slot_elements
+from penstock._base.gradients import gradient_dtype, group_by_gradient_dtype, slot_elements
 from penstock._base.stages import ties, ties_across_ranks
 from penstock.distributed.failure import Position
 from penstock.runtime.front_end import Stage
@@ -65,12 +65,12 @@ class GradientSum:
         self._before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        for members in by_gradient_dtype(self.parameters).values():
+        for members in group_by_gradient_dtype(self.parameters).values():
             self._prepare(members)
 
     def start(self) -> None:
         """Start the sum."""
-        self._buffers = [self._fill_buffer(members) for members in by_gradient_dtype(self.parameters).values()]
+        self._buffers = [self._fill_buffer(members) for members in group_by_gradient_dtype(self.parameters).values()]
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
@@ -140,7 +140,7 @@ class GradientSum:
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Yield each parameter's sum; None if no process has a gradient."""
-        for members, buffer in zip(by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
+        for members, buffer in zip(group_by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
             *sums, count_slot = _slots(buffer, members)
             present, _ = self._present[buffer.dtype]
             counts: Sequence[float] = present if all(present) else count_slot.cpu().tolist()

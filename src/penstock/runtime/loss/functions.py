@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, PenstockError
-from penstock._base.trees import leaf_tensors
-from penstock._base.words import in_a_line
+from penstock._base.formatting import one_line
+from penstock._base.pytree import leaf_tensors
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -74,7 +74,7 @@ def explain_missing_target(loss: Loss | None) -> Loss | None:
                 remedy = "if it expects a tensor, pass target=torch.from_numpy(target) (a list: torch.as_tensor)"
             else:
                 raise
-            raise ArgumentError(f"{problem} raised {in_a_line(error)}; {remedy}") from error
+            raise ArgumentError(f"{problem} raised {one_line(error)}; {remedy}") from error
 
     update_wrapper(call, loss, updated=())  # for code that inspects what the loss reads
     return call

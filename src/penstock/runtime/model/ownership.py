@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._base.compat import generator_of, storage_of
+from penstock._base.compat import device_generator, storage_id
 from penstock._base.errors import ArgumentError
 from penstock.partition.values.memory import overlap
 from penstock.runtime.exact.streams import hash_name, mix
@@ -226,7 +226,7 @@ def check_no_overlaps(stages: Sequence[Stage], location: Callable[[int], Hashabl
     for stage in stages:
         for name, tensor in stage.parameters.items():
             if not tensor.is_meta and tensor.numel():
-                by_storage.setdefault(storage_of(tensor), []).append((name, stage.meta.index, tensor))
+                by_storage.setdefault(storage_id(tensor), []).append((name, stage.meta.index, tensor))
     for entries in by_storage.values():
         for (name, index, first), (second_name, second_index, second) in combinations(entries, 2):
             apart = name != second_name and location(index) != location(second_index)
@@ -266,7 +266,7 @@ def materialize(
         _allocate(module, device, allocated)
         buffers = dict(module.named_buffers(recurse=False))
         before = {key: buffer._version for key, buffer in buffers.items()}
-        generator = generator_of(device)
+        generator = device_generator(device)
         state = generator.get_state()
         generator.manual_seed(mix(seed, hash_name(name)))
         try:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensorMode, fake_mode, quiet
 from penstock._base.errors import ArgumentError, PenstockError
+from penstock._base.formatting import one_line
+from penstock._base.pytree import map_tensors
 from penstock._base.stages import Output, needs_backward
-from penstock._base.trees import map_tensors
-from penstock._base.words import in_a_line
 from penstock.partition.run.loan import Snapshot
 from penstock.runtime.execute.engine import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient_error
@@ -57,9 +57,9 @@ def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
         return None
     if real_error is not None and _same_error(real_error, fake_error) and not bound.partitions[0].leaves_here:
         raise ArgumentError(
-            f"the loss raised {in_a_line(real_error)}: check that loss_fn fits the model's output and the given target"
+            f"the loss raised {one_line(real_error)}: check that loss_fn fits the model's output and the given target"
         ) from real_error
-    return f"the loss could not be tried without real values ({in_a_line(fake_error)})"
+    return f"the loss could not be tried without real values ({one_line(fake_error)})"
 
 
 def _call_loss(

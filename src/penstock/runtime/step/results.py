@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError
 from penstock._base.process import cores
-from penstock._base.trees import map_tensors
+from penstock._base.pytree import map_tensors
 from penstock.distributed.groups import Groups
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout

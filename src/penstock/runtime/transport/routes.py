@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, links_of
+from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, merge_links
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.protocol import Channel, Message, Transport
@@ -95,8 +95,8 @@ class RouteBuilder:
         self._placement = placement
         self._transport = transport
         self._training = training
-        self._forward = links_of(kinds, forward_links)
-        self._backward = links_of(kinds, backward_links) if training else ()
+        self._forward = merge_links(kinds, forward_links)
+        self._backward = merge_links(kinds, backward_links) if training else ()
         self._channels: dict[tuple[Link, bool], Channel] = {}
 
     def roots(self, stage: int, kind: int) -> dict[Value, Root]:
@@ -152,7 +152,7 @@ def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
 
 def between_ranks(kinds: Sequence[Sequence[StageMeta]], placement: Placement) -> set[tuple[int, int]]:
     """Return which rank may send to which."""
-    links = (*links_of(kinds, forward_links), *links_of(kinds, backward_links))
+    links = (*merge_links(kinds, forward_links), *merge_links(kinds, backward_links))
     pairs = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
     return {(source, target) for source, target in pairs if source != target}
 

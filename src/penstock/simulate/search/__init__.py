@@ -9,7 +9,7 @@ In come a placement, costs and limits; out comes `SearchResult`: a schedule, and
 (13.0, 13.0)
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.simulate.search.bounds import lower_bound
 from penstock.simulate.search.problem import Objective, Problem, problem
 from penstock.simulate.search.result import SearchResult
@@ -17,4 +17,4 @@ from penstock.simulate.search.search import search
 
 __all__ = ["Objective", "Problem", "SearchResult", "lower_bound", "problem", "search"]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

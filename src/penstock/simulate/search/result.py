@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock._base.second_names import formerly
 from penstock.schedule import Schedule, check, generate, schedule_specs, split_backward
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, simulate
@@ -15,7 +15,7 @@ from penstock.simulate.search.problem import Objective, Problem, Rows, lanes_in_
 from penstock.simulate.search.timing import fits, time_rows
 
 
-@formerly(known="baseline", known_seconds="baseline_seconds")
+@accept_old_names(known="baseline", known_seconds="baseline_seconds")
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The best schedule found.

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.trace.runs.about import RunInfo as RunInfo
@@ -58,4 +58,4 @@ _HOMES = {
     "option": "RunConfig",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, STRICT, quoted, validate
-from penstock._base.words import all_printable, printable
+from penstock._base.formatting import strip_all_control_chars, strip_control_chars
 from penstock.schedule import Placement
 
 FORMAT = "penstock run"
@@ -114,10 +114,11 @@ class RunInfo:
         if data.get("version") != VERSION:
             raise ArgumentError(
                 f"{what} is of version {quoted(data.get('version'))}, and this penstock reads version {VERSION}: use "
-                f"the penstock that wrote it ({printable(str(data.get('penstock', 'not known')))[:MAX_QUOTED]})"
+                f"the penstock that wrote it "
+                f"({strip_control_chars(str(data.get('penstock', 'not known')))[:MAX_QUOTED]})"
             )
         values = {key: value for key, value in data.items() if key not in ("format", "version")}
-        info = validate(cls, all_printable(values), f"{what} is damaged")
+        info = validate(cls, strip_all_control_chars(values), f"{what} is damaged")
         for name in ("ranks", "replicas", "processes", "chunks", "microbatches", "rows"):
             if getattr(info, name) < 1:
                 raise ArgumentError(f"{what} is damaged: {name}={getattr(info, name)}: expected 1 or more")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, is_integer
-from penstock._base.second_names import formerly
 
 WARM_STEPS = 5
 """The first step with a timeline: before it, whatever is made once is made."""
@@ -16,7 +16,7 @@ TIMELINE_EVERY = 50
 """Steps from one timeline to the next."""
 
 
-@formerly(timeline_every="trace_every", line="progress_bar", steps="total_steps")
+@accept_old_names(timeline_every="trace_every", line="progress_bar", steps="total_steps")
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """A run to record.

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
-from penstock._base.second_names import formerly
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.trace.runs.about import FORMAT, RunInfo
@@ -51,7 +51,7 @@ class MemoryTrace:
     measured: bool
 
 
-@formerly(timeline_steps="traced_steps")
+@accept_old_names(timeline_steps="traced_steps")
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """A run, as its folder shows it at each call.

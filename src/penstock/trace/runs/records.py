@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock._base.words import printable
+from penstock._base.formatting import strip_control_chars
 
 _MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
 
@@ -113,5 +113,7 @@ class RankState:
         state = validate(cls, values, what)
         if not 0 <= state.pid < 1 << 31:
             raise ArgumentError(f"{what}: pid={state.pid}: expected the number of a process")
-        failure = None if state.failure is None else printable(state.failure)
-        return replace(state, host=printable(state.host), action=printable(state.action), failure=failure)
+        failure = None if state.failure is None else strip_control_chars(state.failure)
+        return replace(
+            state, host=strip_control_chars(state.host), action=strip_control_chars(state.action), failure=failure
+        )

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from penstock._base.errors import PenstockError
 from penstock._base.files import MAX_QUOTED
-from penstock._base.process import lives
-from penstock._base.words import in_a_line, line_of
+from penstock._base.formatting import one_line, printable_line
+from penstock._base.process import is_alive
 from penstock.distributed.launch.endings import describe_signal, was_interrupted
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.progress import Progress
@@ -27,7 +27,7 @@ SILENT_SECONDS = 5.0
 
 
 def health(
-    state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = lives
+    state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = is_alive
 ) -> Health:
     """Return the health of a rank.
 
@@ -132,7 +132,7 @@ class Summary:
         except PenstockError as error:
             return str(error)
         except Exception as error:
-            return f"run {str(folder)!r} cannot be read: {line_of(in_a_line(error), MAX_QUOTED)}"
+            return f"run {str(folder)!r} cannot be read: {printable_line(one_line(error), MAX_QUOTED)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, without the path and the steps."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import read_json, read_text, remove_leftovers, write_whole
-from penstock._base.words import in_a_line
+from penstock._base.files import read_json, read_text, remove_leftovers, write_json_line
+from penstock._base.formatting import one_line
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import (
     ABOUT,
@@ -127,7 +127,7 @@ class Writer:
         except OSError as error:
             self.trouble = self.trouble or f"{error.filename or self.path}: {error.strerror or error}"
         except Exception as error:  # the thread goes on
-            self.trouble = self.trouble or in_a_line(error)
+            self.trouble = self.trouble or one_line(error)
 
     def _beat(self, last: bool) -> None:
         if not self._is_mine():
@@ -143,11 +143,11 @@ class Writer:
                     self._steps, self._files = [*steps, *self._steps], [*files, *self._files]
                 raise
         for path, make in files:
-            self._catch(lambda path=path, make=make: write_whole(path, make()))
+            self._catch(lambda path=path, make=make: write_json_line(path, make()))
         state, now = self._state(), time.monotonic()
         if last or state != self._written or now - self._written_at >= STEADY_SECONDS:
             self._written, self._written_at = state, now
-            write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
+            write_json_line(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
 
     def _is_mine(self) -> bool:
         """Whether process 0 has made the folder, as seen here. Raise OSError if another run has begun there."""
@@ -190,7 +190,7 @@ def begin(path: Path, about: RunInfo, first_step: int, earlier: RunInfo | None) 
     for folder in (path, path / MEMORY):
         remove_leftovers(folder)
     end_last_line(path / STEPS)
-    write_whole(path / ABOUT, about.to_dict())
+    write_json_line(path / ABOUT, about.to_dict())
 
 
 def earlier_run(path: Path) -> RunInfo | None:

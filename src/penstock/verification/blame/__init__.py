@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.verification.blame.watch import capture as capture
@@ -20,4 +20,4 @@ _HOMES = {
     "watch": "capture",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock._base.trees import leaf_tensors
-from penstock._base.words import counted, shortened
+from penstock._base.formatting import list_names, pluralize
+from penstock._base.pytree import leaf_tensors
 from penstock.distributed.launch.target import Target
 from penstock.verification.blame.data import Data, get_batch
 from penstock.verification.blame.finding import Finding
@@ -88,10 +88,10 @@ class Causes:
         holders = {name: [stage for key, stage in holder_pairs if key == id(tensors[name])] for name in names}
         if missing := [n for n in names if not holders[n] and tensors[n].requires_grad]:
             layers = _outermost_modules(missing, names)
-            return Finding("layer missing", f"{shortened(layers)}: no stage holds it", module=layers[0])
+            return Finding("layer missing", f"{list_names(layers)}: no stage holds it", module=layers[0])
         if duplicated := [n for n in names if len(holders[n]) > 1 and len(self.replay.aliases(n)) == 1]:
             layers, stages = _outermost_modules(duplicated, names), holders[duplicated[0]]
-            text = f"stages {' and '.join(map(str, stages))} both hold {shortened(layers)}"
+            text = f"stages {' and '.join(map(str, stages))} both hold {list_names(layers)}"
             return Finding("layer twice", text, stage=stages[1], module=layers[0])
         return None
 
@@ -100,7 +100,7 @@ class Causes:
         number = self._part_step(self.job.parts[0]).count
         for part in self.job.parts:
             if (count := self._part_step(part).count) != number:
-                text = f"stage {part.stage} runs {counted(count, 'forward')} of {counted(number, 'microbatch')}"
+                text = f"stage {part.stage} runs {pluralize(count, 'forward')} of {pluralize(number, 'microbatch')}"
                 return part.make_finding("extra forward" if count > number else "data", text, f"{part.stage}F")
         return None
 
@@ -292,7 +292,7 @@ class Causes:
             return None
         first, parts = row_parts[0], {id(part): part for part in row_parts}.values()
         if zeroed := [part.tensors.get(name, name) for part in parts for name in self._part_step(part).lost]:
-            text = f"gradients of {shortened(zeroed)} are set to zero before the optimizer takes them"
+            text = f"gradients of {list_names(zeroed)} are set to zero before the optimizer takes them"
             return first.make_finding("gradient", text, "gradients")
         shapes = [self._describe_gradient(row) for row in rows]
         kind, shape = shapes[0]
@@ -306,7 +306,7 @@ class Causes:
                 text += "; if the script clips gradients, let TARGET return clip_grad_norm"
             return replace(first.make_finding(kind, text, "gradients", rows[0]), stage=None, rank=None)
         part_names = {part.tensors.get(name) for part in parts for name in part.parameters}
-        subject = f"gradients of stage {first.stage}" if part_names <= {*names} else f"gradients of {shortened(names)}"
+        subject = f"gradients of stage {first.stage}" if part_names <= {*names} else f"gradients of {list_names(names)}"
         subject = subject if is_several else f"the gradient of {rows[0].name!r}"
         suffix = (
             f": {shape}"
@@ -345,7 +345,7 @@ class Causes:
         part, name = self.job.parts[rows[0].stages[0]], rows[0].name
         text = f"buffer {name!r} is not what the unsplit model leaves"
         if extra := self._part_step(part).extra:
-            text += f": its stage ran {counted(extra, 'time')} besides its microbatches, to find out shapes"
+            text += f": its stage ran {pluralize(extra, 'time')} besides its microbatches, to find out shapes"
         kind = "extra forward" if extra else "buffer"
         return part.make_finding(kind, text, f"{part.stage}F", rows[0], module=name.rpartition(".")[0])
 

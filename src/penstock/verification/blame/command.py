@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.distributed.launch.agent import kill_remaining
 from penstock.distributed.launch.processes import QUIET, supervise
 from penstock.distributed.launch.target import Target
@@ -59,8 +59,8 @@ def blame(command: Sequence[str], spec: Target, steps: int, timeout: float = TIM
     result = judge(job, as_module(spec.model), spec)
     if result.ok and failure:
         raise ArgumentError(
-            f"the job {failure} after {counted(result.steps, 'step')} in which nothing differs from the unsplit model: "
-            "see what it printed, and where its ranks wait for each other"
+            f"the job {failure} after {pluralize(result.steps, 'step')} in which nothing differs from the unsplit "
+            "model: see what it printed, and where its ranks wait for each other"
         )
     return result
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock._base.trees import leaf_tensors, map_tensors
+from penstock._base.pytree import leaf_tensors, map_tensors
 from penstock.distributed.launch.target import Target
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Part, digest

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.frame import frame
 from penstock.report.svg import Panel, svg
 from penstock.schedule import Action, Op
@@ -76,7 +76,7 @@ class Blame:
         """Summarize in words."""
         if self.finding is not None:
             return str(self.finding)
-        steps = counted(self.steps, "step")
+        steps = pluralize(self.steps, "step")
         return f"{self.compared} gradients, updates and buffers of {steps} are those of the unsplit model"
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 from penstock.distributed.launch.target import Target
 from penstock.partition.values.memory import same_bits
 from penstock.schedule import Action, Op, Row
@@ -56,7 +56,7 @@ def judge(job: RecordedJob, model: nn.Module, spec: Target) -> Blame:
     sizes = job.steps, ranks, stages, max(part.steps[0].count for part in job.parts)
     compared, notes = step_judge.compared + step_judge.updates.compared, [*dict.fromkeys(step_judge.updates.notes)]
     if different:
-        subject = f"{shortened(different)}: the pipeline begins with other values than the unsplit model's"
+        subject = f"{list_names(different)}: the pipeline begins with other values than the unsplit model's"
         notes.append(f"{subject}; the pipeline's are used, so a wrong initialization is not detected")
     return Blame(finding, *sizes, compared, tuple(notes), _build_timeline(job, finding.step - 1 if finding else 0))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._base.trees import flatten, leaf_tensors, unflatten
+from penstock._base.pytree import flatten, leaf_tensors, unflatten
 from penstock.verification.blame.data import Data
 from penstock.verification.comparison import compare
 from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, ValueKey

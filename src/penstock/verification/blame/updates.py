@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 from penstock.distributed.launch.target import Target
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Part, RecordedJob
@@ -100,7 +100,7 @@ class Updates:
             unchanged = [n for n in unchanged if n in part.tensors and torch.equal(record.before[n], record.after[n])]
             if missed := [part.tensors[n] for n in unchanged]:
                 cause = "the optimizer lacks" if part.rank in ranks else f"rank {part.rank} takes no optimizer step for"
-                text = f"{cause} {shortened(missed)}: there is a gradient, but no update"
+                text = f"{cause} {list_names(missed)}: there is a gradient, but no update"
                 return part.make_finding("optimizer", text, "update", module=missed[0])
         return None
 

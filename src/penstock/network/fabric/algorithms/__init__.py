@@ -18,7 +18,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import did_you_mean
+from penstock._base.formatting import did_you_mean
 from penstock.network.fabric.algorithms import generators as make
 from penstock.network.fabric.steps import IN_PARTS, PIECES, Collective, StepList, Terms
 

@@ -17,7 +17,7 @@ from typing import Any
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
 from penstock._base.files import read_bytes, read_json, write_json
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.distributed.launch.processes import EndTimeouts, temporary_file
 from penstock.network import nodes
 from penstock.network.fabric.emulation.spec import BOARD, Spec, Watch
@@ -112,5 +112,5 @@ def _describe_saved(folder: Path) -> str:
         end = read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))
         trial = end.rsplit(b"\n", 2)[-2].split(b",")[0]
         if trial.isdigit():
-            return f"{counted(int(trial) + 1, 'trial')} saved in {folder}"
+            return f"{pluralize(int(trial) + 1, 'trial')} saved in {folder}"
     return "no trial had finished"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.errors import FabricError
-from penstock._base.process import lives
+from penstock._base.process import is_alive
 from penstock.distributed.launch.step_file import announcer
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.collectives import Part
@@ -78,7 +78,7 @@ class StartBoard:
             now = time.monotonic()
             if now - last_check > _ALIVE_CHECK_SECONDS:
                 last_check = now
-                if self._numbers[4] and not lives(self._numbers[4]):
+                if self._numbers[4] and not is_alive(self._numbers[4]):
                     raise FabricError("host 0 has ended")
                 if now - began > self._stall_seconds:
                     raise FabricError(f"host 0 has not answered for {self._stall_seconds:g} s")

@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
-from penstock._base.second_names import also
+from penstock._base.formatting import pluralize
+from penstock._base.gradients import check_grad_dtype, gradient_dtype, group_by_gradient_dtype
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.words import counted
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
 from penstock.network.fabric.traffic.layers import Job, ModelRecord, record
 from penstock.network.fabric.workload import Workload
@@ -36,7 +36,7 @@ Compute = Literal["none", "measure"] | float
 """No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
 
 
-@also(opens="split_inside", gradient_dtype="grad_dtype")
+@accept_aliases(opens="split_inside", gradient_dtype="grad_dtype")
 def from_model(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -114,13 +114,13 @@ def from_model(
         transfers, after = gradients.transfers(job, count * forward + (count - 1) * sum(backward), backward), 0.0
     if not transfers:
         raise ArgumentError(
-            f"traffic={traffic!r} of {counted(ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
+            f"traffic={traffic!r} of {pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')} sends nothing: "
             "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
         )
     content = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
     name = f"{content} of {type(module).__name__}, {job.replicas} x {job.ranks} hosts"
     if traffic == "pipeline":
-        name += f", {job.order.name}, {counted(job.order.microbatches, 'microbatch')}"
+        name += f", {job.order.name}, {pluralize(job.order.microbatches, 'microbatch')}"
     notes = list(job.recorded.partition.notes)
     if job.recorded.unused:
         notes.append(f"without gradients, since the forward does not use them: {', '.join(job.recorded.unused)}")
@@ -133,7 +133,7 @@ def _tensor_workload(recorded: ModelRecord, name: str, hosts: int, microbatches:
     transfers = tensor.transfers(recorded.products, microbatches, seconds)
     if not transfers:
         raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
-    name = f"tensor of {name}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    name = f"tensor of {name}, {pluralize(hosts, 'host')}, {pluralize(microbatches, 'microbatch')}"
     element_bytes = min(parameter.element_size() for _, parameter in recorded.used)
     notes = (*recorded.partition.notes, *tensor.notes(recorded.products))
     return Workload(name, tuple(transfers), hosts, element_bytes, 0.0, notes)
@@ -158,7 +158,7 @@ def _check(hosts: int, ranks: int, traffic: Traffic, sharded: bool, compute: Com
 
 
 def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, sharded: bool) -> None:
-    if checked_dtype(dtype) is None:
+    if check_grad_dtype(dtype) is None:
         return
     if traffic == "tensor":
         raise ArgumentError(f"grad_dtype={dtype}: traffic='tensor' sends no gradients of parameters; omit it")
@@ -173,7 +173,7 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
 def _element_bytes(job: Job, traffic: Traffic) -> int:
     """Return the size of the smallest number that is sent."""
     used = [parameter for _, parameter in job.recorded.used]
-    sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, job.gradient_dtype)]
+    sizes = [dtype.itemsize for dtype in group_by_gradient_dtype(used, job.gradient_dtype)]
     if job.sharded:
         sizes += [parameter.element_size() for parameter in used]
     if traffic == "pipeline":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock._base.compat import FakeTensor
-from penstock._base.trees import flatten, leaf_tensors
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.schedule import Schedule
 

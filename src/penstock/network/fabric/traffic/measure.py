@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.trees import flatten, leaf_tensors
 from penstock.network.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import synchronize
 from penstock.partition.measure.footprint import backward_roots

@@ -15,13 +15,13 @@ from math import prod
 import torch
 from torch import nn
 
-from penstock._base.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
+from penstock._base.gradients import BUCKET_BYTES, all_reduce_bytes, buckets, group_by_gradient_dtype
 from penstock._base.stages import (
     StageMeta,
     TensorMeta,
     backward_links,
     forward_links,
-    shifted,
+    shift_stage,
     ties,
     ties_across_ranks,
 )
@@ -39,7 +39,7 @@ Seconds = tuple[float, float]
 def _metas(job: Job) -> list[StageMeta]:
     """Return the metadata of all stages, including those of copies of the model."""
     stages = job.recorded.partition.stages
-    return [shifted(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
+    return [shift_stage(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
 
 
 def _tie_groups(job: Job) -> list[tuple[int, ...]]:
@@ -151,7 +151,7 @@ class _Walk:
             pieces = list(buckets(group, BUCKET_BYTES, self._job.gradient_dtype))
             for number, bucket in enumerate(pieces):
                 bucket_suffix = f", bucket {number}" if len(pieces) > 1 else ""
-                size = summed_bytes(bucket, self._job.gradient_dtype)
+                size = all_reduce_bytes(bucket, self._job.gradient_dtype)
                 self._add_all(f"gradients of {owner}{bucket_suffix}{suffix}", size, "all_reduce", "gradient", rank)
 
     def _sum_tied(self, action: Action, rank: int) -> None:
@@ -167,7 +167,7 @@ class _Walk:
         tied = [params[name] for name, owners in self._tied.items() if owners == stages and params[name].requires_grad]
         for suffix, group in self._by_dtype(tied):
             name = f"tied gradients of stages {', '.join(map(str, stages))}{suffix}"
-            size = summed_bytes(group, self._job.gradient_dtype)
+            size = all_reduce_bytes(group, self._job.gradient_dtype)
             self._add_each(name, size, "all_reduce", "tied gradient", tuple(sorted(members)))
 
     # -- what they are made of --------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class _Walk:
 
     def _by_dtype(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """Yield the parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
-        by_dtype = by_gradient_dtype(parameters, self._job.gradient_dtype)
+        by_dtype = group_by_gradient_dtype(parameters, self._job.gradient_dtype)
         for dtype, group in by_dtype.items():
             yield f" ({type_name(dtype)})" if len(by_dtype) > 1 else "", group
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.ports import links_changed
 from penstock.network.fabric.results import ABOVE_IDEAL
@@ -49,7 +49,7 @@ def headings(run: Run) -> list[str]:
     return [
         f"{record['hosts']} hosts",
         f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
-        counted(done, "trial") if done == requested else f"{done:,} of {counted(requested, 'trial')}",
+        pluralize(done, "trial") if done == requested else f"{done:,} of {pluralize(requested, 'trial')}",
         str(record["backend"]),
         *([f"link {record['link']}"] if record.get("link") else []),
     ]
@@ -102,7 +102,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if stalled := results["stalled"]:
         tail = f" and {len(stalled) - _MAX_NAMED:,} more" if len(stalled) > _MAX_NAMED else ""
         shown = f"trial{'s' if len(stalled) > 1 else ''} {', '.join(f'{n:,}' for n in stalled[:_MAX_NAMED])}{tail}"
-        count_text = f"{len(stalled):,} of {counted(len(run.start_ns), 'trial')}"
+        count_text = f"{len(stalled):,} of {pluralize(len(run.start_ns), 'trial')}"
         rows.append(("stalls", f"{count_text} met a requested stall: {shown}"))
     network = run.record.get("network")
     if network and (network["shaper"] not in (None, "tbf") or network["slow"]):

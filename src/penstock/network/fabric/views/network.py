@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.network.fabric.views.numbers import seconds
 
 MAX_LATE_SECONDS = 1e-3
@@ -106,7 +106,7 @@ def _host(link: Data) -> str:
     for verb, counters in (("out", link["up"]), ("in", link["down"])):
         outcomes = [f"{counters[name]:,} {words}" for name, words in _FATES.items() if counters[name]]
         suffix = f" ({', '.join(outcomes)})" if outcomes else ""
-        parts.append(f"{verb} {counters['frames']:,} frames, {sized(counters['bytes'])}{suffix}")
+        parts.append(f"{verb} {counters['frames']:,} frames, {format_bytes(counters['bytes'])}{suffix}")
     if near := link["down"]["background_bytes"]:
-        parts.append(f"neighbors {sized(near)}")
+        parts.append(f"neighbors {format_bytes(near)}")
     return "; ".join(parts)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.views.chart import (
@@ -126,7 +126,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         note = f"median {seconds(float(medians[number]))}"
         if len(far):
             slowest = f"slowest {seconds(float(took[far[0]]))} in trial {trial[far[0]]:,}"
-            note = f"{note}, {counted(len(far), 'outlier')}, {slowest}"
+            note = f"{note}, {pluralize(len(far), 'outlier')}, {slowest}"
         panel.title(shorten(results["groups"][number]["name"], 48), note)
         panel.y_axis(seconds)
         for stalled in results["stalled"][:MAX_MARKED]:

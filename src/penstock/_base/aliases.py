@@ -15,7 +15,7 @@ from penstock._base.errors import ArgumentError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OF_PIPELINE = {
+PIPELINE_ALIASES = {
     "loss": "loss_fn",
     "n_microbatches": "microbatches",
     "example_args": "args",
@@ -125,7 +125,7 @@ def _index_by_name(table: Mapping[str, str]) -> dict[str, str]:
 _PEER_REMEDIES, _PEER_SCHEDULES = _index_by_name(_PEERS), _index_by_name(_SCHEDULES)
 
 
-def of_peer(name: str) -> str:
+def peer_remedy(name: str) -> str:
     """Return the remedy for an option or a method of another library; empty if it is unknown."""
     return _PEER_REMEDIES.get(_normalize(name), "")
 
@@ -135,15 +135,15 @@ def schedule_of_peer(name: str) -> str | None:
     return _PEER_SCHEDULES.get(_normalize(name).removeprefix("schedule").removesuffix("schedule"))
 
 
-def nearest(name: str, names: Iterable[str], aliases: Mapping[str, str] = {}) -> str:
+def suggest_argument(name: str, names: Iterable[str], aliases: Mapping[str, str] = {}) -> str:
     """Return the end of a message about an unknown argument: the remedy, or which of `names` it resembles."""
-    if remedy := of_peer(name):
+    if remedy := peer_remedy(name):
         return f"; {remedy}"
     close = difflib.get_close_matches(name, [*names], n=1, cutoff=0.7)
     return f"; did you mean {aliases.get(close[0], close[0])}=?" if close else ""
 
 
-def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def accept_aliases(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
     The function raises ArgumentError if both are passed, and TypeError for an unknown name, with the
@@ -160,7 +160,9 @@ def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             arguments: dict[str, Any] = kwargs
             for name in () if takes_any else arguments.keys() - set(accepted):
-                raise TypeError(f"{function.__name__}() has no argument {name}={nearest(name, accepted, aliases)}")
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name}={suggest_argument(name, accepted, aliases)}"
+                )
             for alias in aliases.keys() & arguments.keys():
                 name = aliases[alias]
                 if name in arguments:
@@ -173,7 +175,7 @@ def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def formerly(**names: str) -> Callable[[type[T]], type[T]]:
+def accept_old_names(**names: str) -> Callable[[type[T]], type[T]]:
     """Let a class have attributes, and arguments of its constructor, by their old names, too (until 0.2)."""
 
     def decorate(cls: type[T]) -> type[T]:

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """`1 stage`, `1,024 stages`, `3 microbatches`."""
     if number != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{number:,} {noun}"
 
 
-def sized(size: float) -> str:
+def format_bytes(size: float) -> str:
     """`512 B`, `1.5 MB`: bytes, in powers of 1,000."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -30,13 +30,13 @@ def a(noun: str) -> str:
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"
 
 
-def shortened(names: Collection[str], max_items: int = 4) -> str:
+def list_names(names: Collection[str], max_items: int = 4) -> str:
     """List names in a message: the first few, then how many more there are."""
     shown = ", ".join(map(repr, list(names)[:max_items]))
     return f"{shown} and {len(names) - max_items} more" if len(names) > max_items else shown
 
 
-def in_ranges(names: Iterable[str]) -> list[str]:
+def collapse_ranges(names: Iterable[str]) -> list[str]:
     """Merge numbered names, such as `blocks.0`, `blocks.1` and `blocks.2` into `blocks.0-2`; keep the others."""
     ranges: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text after it
     for name in names:
@@ -62,26 +62,26 @@ def named(function: Any) -> Any:
     return function if hasattr(function, "__qualname__") else type(function)
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Format an error's type and message on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def line_of(text: str, max_characters: int) -> str:
+def printable_line(text: str, max_characters: int) -> str:
     """Format untrusted text as one printable line, cut to a length."""
-    return printable(" ".join(text[: 2 * max_characters].split()))[:max_characters]
+    return strip_control_chars(" ".join(text[: 2 * max_characters].split()))[:max_characters]
 
 
-def printable(text: str) -> str:
+def strip_control_chars(text: str) -> str:
     """Replace characters that a terminal would interpret, so that untrusted text is only shown."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def all_printable(value: Any) -> Any:
+def strip_all_control_chars(value: Any) -> Any:
     """Make each text in the plain values of a file printable."""
     if isinstance(value, dict):
-        return {key: all_printable(item) for key, item in value.items()}
+        return {key: strip_all_control_chars(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [all_printable(item) for item in value]
-    return printable(value) if isinstance(value, str) else value
+        return [strip_all_control_chars(item) for item in value]
+    return strip_control_chars(value) if isinstance(value, str) else value

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import opened
+from penstock._base.compat import open_value
 
 PLAIN = frozenset(
     {
@@ -154,7 +154,7 @@ class _Walk:
                 return TreeSpec("list", depth > 0, self._items(value, path, depth))
             children = tuple([self.visit(v, f"{path}[{k!r}]", depth) for k, v in value.items()])
             return TreeSpec("dict", (depth > 0, *value), children)
-        opened_value = opened(value)
+        opened_value = open_value(value)
         if opened_value is not None:
             pairs = zip(opened_value.children, opened_value.keys, strict=True)
             rebuild = Rebuild(kind, opened_value.context, opened_value.rebuild)
@@ -167,7 +167,7 @@ class _Walk:
     def _object(self, value: Any, kind: type, path: str, depth: int) -> TreeSpec:
         if id(value) in self._numbers:
             return self._back("ref", self._numbers[id(value)])
-        base = base_of(kind)
+        base = rebuildable_base(kind)
         if base is None or id(value) in self._bare:
             return self._leaf(value, path)
         if depth >= DEPTH:
@@ -276,7 +276,7 @@ def _build_object(spec: TreeSpec, leaves: Iterator[Any], objects: list[Any]) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def base_of(kind: type) -> type | None:
+def rebuildable_base(kind: type) -> type | None:
     """Return the built-in that a class derives from, or None if its objects cannot be rebuilt from that and their
     fields.
 
@@ -326,7 +326,7 @@ def overwrite(old: Any, new: Any, visited: dict[int, Any] | None = None) -> None
 
     def merge(before: Any, after: Any) -> Any:
         kind: Any = type(before)
-        if type(before) is not type(after) or not (kind in (list, dict) or base_of(kind)):
+        if type(before) is not type(after) or not (kind in (list, dict) or rebuildable_base(kind)):
             return after
         if id(before) not in visited:
             overwrite(before, after, visited)
@@ -342,7 +342,7 @@ def overwrite(old: Any, new: Any, visited: dict[int, Any] | None = None) -> None
         for key, item in items.items():
             base.__setitem__(old, key, item)
     kind: Any = type(old)
-    if base_of(kind) is None:
+    if rebuildable_base(kind) is None:
         return
     before = fields(old)
     for name, value in fields(new).items():
