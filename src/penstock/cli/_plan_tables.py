@@ -235,7 +235,8 @@ def show_shortfall(
         f"[bold]Nothing fits[/] into {format_bytes(closest.limit_bytes[rank])} per device. "
         f"{_describe(closest.choice)}, with {len(closest.recompute)} of {closest.choice.stages} stages recomputed, is "
         f"closest: rank {rank} needs {format_bytes(required)}, {format_bytes(closest.lacking_bytes)} too much: "
-        f"{format_bytes(static)} for parameters, gradients and the optimizer, and {format_bytes(required - static)} for activations."
+        f"{format_bytes(static)} for parameters, gradients and the optimizer, and "
+        f"{format_bytes(required - static)} for activations."
     )
     if remedies:
         console.print("\nAny of these changes fits:")

@@ -224,8 +224,8 @@ class AnalyticJob:
             f"An estimate {origin}.",
             f"{job.model.parameters:,} parameters. dp and pp count groups of "
             f"{pluralize(job.tensor_parallel, 'device')}. The first: {flops / 1e12:.0f} TFLOP/s per device, "
-            f"{share:.0%} of its peak, of the model's own operations: 6 per parameter of a matrix and token and those of "
-            "attention, without recomputation.",
+            f"{share:.0%} of its peak, of the model's own operations: 6 per parameter of a matrix and token and those "
+            "of attention, without recomputation.",
         )
         if job.optimizer_shards > choice.replicas:
             lines += (
