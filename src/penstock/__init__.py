@@ -141,7 +141,7 @@ renamed.update(  # until 0.2
     }
 )
 
-providers.update(drawing="penstock.report.plot", verification="penstock.verification.verify")
+providers.update(drawing="penstock.report.svg", verification="penstock.verification.verify")
 
 _OLD = {name.rpartition(".")[2] for name in moved if name.count(".") == 1}
 

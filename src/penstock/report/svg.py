@@ -27,6 +27,8 @@ _SLOT_WIDTH = 30.0
 _TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
 _DIGIT_WIDTH = 6.8
 """The width of a digit of labels."""
+_MAX_NOTEBOOK_ACTIONS = 100_000
+"""Maximum number of actions that a notebook draws by itself, which takes a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,16 @@ def svg(
     )
     page = f'<rect class="page" width="{drawing.width:g}" height="{height:g}" rx="6"/>'
     return "\n".join([head, f"<style>{_style(drawing.used, background)}</style>", page, *elements, "</svg>", ""])
+
+
+def picture(drawn: Schedule | Timeline) -> str:
+    """Draw a schedule in slots, or a timeline, as HTML for a notebook. Raise the errors of `make_panel`."""
+    count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
+    if count > _MAX_NOTEBOOK_ACTIONS:
+        name, unit = ("timeline", "") if isinstance(drawn, Timeline) else ("schedule", ", 'slots'")
+        call = f"penstock.report.svg([penstock.report.make_panel({name})]{unit})"
+        return f"<pre>{count:,} actions; {call} draws them, in a while</pre>"
+    return svg([make_panel(drawn)], drawing_unit(drawn))
 
 
 class _Drawing:

@@ -6,8 +6,6 @@ and loaded with the first picture, so that schedules need only the standard libr
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock._base.errors import ScheduleError
 from penstock._base.lazy import load_provider
 
@@ -24,18 +22,3 @@ class Displayable:
             return str(load_provider("drawing").picture(self))
         except ScheduleError:
             return None
-
-    def plot(self, axes: Any = None) -> Any:
-        """Draw it by matplotlib: `pip install 'penstock[plot]'`.
-
-        Args:
-            axes: matplotlib's Axes to draw into; new ones by default.
-
-        Returns:
-            The Axes, to be changed or saved: `schedule.plot().figure.savefig("mine.pdf")`.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-            ScheduleError: the schedule cannot be run.
-        """
-        return load_provider("drawing").plot(self, axes)
