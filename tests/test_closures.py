@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock._base.closures import Closure, apart
+from penstock._base.closures import Closure, replace_functions
 
 
 def of_itself() -> Callable[[int], int]:
@@ -28,7 +28,7 @@ def of_each_other() -> Callable[[int], int]:
 
 @pytest.mark.parametrize("make", [of_itself, of_each_other])
 def test_a_function_that_closes_over_itself(make: Callable[[], Callable[[int], int]]) -> None:
-    found = apart(make())
+    found = replace_functions(make())
     assert isinstance(found, Closure)
     ((cell,), *rest) = found.contents
     inner = cell.make(*cell.contents) if make is of_each_other else cell
@@ -39,7 +39,7 @@ def test_a_function_around_which_a_variable_has_no_value_yet_stays_as_it_is() ->
     def reads() -> int:
         return later
 
-    assert apart([reads])[0] is reads
+    assert replace_functions([reads])[0] is reads
     later = 3
     assert reads() == 3
-    assert isinstance(apart(reads), Closure)
+    assert isinstance(replace_functions(reads), Closure)

@@ -42,8 +42,8 @@ def test_hooks_on_saved_tensors_are_known_while_they_are_active() -> None:
 
 def test_memory_behind_a_tensor_is_counted_whole() -> None:
     x = torch.ones(3)
-    assert compat.size_of(x[1:]) == 12
-    assert compat.size_of(x.to_sparse()) == 12
+    assert compat.storage_bytes(x[1:]) == 12
+    assert compat.storage_bytes(x.to_sparse()) == 12
 
 
 @pytest.mark.filterwarnings(r"ignore:.torch\.jit")  # by inductor, when it is imported

@@ -154,14 +154,14 @@ def doing(what: str) -> nn.Sequential:
 @pytest.fixture(params=[1, -1], ids=["seen", "unseen"])
 def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sign of the values with which a block is recorded: it does it then, or not."""
-    make = known_values._make
+    make = known_values._make_stand_in
 
     def making(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
         made = make(fake, original, device)
         with torch.no_grad():
             return made if original is not None else made.copy_(made.abs() * request.param)
 
-    monkeypatch.setattr(known_values, "_make", making)
+    monkeypatch.setattr(known_values, "_make_stand_in", making)
 
 
 @pytest.mark.usefixtures("made_up")

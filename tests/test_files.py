@@ -29,7 +29,7 @@ from penstock._base import files
 from penstock._base.errors import ArgumentError, PenstockError
 from penstock.cli import app
 from penstock.costs import MeasuredLink, Profile, Tied, UnitCost, read_costs, read_links, read_profile
-from penstock.costs.hardware.specs import device
+from penstock.costs.hardware.device_spec import device
 from penstock.network.fabric.compare import compare
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import RUN, SAMPLES, Run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock import pipeline, profile
 from penstock._base.errors import PartitionError
 from penstock._base.stages import ties
-from penstock.runtime.exact.streams import key_of, mix
+from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
@@ -107,7 +107,7 @@ def drawn(step: int, microbatch: int, modules: list[str]) -> Callable[..., Tenso
     real = torch.rand
 
     def rand(*args: Any) -> Tensor:
-        seed = mix(mix(SEED, step, microbatch), key_of(next(names)), 0)
+        seed = mix(mix(SEED, step, microbatch), hash_name(next(names)), 0)
         return real(*args, generator=torch.Generator().manual_seed(seed))
 
     return rand

@@ -123,8 +123,8 @@ def test_torchs_own_words() -> None:
 
 def test_the_most_particular_statement_holds() -> None:
     inputs, target, output = parse({"args": 1, "kwargs": {"a": {"b": 2}, "c": None}, "output": {"x": "sum"}})
-    assert [inputs.of(path) for path in ("[0][0]['x']", "[1]['a']['b'][3]", "[1]['a']", "[1]['c']")] == [1, 2, 0, None]
-    assert (target.of("[0]"), output.of(".x"), output.of(".xy")) == (0, "sum", 0)
+    assert [inputs.get(path) for path in ("[0][0]['x']", "[1]['a']['b'][3]", "[1]['a']", "[1]['c']")] == [1, 2, 0, None]
+    assert (target.get("[0]"), output.get(".x"), output.get(".xy")) == (0, "sum", 0)
     assert parse({"a": None, "kwargs": {"b": 1}})[0].stated == (("[1]['b']", 1), ("[1]['a']", None))
 
 
@@ -132,7 +132,7 @@ def test_the_most_particular_statement_holds() -> None:
     ("dims", "words"),
     [
         ("first", r"batch_dims='first': expected a dimension for all, or a dict"),
-        ({"inputs": 1}, r"batch_dims speaks of input\[1\]\['inputs'\], but there is only input\[0\]\[0\]"),
+        ({"inputs": 1}, r"batch_dims names input\[1\]\['inputs'\], but there is only input\[0\]\[0\]"),
         ({"kwargs": 1, "scale": None}, "expected a dimension for all, or a dict with any of 'args'"),
         ({"args": ("one",)}, r"batch_dims\['args'\]\[0\] is 'one'; expected a dimension, or None"),
         ({"kwargs": {"x": "mean"}}, r"batch_dims\['kwargs'\]\['x'\] is 'mean'; expected a dimension"),
@@ -155,7 +155,7 @@ def test_a_target_of_other_rows_is_refused_along_its_dimension() -> None:
             pipe.step(*args, target=target[:, :10], **kwargs)
     dims = {**DIMS, "target": {"y": 1}}
     with pipeline(recurrent(), args, kwargs, loss=entropy, batch_dims=dims, **M) as pipe:
-        with pytest.raises(ArgumentError, match=r"speaks of target\['y'\], but there is only target"):
+        with pytest.raises(ArgumentError, match=r"batch_dims names target\['y'\], but there is only target"):
             pipe.step(*args, target=target, **kwargs)
 
 
@@ -263,7 +263,7 @@ def test_merge_makes_the_output_of_the_whole_batch() -> None:
         (lambda args, *_: [Microbatch(args, rows=1)] * 5, "5 microbatches were given, but the schedule is for 4"),
         (
             lambda args, *_: [Microbatch(args)] * 4,
-            r"microbatch 0 of split_fn= does not say how many rows it counts for",
+            r"microbatch 0 of split_fn= has no rows=",
         ),
         (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split_fn=: rows=0; expected an integer"),
         (lambda args, *_: [Microbatch(args[0], rows=1)] * 4, "args is a Tensor and kwargs a mappingproxy; expected"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock._base.words import a, counted, in_ranges
+from penstock._base.formatting import a, collapse_ranges, pluralize
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from penstock._base.words import a, counted, in_ranges
     ],
 )
 def test_counted(number: int, what: str, text: str) -> None:
-    assert counted(number, what) == text
+    assert pluralize(number, what) == text
 
 
 def test_names_that_count_up_are_one_range() -> None:
@@ -39,8 +39,8 @@ def test_names_that_count_up_are_one_range() -> None:
         "h.4.mlp",
         "x",
     ]
-    assert in_ranges(names) == ["embed", "h.0-2", "h.4", "fc1-2", "s.2.b.8-10", "h.3-4.mlp", "x"]
-    assert in_ranges(["h.1", "h.0", "0", "1", ""]) == ["h.1", "h.0", "0-1", ""]
+    assert collapse_ranges(names) == ["embed", "h.0-2", "h.4", "fc1-2", "s.2.b.8-10", "h.3-4.mlp", "x"]
+    assert collapse_ranges(["h.1", "h.0", "0", "1", ""]) == ["h.1", "h.0", "0-1", ""]
 
 
 def test_article() -> None:

@@ -18,7 +18,7 @@ from models import MODELS
 import penstock
 from penstock.plan.explain import Change, Prediction, explain
 from penstock.schedule import schedule_spec
-from penstock.trace.files import recording_of
+from penstock.trace.files import recording_from_timelines
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
@@ -143,7 +143,7 @@ def advised(
     return [
         (source, change, followed(run, change, starts))
         for source, predicted in known.items()
-        for change in explain(recording_of(timelines), predicted=predicted).changes
+        for change in explain(recording_from_timelines(timelines), predicted=predicted).changes
     ]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import penstock
 from penstock.plan.explain import explain
-from penstock.trace.files import recording_of
+from penstock.trace.files import recording_from_timelines
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -77,7 +77,7 @@ def main() -> None:
 
 def told(planted: list[penstock.Timeline], repaired: list[penstock.Timeline], change: str) -> dict[str, Any]:
     """What was said first, and the repaired step as predicted and as measured."""
-    said = explain(recording_of(planted), what_ifs=[change])
+    said = explain(recording_from_timelines(planted), what_ifs=[change])
     (predicted,) = said.what_ifs
     before, after = (statistics.median(one.makespan_seconds for one in given) for given in (planted, repaired))
     return {

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from rich.table import Table
 
 from penstock.distributed.launch.processes import launch
 from penstock.network.fabric.algorithms import closed_form
-from penstock.network.fabric.alpha_beta import FEWEST_SIZES, LinkFit, fit, predict
+from penstock.network.fabric.alpha_beta import MIN_SIZES, LinkFit, fit, predict
 from penstock.network.quantities import size_text
 
 COLLECTIVE, ALGORITHM = "all_reduce", "ring"
@@ -76,7 +77,7 @@ def fitted(rows: Sequence[Found], hosts: int) -> LinkFit | None:
     """A fit to the sizes at which the processors were not the limit; None if they are too few to test it."""
     terms = closed_form(COLLECTIVE, ALGORITHM, hosts)
     points = [(row["bytes"], row["median_s"], terms) for row in rows if not row["saturated"]]
-    return fit(points) if len(points) >= FEWEST_SIZES else None
+    return fit(points) if len(points) >= MIN_SIZES else None
 
 
 def against(rows: Sequence[Found], link: LinkFit | None, name: str) -> None:
@@ -103,8 +104,8 @@ def of_link(where: Path, link: str, sizes: Sequence[int], trials: int) -> Found:
     return {
         "link": link,
         "trials": trials,
-        "fit_4_hosts": of_many and of_many.to_dict(),
-        "fit_2_hosts": of_few and of_few.to_dict(),
+        "fit_4_hosts": of_many and asdict(of_many),
+        "fit_2_hosts": of_few and asdict(of_few),
         "ring_4_hosts": ours,
         "ring_2_hosts": few,
         "engine_4_hosts": engine,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE
 from penstock.network.fabric.emulation import clock
-from penstock.network.fabric.emulation.joining import gathered, recorded
+from penstock.network.fabric.emulation.rendezvous import gather, record_run
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import HEAD, SAMPLES, SampleFile
 from penstock.network.fabric.workload import MLP_WIDTHS, mlp
@@ -75,21 +75,21 @@ class Training:
 
 def train(spec: Spec, folder: Path) -> None:
     torch.set_num_threads(1)
-    with recorded(spec, folder) as (members, record):
+    with record_run(spec, folder) as (members, record):
         offset, began, training = clock.estimate(members.control), cpu_usage(), Training(spec.seed)
         samples = SampleFile(folder / SAMPLES, HEAD) if members.rank == 0 else None
         steps = []
-        for number in range(-spec.checked, spec.trials):
-            every = torch.stack(gathered(training.step() + offset.offset_ns, members)).numpy()  # rank, mark
+        for number in range(-spec.checked_trials, spec.trials):
+            every = torch.stack(gather(training.step() + offset.offset_ns, members)).numpy()  # rank, mark
             if number >= 0 and samples is not None:
                 steps.append(every)
                 for place in range(len(spec.workload.transfers)):
                     ends = every[:, 1 + 2 * place : 3 + 2 * place].tolist()
                     samples.add((number, place, rank, start, end) for rank, (start, end) in enumerate(ends))
         record.add(
-            cpu=gathered(cpu_since(began), members),
-            clock=gathered(asdict(offset), members),
-            warmup=spec.checked,
+            cpu=gather(cpu_since(began), members),
+            clock=gather(asdict(offset), members),
+            warmup=spec.checked_trials,
         )
         if samples is not None:
             samples.close()

@@ -11,7 +11,7 @@ from result import DATA, Result
 
 from penstock.costs.hardware import DEFAULT_EFFICIENCY, device
 from penstock.plan.transformer import ClusterSpec, ParallelLayout, TrainingConfig, TransformerConfig, predict_step
-from penstock.plan.transformer.memory import layer_activations, layer_held
+from penstock.plan.transformer.memory import layer_activations, layer_memory
 
 VOCABULARY = 51200
 EFFICIENCIES = tuple(0.68 * 1.01**k for k in range(20))
@@ -60,7 +60,7 @@ def formulas() -> list[Result]:
     """Figures 1 and 7, which the paper calculated: whether ours are the same formulas."""
     states, activations, shares = [], [], []
     for row in rows_of("figure1"):
-        job, held = job_of(row), layer_held(job_of(row), 1)
+        job, held = job_of(row), layer_memory(job_of(row), 1)
         vectors = 18 * job.model.layer_vectors  # which they leave out
         mine = row["layers"] / row["pp"] * (held.parameters + held.gradients + held.optimizer - vectors)
         states.append(mine / 2**30 / row["parameters_and_optimizer_gib"] - 1)

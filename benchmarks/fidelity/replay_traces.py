@@ -13,11 +13,11 @@ from typing import Any
 from result import DATA, Result
 
 from penstock.plan.explain import Event, load_trace
-from penstock.plan.explain.case import case_of_traced
-from penstock.plan.explain.stragglers import slowdowns
+from penstock.plan.explain.replay import replay_traced
+from penstock.plan.explain.stragglers import compute_slowdowns
 from penstock.schedule import Op, Schedule, generate
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.trace.around import Around, traced
+from penstock.trace.outside_pipeline import OutsidePipeline, measure_ops
 
 TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
 """The median error with each op's own duration and the median transfer, as published with the traces, and our aim."""
@@ -142,12 +142,12 @@ def published(name: str) -> dict[str, Any]:
 
 
 @cache
-def steps(name: str) -> tuple[Schedule, dict[str, Around]]:
+def steps(name: str) -> tuple[Schedule, dict[str, OutsidePipeline]]:
     """The steps of a trace by their number, and the schedule of all."""
     job = published(name)
     schedule = generate(job["schedule"], job["ranks"], job["microbatches"])
     events = read(DATA / f"trace_{name}.csv.gz")
-    return schedule, {str(step): traced(schedule, found) for step, found in events.items()}
+    return schedule, {str(step): measure_ops(schedule, found) for step, found in events.items()}
 
 
 def whole_steps() -> list[Result]:
@@ -158,7 +158,7 @@ def whole_steps() -> list[Result]:
         replays = [published(name)["steps"][step]["replay_s"] / seconds - 1 for step, seconds in measured.items()]
         here = f"{theirs} (median), {100 * statistics.median(map(abs, replays)):.2f} on these steps"
         schedule, ours = steps(name)
-        errors = tuple(case_of_traced(schedule, one).step_seconds / measured[step] - 1 for step, one in ours.items())
+        errors = tuple(replay_traced(schedule, one).step_seconds / measured[step] - 1 for step, one in ours.items())
         found.append(Result(f"trace {name}, own durations", "whole step", errors, here, f"median {theirs}"))
     return found
 
@@ -174,7 +174,7 @@ def stragglers() -> list[Result]:
         schedule, every = steps(name)
         for step, one in every.items():
             theirs = published(name)["steps"][step]
-            ours = slowdowns(schedule, one, even)
+            ours = compute_slowdowns(schedule, one, even)
             errors.setdefault("of the step", []).append(ours.step / theirs["straggler_slowdown"] - 1)
             errors.setdefault("by stage", []).extend(
                 ours.by_rank[int(rank)] / value - 1 for rank, value in theirs["slowdown_by_stage"].items()

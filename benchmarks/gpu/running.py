@@ -26,8 +26,8 @@ from cases.case import Case, DeviceType, Setting, World
 from rows import LOG_CHARACTERS, LOGGED, TIME_WAS_UP, Row, outcome, row
 from worlds import WorldRun
 
-from penstock.distributed.launch.agent import TAG, end_with_parent, kill_left
-from penstock.distributed.launch.endings import how_it_ended
+from penstock.distributed.launch.agent import TAG, end_with_parent, kill_remaining
+from penstock.distributed.launch.endings import describe_exit
 
 GIB_PER_CASE = 4.0
 """Of the device's memory and of the host's: two processes, each with a context, libraries and a small model."""
@@ -89,7 +89,7 @@ class _Process:
         if read is not None:
             return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in LOGGED else {}))]
         if has_ended:
-            status, words = "crashed", f"its process {how_it_ended(exitcode)}"
+            status, words = "crashed", f"its process {describe_exit(exitcode)}"
         elif is_late:
             status, words = "timed out", f"ended after {seconds:.0f} s"
         else:
@@ -102,7 +102,7 @@ class _Process:
             os.killpg(self._pid, signal.SIGKILL)  # not yet waited for, so that the id is still its own
         os.kill(self._pid, signal.SIGKILL)  # it may not lead its session yet
         _, status = os.waitpid(self._pid, 0)
-        kill_left(self._mark)
+        kill_remaining(self._mark)
         shutil.rmtree(self._folder, ignore_errors=True)
         return os.waitstatus_to_exitcode(status)
 

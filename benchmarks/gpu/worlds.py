@@ -26,8 +26,8 @@ from cases.case import Case, DeviceType, Setting
 from cases.ranks import Forks, torchrun
 from rows import BAD, LOG_CHARACTERS, LOGGED, TIME_WAS_UP, Row, row
 
-from penstock.distributed.launch.agent import TAG, kill_left
-from penstock.distributed.launch.endings import how_it_ended
+from penstock.distributed.launch.agent import TAG, kill_remaining
+from penstock.distributed.launch.endings import describe_exit
 
 SCRIPT = Path(__file__).with_name("rank_main.py")
 
@@ -98,7 +98,7 @@ class WorldRun:
         """Ends the agent and all ranks."""
         if self._agent is not None:
             self._agent.kill()
-        kill_left(self._mark)
+        kill_remaining(self._mark)
         if self._agent is not None:
             self._agent.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -152,7 +152,7 @@ class WorldRun:
                 return None
             return row(case, **_merged(founds), seconds=seconds, **self._about("raised")), True
         if is_gone:
-            says = f"{'a rank' if self._forks else 'torchrun'} {how_it_ended(self._agent.returncode)}"
+            says = f"{'a rank' if self._forks else 'torchrun'} {describe_exit(self._agent.returncode)}"
             return row(case, "crashed", says, seconds, **self._about("crashed")), True
         if seconds < case.seconds * self._patience:
             return None

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Profile
+from penstock._base.pytree import flatten
 from penstock._base.stages import MODEL_INPUT, Link
-from penstock._base.trees import flatten
 from penstock.distributed.world import join
 from penstock.network.fabric.traffic.layers import record
 from penstock.partition import Stage

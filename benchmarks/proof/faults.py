@@ -290,19 +290,19 @@ def dropout_draws_from_another_stream() -> None:
 @fault("when it runs again", "'drops.0'", recompute="always")
 def another_mask_when_run_again() -> None:
     """Where a stage runs again in backward, dropout draws another mask."""
-    again, enter, running = BoundStage._again, Streams.enter, list[int]()
+    again, enter, running = BoundStage._make_rerun, Streams.enter, list[int]()
 
     def rerun(self: BoundStage, microbatch: int) -> Any:
         return noting(again(self, microbatch), running)
 
-    BoundStage._again = rerun  # type: ignore[method-assign]
+    BoundStage._make_rerun = rerun  # type: ignore[method-assign]
     Streams.enter = lambda self, name: enter(self, name + "?" if running else name)  # type: ignore[method-assign]
 
 
 @fault("buffer norms.0", "step 1", recompute="always")
 def a_buffer_is_not_restored() -> None:
     """Where a stage runs again, its batch norms count once more."""
-    again = BoundStage._again
+    again = BoundStage._make_rerun
 
     def rerun(self: BoundStage, microbatch: int) -> Any:
         run = again(self, microbatch)
@@ -315,7 +315,7 @@ def a_buffer_is_not_restored() -> None:
 
         return run_counting
 
-    BoundStage._again = rerun  # type: ignore[method-assign]
+    BoundStage._make_rerun = rerun  # type: ignore[method-assign]
 
 
 @fault("buffer norms.2.running_mean", "step 1")
@@ -505,7 +505,7 @@ def drawn_numbers_are_frozen() -> None:
 
     def frozen(self: Chance, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        self._generators = foreign.states()
+        self._generators = foreign.generator_states()
         return value
 
     Chance._draw = frozen  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from common.pairs import Pair, added, combined
 from torch import nn
 
 import penstock
-from penstock.pipe.described import record
+from penstock.pipe.run_info import record
 from penstock.trace.runs import RunConfig, read_run
 
 MICROBATCHES = 8

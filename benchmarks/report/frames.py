@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 
 from penstock.report.frame import frame
 from penstock.report.web.page import asset, bundle, embedded
-from penstock.report.web.picture import browser
+from penstock.report.web.screenshot import browser
 from penstock.report.web.timeline_data import band, curve, timeline_data
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, memory, simulate

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     file = parser.parse_args().json
     server = bind("127.0.0.1", 0, Path(tempfile.mkdtemp()))
-    made = server.made()
+    made = server.build()
     thread = threading.Thread(target=made.run, kwargs={"sockets": [server.socket]})
     thread.start()
     while not made.started:

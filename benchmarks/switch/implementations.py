@@ -50,12 +50,12 @@ def measure(kind: str, usual: bool, hosts: int, text: str, seconds: float) -> di
         ring = [(host, (host + 1) % hosts) for host in range(hosts)]
         streams = threading.Thread(target=lambda: goodput.extend(wire.stream(machines, ring, RUN_IN_SECONDS + seconds)))
         streams.start()
-        while machines.told()["frames"] < 100:
+        while machines.counters()["frames"] < 100:
             time.sleep(0.02)
         time.sleep(RUN_IN_SECONDS)
-        before, cpu, began, machine = machines.told(), _cpu_seconds(machines), time.monotonic(), cpu_usage()
+        before, cpu, began, machine = machines.counters(), _cpu_seconds(machines), time.monotonic(), cpu_usage()
         time.sleep(seconds - 0.5)
-        after, wall, used = machines.told(), time.monotonic() - began, _cpu_seconds(machines) - cpu
+        after, wall, used = machines.counters(), time.monotonic() - began, _cpu_seconds(machines) - cpu
         busy = cpu_since(machine)
         streams.join()
     frames = after["frames"] - before["frames"]

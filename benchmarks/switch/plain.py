@@ -39,7 +39,7 @@ class Forwarding:
         self.devices = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
         self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         hosts = range(len(self.devices))
-        self._delay_ns = [round(topology.meets(host, 1 - host % 2)[0].delay_seconds * 1e9) for host in hosts]
+        self._delay_ns = [round(topology.path_impairments(host, 1 - host % 2)[0].delay_seconds * 1e9) for host in hosts]
         self._ns_a_byte = [1e9 / topology.down(host).bytes_per_second for host in hosts]
         self._limit_ns = [topology.down(host).limit_bytes * ns for host, ns in enumerate(self._ns_a_byte)]
         self._free = [0.0] * len(self.devices)

@@ -170,7 +170,7 @@ def streams(scale: float) -> Iterator[Row]:
         with network(hosts, text) as machines:
             ring = [(host, (host + 1) % hosts) for host in range(hosts)]
             found = wire.stream(machines, ring, 5 * scale)
-            link = machines.topology.link_cost
+            link = machines.topology.link
         rate = link.bytes_per_second * link.goodput_ratio
         what = f"TCP in a ring of {hosts}, mtu {link.mtu}, the mean"
         yield Row(text, what, rate * 8 / 1e6, sum(found) / hosts * 8 / 1e6, math.inf, "mbit")
@@ -193,7 +193,7 @@ def headline(scale: float) -> Iterator[Row]:
     count = round(3000 * scale)
     with network(4, HEADLINE) as machines:
         found = wire.sent(machines, [Flow(0, 1, count, 0.006)], last=2.5)[0]
-        drawn = Draws(machines.topology.link_cost.impairment, SEED, 0).next(count)
+        drawn = Draws(machines.topology.link.impairment, SEED, 0).next(count)
         text = f"{HEADLINE} (mtu {machines.topology.mtu})"
     delay = {one.number: one.took for one in found}
     kept = [number for number in delay if delay[number] < 0.015]  # not those that a stall held back

@@ -7,7 +7,7 @@ load torch.
 from __future__ import annotations
 
 from penstock._base import __version__ as __version__
-from penstock._base.lazy import TYPE_CHECKING, face, lent, moved, renamed
+from penstock._base.lazy import TYPE_CHECKING, lazy_exports, moved, providers, renamed
 
 if TYPE_CHECKING:
     from penstock._base.errors import ArgumentError as ArgumentError
@@ -74,10 +74,13 @@ moved.update(  # until 0.2
     {
         **{
             f"penstock.explain.{name}": f"penstock.trace.{name}"
-            for name in ("chrome", "clocks", "event", "measured", "names", "around")
+            for name in ("chrome", "clocks", "event", "measured", "names")
         },
-        "penstock.explain.columns": "penstock.trace.tables",
+        "penstock.explain.around": "penstock.trace.outside_pipeline",
+        "penstock.explain.case": "penstock.plan.explain.replay",
+        "penstock.explain.columns": "penstock.trace.columns",
         "penstock.explain.reading": "penstock.trace.files",
+        "penstock.explain.where": "penstock.plan.explain.breakdown",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",
         "penstock.errors": "penstock._base.errors",
@@ -91,6 +94,7 @@ moved.update(  # until 0.2
         "penstock.launch": "penstock.distributed.launch",
         "penstock.runs.reading": "penstock.trace.runs.reader",
         "penstock.runs": "penstock.trace.runs",
+        "penstock.search.found": "penstock.simulate.search.result",
         "penstock.search": "penstock.simulate.search",
         "penstock.transformer": "penstock.plan.transformer",
     }
@@ -137,8 +141,8 @@ renamed.update(  # until 0.2
     }
 )
 
-lent.update(drawing="penstock.report.plot", verification="penstock.verification.verify")
+providers.update(drawing="penstock.report.svg", verification="penstock.verification.verify")
 
 _OLD = {name.rpartition(".")[2] for name in moved if name.count(".") == 1}
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, _SUBPACKAGES | _OLD)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES, _SUBPACKAGES | _OLD)

@@ -129,7 +129,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int | None, left: list[int
     for step in (3, 1, 9):
         save(tmp_path, step, str(step), keep=None)
     save(tmp_path, 9, "9", keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [folders.name_of(step) for step in left]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folders.folder_name(step) for step in left]
 
 
 def test_what_was_just_written_is_kept_even_if_another_is_of_more_steps(tmp_path: Path) -> None:

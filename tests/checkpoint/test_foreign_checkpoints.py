@@ -216,7 +216,7 @@ def test_operations_are_counted_and_damage_is_named_where_all_is_allowed(
         unpickle(b"(" + b"]" * 100 + b"l.")
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is damaged"):
-        Reader(copy, weights_only=False)._unpickled("rest", b"damaged")
+        Reader(copy, weights_only=False)._unpickle("rest", b"damaged")
 
 
 def test_a_class_can_be_allowed() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, CheckpointError, checkpoint
-from penstock.checkpoint.export import FileEntry, in_order, write_file
+from penstock.checkpoint.export import FileEntry, order_entries, write_file
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 
@@ -58,7 +58,7 @@ def test_data_begin_at_whole_words_and_large_elements_come_first(tmp_path: Path,
         "half": torch.ones(3).half(),
         "double": torch.arange(2.0).double(),
     }
-    entries = in_order([[FileEntry(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()]], list(tensors))
+    entries = order_entries([[FileEntry(key, t.dtype, tuple(t.shape)) for key, t in tensors.items()]], list(tensors))
     data = (tensors[entry.name].view(torch.uint8) for entry in entries)
     write_file(tmp_path / "file.safetensors", entries, {}, data)
     raw = (tmp_path / "file.safetensors").read_bytes()
@@ -76,7 +76,7 @@ def test_of_several_holders_the_first_writes() -> None:
         [FileEntry("tied", torch.float32, (2,))],
         [FileEntry("tied", torch.float32, (2,)), FileEntry("own", torch.float32, (1,))],
     ]
-    assert [(entry.name, entry.owner) for entry in in_order(held, ["own", "tied"])] == [("own", 1), ("tied", 0)]
+    assert [(entry.name, entry.owner) for entry in order_entries(held, ["own", "tied"])] == [("own", 1), ("tied", 0)]
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock import PartitionError, Pipeline, checkpoint, inspect, pipeline
-from penstock.pipe.described import modules_of
+from penstock.pipe.run_info import module_names
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 
@@ -57,7 +57,7 @@ def test_what_was_wrapped_is_what_is_named(kind: str, tmp_path: Path) -> None:
         assert pipe.cuts == ("2",)
         assert list(pipe.state_dict()) == [name for name, _ in pipe.named_parameters()] == NAMES
         assert all(torch.equal(g.grad, p.grad) for g, p in zip(pipe.parameters(), other.parameters(), strict=True))
-        assert not [name for stage in pipe.session.partition.stages for name in modules_of(stage) if "_" in name]
+        assert not [name for stage in pipe.session.partition.stages for name in module_names(stage) if "_" in name]
         with torch.no_grad():
             next(iter(pipe.parameters())).add_(1)
         checkpoint.save(tmp_path / "saved", pipe)

@@ -8,7 +8,7 @@ import pytest
 from command_line import output, refusal
 
 from penstock import __version__
-from penstock.cli._as_typed import in_options
+from penstock.cli._errors import in_options
 
 OPTIONS = {"--ranks", "--schedule", "--split-inside", "--microbatches", "--join-timeout", "--factor"}
 

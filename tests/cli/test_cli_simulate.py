@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._outcome import format_of
+from penstock.cli._outcome import make_format
 from penstock.costs import Outcome
 from penstock.schedule import add_communication, generate, names, schedule_specs, write_csv
 from penstock.schedule.generators import ScheduleParams
@@ -268,7 +268,7 @@ def test_schedules_without_room_in_the_window_say_so() -> None:
     ("options", "says"),
     [
         (("--unshard-window", "0"), "--unshard-window 0: expected an integer >= 1"),
-        (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so nothing says when"),
+        (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so it is unknown when"),
     ],
 )
 def test_windows_that_are_refused(options: tuple[str, ...], says: str) -> None:
@@ -349,7 +349,7 @@ def test_row_of_a_rank() -> None:
 
 @given(st.lists(st.integers(0, 10**9), min_size=1))
 def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
-    write = format_of(values)
+    write = make_format(values)
     assert [write(value).replace(",", "") for value in values] == list(map(str, values))
 
 
@@ -365,8 +365,8 @@ def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, 
 
 @pytest.mark.parametrize("value", [1e-320, 1e-200, 3e30])
 def test_extreme_numbers_have_an_exponent(value: float) -> None:
-    assert len(format_of([value, 0.0])(value)) < 12
-    assert format_of([value, 0.0])(0.0) == "0"
+    assert len(make_format([value, 0.0])(value)) < 12
+    assert make_format([value, 0.0])(0.0) == "0"
 
 
 def test_a_link_in_the_words_of_the_other_verbs() -> None:

@@ -120,11 +120,17 @@ def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:
         ({"from": -1, "to": 0}, "link 2: from=-1: expected a rank, an integer >= 0"),
         ({"from": 0, "to": 1.0}, "link 2: to=1.0: expected a rank, an integer >= 0"),
         ({"from": "0", "to": 1}, "link 2: from='0': expected a rank, an integer >= 0"),
-        ({"from": 1, "to": 1}, "link 2: from and to are both rank 1; name two ranks, or leave it out"),
+        ({"from": 1, "to": 1}, "link 2: from and to are both rank 1; name two ranks, or remove it"),
         ({"to": 1}, "link 2: expected ranks, as in "),
         (3, "link 2: expected ranks, as in "),
-        ({"from": 5, "to": 9}, "has a link from rank 5 to rank 9, but the last rank of 1f1b is 1: correct the link"),
-        ({"from": 0, "to": 2}, "has a link from rank 0 to rank 2, but the last rank of 1f1b is 1: correct the link"),
+        (
+            {"from": 5, "to": 9},
+            "has a link from rank 5 to rank 9, but the last rank of 1f1b is 1: correct or remove",
+        ),
+        (
+            {"from": 0, "to": 2},
+            "has a link from rank 0 to rank 2, but the last rank of 1f1b is 1: correct or remove",
+        ),
         ({"from": 10**400, "to": 0}, "has a link from rank 1000"),
     ],
 )

@@ -177,7 +177,7 @@ def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / left_out).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / left_out).write_bytes(bytes([99]) * 100)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    corpus = data.standard_library(most_bytes=3550)
+    corpus = data.standard_library(max_bytes=3550)
     assert corpus.held_out.tolist() == [number for number in (0, 10, 20, 30) for _ in range(100)]
     assert corpus.train.tolist() == [n for n in range(36) if n % 10 for _ in range(50 if n == 35 else 100)]
     inputs, targets = corpus.held_out_batches(2, 3, 20)[1]

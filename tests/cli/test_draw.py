@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._picture import Palette, legend, proportional, slots, style
+from penstock.cli._grid import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
 from penstock.report import make_panel
 from penstock.report import svg as draw
 from penstock.schedule import Op, Schedule, check, generate, grid, names
-from penstock.schedule.grid import in_slots
+from penstock.schedule.grid import slot_timeline
 from scaffolding.some_schedules import generated
 
 palettes = st.sampled_from(Palette)
@@ -150,7 +150,7 @@ def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
 def test_several_schedules_have_columns_of_one_length_in_the_terminal() -> None:
     said = output("draw", "--schedule", "gpipe,naive", *NUMBERS, columns=130)
     lengths = {len(line) for line in said.splitlines() if line.startswith("rank 0 |")}
-    slots = [round(in_slots(generate(name, 4, 8)).makespan_seconds) for name in ("gpipe", "naive")]
+    slots = [round(slot_timeline(generate(name, 4, 8)).makespan_seconds) for name in ("gpipe", "naive")]
     assert lengths == {len("rank 0 | ") + slot for slot in slots}
     assert "zb-v" not in said
     left = output("draw", "--schedule", "gpipe,chimera", "--ranks", "4", "--microbatches", "7")

@@ -249,7 +249,7 @@ def test_memory_is_what_all_hosts_of_a_machine_take_together(
     hosts: int, enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
-    spec = Spec(Workload.of_sizes([200 << 20]), 4)
+    spec = Spec(Workload.from_sizes([200 << 20]), 4)
     with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
         _check(spec, hosts)
 

@@ -352,7 +352,7 @@ def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> 
         "note: NVIDIA H100 SXM 80GB; memory 80.0 GB; link 3600gbit delay 5us; "
         "8 devices per host, 400gbit delay 10us between hosts"
     )
-    assert lines[1].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: ")
+    assert lines[1].startswith("note: not measured: an estimate from NVIDIA H100 SXM 80GB's specifications: ")
     ours = output(*job, "--device", "h100", "--memory", "40GiB", "--link", "100gbit", columns=200).splitlines()[0]
     assert ours == "note: NVIDIA H100 SXM 80GB; memory 40GiB; link 100gbit"
     assert as_json(*job, "--device", "h100")["notes"] == [lines[1].removeprefix("note: ")]

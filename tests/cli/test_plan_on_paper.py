@@ -29,7 +29,7 @@ def test_the_estimate_says_what_it_rests_on() -> None:
     assert "from NVIDIA H100 SXM 80GB's specifications: 70% of the peak" in text
     assert "70,553,706,496 parameters. dp and pp count groups of 8 devices." in text
     flops = transformer("llama3-70b").flops(64 * 4096, 4096)
-    assert f"{flops / plans[0]['step_seconds'] / 64 / 1e12:.0f} TFLOP/s a device" in text
+    assert f"{flops / plans[0]['step_seconds'] / 64 / 1e12:.0f} TFLOP/s per device" in text
 
 
 @pytest.mark.parametrize(

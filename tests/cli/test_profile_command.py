@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Profile
-from penstock.cli.profile import rows_of
+from penstock.cli.profile import summarize_units
 from penstock.costs import UnitCost, read_profile
-from penstock.costs.sizes import doubts
+from penstock.costs.sizes import quality_warnings
 from penstock.plan import Sizes
 
 TARGETS = """
@@ -46,16 +46,16 @@ def test_a_profile_of_a_busy_machine_says_so() -> None:
         unit = UnitCost("a", seconds, 0.0, 0.0, spread=spread)
         return Profile((unit,), "cpu", "float32", {}, rows=rows)
 
-    assert doubts(sized(4, 2.0, spread=0.2).with_others([sized(1, 1.0)])) == ()
-    (varies,) = doubts(sized(4, 2.0, spread=0.3))
+    assert quality_warnings(sized(4, 2.0, spread=0.2).with_others([sized(1, 1.0)])) == ()
+    (varies,) = quality_warnings(sized(4, 2.0, spread=0.3))
     assert "times vary by 30% from run to run" in varies
     slow = sized(4, 2.0)
     slow = replace(slow, units=tuple(replace(u, split_forward_seconds=5 * u.forward_seconds) for u in slow.units))
-    (differs,) = doubts(slow)
+    (differs,) = quality_warnings(slow)
     assert "where backwards are split" in differs
-    (shrinks,) = doubts(sized(4, 2.0).with_others([sized(2, 3.0), sized(1, 1.0)]))
+    (shrinks,) = quality_warnings(sized(4, 2.0).with_others([sized(2, 3.0), sized(1, 1.0)]))
     assert "microbatches of 4 rows took less time than those of 2" in shrinks
-    assert doubts(replace(sized(4, 2.0, spread=0.3), source="estimate")) == ()
+    assert quality_warnings(replace(sized(4, 2.0, spread=0.3), source="estimate")) == ()
 
 
 def test_a_long_table_has_a_row_for_each_module() -> None:
@@ -66,21 +66,21 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
 
     units = [unit("stem"), *(unit(f"blocks.{b}.{part}") for b in range(3) for part in ("conv", "norm")), unit("head.0")]
     every = [(one.name, [one]) for one in units]
-    assert rows_of(units) == every
-    assert [(name, len(row)) for name, row in rows_of(units, max_rows=5)] == [
+    assert summarize_units(units) == every
+    assert [(name, len(row)) for name, row in summarize_units(units, max_rows=5)] == [
         ("stem", 1),
         ("blocks.0.*", 2),
         ("blocks.1.*", 2),
         ("blocks.2.*", 2),
         ("head.0", 1),
     ]
-    assert [(name, len(row)) for name, row in rows_of(units, max_rows=3)] == [
+    assert [(name, len(row)) for name, row in summarize_units(units, max_rows=3)] == [
         ("stem", 1),
         ("blocks.*", 6),
         ("head.0", 1),
     ]
     alike = [unit("blocks.0"), unit("blocks.1", "blocks.0"), unit("blocks.2", "blocks.0"), unit("head")]
-    assert [(name, len(row)) for name, row in rows_of(alike)] == [("blocks.0-2", 3), ("head", 1)]
+    assert [(name, len(row)) for name, row in summarize_units(alike)] == [("blocks.0-2", 3), ("head", 1)]
 
 
 def test_a_table_and_a_file_to_cut_by() -> None:
@@ -219,13 +219,13 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
         assert begins(command, "--link", "1kbit") != "3"
         assert begins(command, "--memory-limit", "8KiB") == "3"
         least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
-        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
+        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The best one needs ")
 
 
 def test_an_estimate_for_a_device_that_is_not_here() -> None:
     lines = output("profile", "cases.py:meta", "--device", "h100", "--out", "estimate.json").splitlines()
     assert lines[0] == "2 units on NVIDIA H100 SXM 80GB, an estimate"
-    assert lines[-3].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
+    assert lines[-3].startswith("note: not measured: an estimate from NVIDIA H100 SXM 80GB's specifications: 70% of")
     found = read_profile("estimate.json")
     assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
     assert all(unit.seconds > 0 for unit in found.units)

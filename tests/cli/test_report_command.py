@@ -14,7 +14,7 @@ from test_explain import measured
 
 from penstock.costs import Profile, UnitCost
 from penstock.report.frame import frame
-from penstock.report.web.picture import write_picture
+from penstock.report.web.screenshot import write_picture
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate

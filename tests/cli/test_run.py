@@ -166,7 +166,7 @@ def test_after_a_signal_nobody_waits_for_an_agent_without_ranks() -> None:
     with subprocess.Popen(["sleep", "60"]) as agent:
         began = time.monotonic()
         jobs = ["a job that has no process"]
-        launch._wait([agent], jobs, [signal.SIGINT], lambda: None, math.inf, launch.USUAL)
+        launch._wait([agent], jobs, [signal.SIGINT], lambda: None, math.inf, launch.DEFAULT_TIMEOUTS)
         assert time.monotonic() - began < launch.LAUNCH_SECONDS / 2
         agent.kill()
 

@@ -16,7 +16,7 @@ from command_line import penstock, stay
 from processes import has_ended
 
 from penstock.distributed.launch.processes import Outcome
-from penstock.network import keeper, namespaces, nodes
+from penstock.network import namespaces, nodes, reaper
 from penstock.network.namespaces import why_not
 from scaffolding.patient import TEST_SECONDS, end_of, finished, started
 
@@ -72,7 +72,7 @@ def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 def left_of(launcher: int) -> list[str]:
     """The namespaces that a process has made."""
-    return [name for name in keeper.names_of() if name.startswith(f"penstock-{launcher}-")]
+    return [name for name in reaper.list_namespaces() if name.startswith(f"penstock-{launcher}-")]
 
 
 def becomes_true(what: Callable[[], bool], seconds: float = 30) -> bool:

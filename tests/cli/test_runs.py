@@ -9,7 +9,7 @@ import pytest
 from command_line import as_json, output, refusal
 from test_top import STATE
 
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.trace.runs import StepRecord
 from penstock.trace.runs.folder import append_lines
 from scaffolding.run_folders import about, says
@@ -18,7 +18,7 @@ from scaffolding.run_folders import about, says
 def a_run(folder: Path, schedule: str, seconds: float, losses: list[float | None], *, ended: bool = True) -> Path:
     given = replace(about(2, 4), name=folder.name, schedule=schedule, started=f"2026-01-0{len(losses)}T00:00:00+00:00")
     (folder / "ranks").mkdir(parents=True)
-    write_whole(folder / "run.json", given.to_dict())
+    write_json_line(folder / "run.json", given.to_dict())
     steps = [StepRecord(n, loss, seconds, 8, n * seconds, 0.25) for n, loss in enumerate(losses, 1)]
     append_lines(folder / "steps.jsonl", [step.to_line() for step in steps])
     says(folder, replace(STATE, ended=ended, host="another"), at=1.0)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.cli.top import RunSnapshot
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord
-from penstock.trace.runs.progress import Progress, in_time
+from penstock.trace.runs.progress import Progress, format_duration
 from penstock.trace.runs.summary import failure_messages, health
 from scaffolding.run_folders import about, says, steps
 
@@ -30,7 +30,7 @@ STATE = RankState(0, 0, (0,), "node", 7, NOW, step=9, action="0F3", since=NOW - 
 def a_run(folder: Path, *states: RankState, written: float | None = None, heard: tuple[RankState, ...] = ()) -> str:
     for name in ("ranks", "timelines"):
         (folder / name).mkdir(parents=True)
-    write_whole(folder / "run.json", ABOUT.to_dict())
+    write_json_line(folder / "run.json", ABOUT.to_dict())
     steps(folder, 1, 10)
     for state in states:
         says(folder, state, at=written, heard=heard)
@@ -71,13 +71,13 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert (found.step, found.loss, found.seconds, found.rows_per_second) == (9, 0.125, 0.25, 256)
     assert found.left_seconds == pytest.approx(91 * 0.25)
     assert str(found) == "step 9 of 100, loss 0.1250, 256 rows/s, 22.8 s left"
-    assert found.said(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
+    assert found.format(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
     smaller = Progress.of([*steps[:-1], replace(steps[-1], rows=10)])
     assert smaller is not None
     assert smaller.rows_per_second == 256  # the last batch of an epoch is often smaller
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
-    said = [in_time(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
+    said = [format_duration(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
     assert said == ["0 s", "39.4 ms", "2.5 s", "2 min", "10 min", "3 h 20 min", "4 d 4 h"]
 
 
@@ -85,14 +85,16 @@ def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) 
     run = Path(a_run(tmp_path / "run"))
     assert RunSnapshot.of(run).progress is not None
     (tmp_path / "run/steps.jsonl").unlink()
-    write_whole(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
+    write_json_line(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
     assert RunSnapshot.of(run).progress is None
 
 
 def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:
     """Its process may not have seen that the folder is no longer its own."""
     run = a_run(tmp_path / "run", STATE)
-    write_whole(tmp_path / "run/ranks/1.json", {"run": "older", "at": NOW, "state": replace(STATE, number=1).to_dict()})
+    write_json_line(
+        tmp_path / "run/ranks/1.json", {"run": "older", "at": NOW, "state": replace(STATE, number=1).to_dict()}
+    )
     assert [rank["number"] for rank in as_json("top", run)["ranks"]] == [0]
 
 
@@ -136,7 +138,7 @@ DEEP = "[" * 200_000
 
 def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt", replace(STATE, failure="\x1b[31mboom\x07", action="\x1b]0;x"))
-    write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), "model": "\x1b]0;pwned\x07"})
+    write_json_line(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), "model": "\x1b]0;pwned\x07"})
     said = output("top", run, "--once", columns=120)
     assert "pwned" in said
     assert "boom" in said
@@ -149,12 +151,12 @@ def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:
     order = add_communication(generate("1f1b", 2, 4))
     for number, heavy in ((5, 1.0), (50, 1.5), (100, 1.6)):
         costs = [StageCost(0.01, 0.01, 0.01), StageCost(0.01 * heavy, 0.01, 0.01)]
-        write_whole(tmp_path / "gpt" / "timelines" / f"{number}.json", simulate(order, costs).to_dict())
+        write_json_line(tmp_path / "gpt" / "timelines" / f"{number}.json", simulate(order, costs).to_dict())
     found = as_json("explain", run)
     assert (found["step"], len(found["steps"])) == (50, 3)
     assert as_json("explain", run, "--step", "100")["step"] == 100
     assert [one["predicted_seconds"] for one in found["stages"]] == [None, None]
     before = {"source": "a plan", "step_seconds": 0.2, "stage_seconds": [0.03, 0.03]}
     timeline = simulate(order, [StageCost(0.01, 0.01, 0.01)] * 2).to_dict()
-    write_whole(tmp_path / "gpt" / "predicted.json", {**before, "timeline": timeline})
+    write_json_line(tmp_path / "gpt" / "predicted.json", {**before, "timeline": timeline})
     assert [one["predicted_seconds"] for one in as_json("explain", run)["stages"]] == [0.03, 0.03]

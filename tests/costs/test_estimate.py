@@ -56,7 +56,7 @@ def test_it_says_what_it_is() -> None:
     found = Profile.from_dict(json.loads(json.dumps(estimate(COUNTED, H100).to_dict())))
     assert (found.source, found.device, found.runs) == ("estimate", "cuda", 0)
     assert found.device_name == "NVIDIA H100 SXM 80GB"
-    assert found.notes[-1].startswith("not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
+    assert found.notes[-1].startswith("not measured: an estimate from NVIDIA H100 SXM 80GB's specifications: 70% of")
     assert found.units[1].operations == DONE
 
 
@@ -82,9 +82,9 @@ def test_constants_come_from_a_measured_profile() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"source": "estimate"}, "the profile of mine is an estimate itself; pass what was measured"),
-        ({"device": "cuda"}, r"was measured on mine \(cuda\), which is no mine \(cpu\)"),
-        ({"units": (UnitCost("a", 1, 1, 1),)}, "unit 'a': the profile does not say what it does"),
+        ({"source": "estimate"}, "the profile of mine is an estimate itself; pass a measured one"),
+        ({"device": "cuda"}, r"was measured on mine \(cuda\), not on mine \(cpu\)"),
+        ({"units": (UnitCost("a", 1, 1, 1),)}, "unit 'a': the profile has its times but no operations"),
     ],
 )
 def test_what_cannot_calibrate_is_refused(change: dict[str, object], words: str) -> None:
@@ -95,7 +95,7 @@ def test_what_cannot_calibrate_is_refused(change: dict[str, object], words: str)
 
 def test_another_known_device_cannot_calibrate() -> None:
     measured = replace(estimate(COUNTED, H100), source="measured", device_name="NVIDIA H200")
-    with pytest.raises(ArgumentError, match=r"measured on NVIDIA H200 .*, which is no NVIDIA H100 SXM 80GB"):
+    with pytest.raises(ArgumentError, match=r"measured on NVIDIA H200 .*, not on NVIDIA H100 SXM 80GB"):
         fit_efficiency([measured], H100)
     assert fit_efficiency([replace(measured, device_name="NVIDIA H100 80GB HBM3")], H100).measurements == 5
 

@@ -189,7 +189,7 @@ def many_kinds(rank: int, most: int, kinds: int) -> tuple[int, int]:
             for _ in range(2):
                 pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))
         channels = [c for some in pipe.session.engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
-        return len(list(pipe.session.bound_schedules)), sum(channel._lane is not None for channel in channels)
+        return len(list(pipe.session.bound_schedules)), sum(channel._ring is not None for channel in channels)
 
 
 class Averaged(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.costs import Profile, UnitCost
 from penstock.partition import Partitioner, decision
-from penstock.partition.measure.units import identity
+from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.recording.recording import Recording
 from scaffolding.small import batch
 
@@ -59,12 +59,12 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
 
     def measured(recording: Recording, model: nn.Module, *_: Any) -> Profile:
         calls.append(rank)
-        of = identity(model, "cpu")
+        of = compute_fingerprint(model, "cpu")
         units = tuple(UnitCost(name, 2.0 if name in slow else 1.0, 0.0, 0.0) for name in map(str, range(6)))
         return Profile(units, "cpu", of.dtype, of.parameters)
 
     x, y = batch(4)
-    with patch.multiple(decision, LEAST_WORK=0, measure=measured):
+    with patch.multiple(decision, MIN_MEASURED_WORK=0, measure=measured):
         with penstock.pipeline(model(0), (x,), microbatches=2, loss=F.mse_loss, balance="time") as pipe:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 

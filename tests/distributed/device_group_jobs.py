@@ -31,7 +31,7 @@ def device_groups() -> Iterator[list[str]]:
     """Imposes it; the names of the calls that moved a device's tensor are returned."""
     control: list[dist.ProcessGroup] = []
     moved: list[str] = []
-    one_of = Groups._one_of
+    one_of = Groups._create_own
 
     def noting(groups: Groups, parts: Any, backend: str) -> dist.ProcessGroup:
         made = one_of(groups, parts, backend)
@@ -53,7 +53,10 @@ def device_groups() -> Iterator[list[str]]:
 
         return checked
 
-    with mock.patch.object(Groups, "_one_of", noting), mock.patch("penstock.runtime.execute.control.backend_of") as of:
+    with (
+        mock.patch.object(Groups, "_create_own", noting),
+        mock.patch("penstock.runtime.execute.control.backend_for") as of,
+    ):
         of.return_value = "cpu:gloo"  # another name for it
         with mock.patch.multiple(dist, **{name: strict(name) for name in (*MOVING, *OBJECTS)}):
             yield moved

@@ -63,7 +63,7 @@ def trained(device: str, given: dict[str, Any], also: str) -> Steps:
                     assert repr(results[-1]).startswith("StepResult(loss=under way"), results[-1]
                     stand_in_streams.go_on()
         control = pipe.session.control
-        assert all(loss.sources == control.others for loss in control._losses), "a sum waits for all of them"
+        assert all(loss.sources == control.mesh_peers for loss in control._losses), "a sum waits for all of them"
         return Steps(waits, [float(result.loss) for result in results])
 
 

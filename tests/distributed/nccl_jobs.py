@@ -111,7 +111,7 @@ def train_over(rank: int, mesh: str, cell: Cell) -> list[str]:
 
 def why_split_groups_fail(rank: int, cell: Cell) -> str:
     """What is said where the groups of two pipelines would be split from the default group."""
-    with mock.patch.object(groups, "bound_to", nullcontext), pytest.raises(RuntimeError) as raised:
+    with mock.patch.object(groups, "binding_to", nullcontext), pytest.raises(RuntimeError) as raised:
         train_over(rank, "two pipelines", cell)
     return str(raised.value)
 
@@ -124,10 +124,10 @@ def groups_of_two(rank: int, cell: Cell) -> int:
         made.append(make(self, parts, backend))
         return made[-1]
 
-    make = Groups._one_of
+    make = Groups._create_own
     with nccl_rules(eager=cell.eager):
         device = dist.group.WORLD.bound_device_id
-        with mock.patch.object(Groups, "_one_of", one_of):
+        with mock.patch.object(Groups, "_create_own", one_of):
             steps(cell)
         assert dist.group.WORLD.bound_device_id == device
     assert all(group.bound_device_id is None for group in made)
@@ -252,7 +252,7 @@ def what_waits_holds_up_what_is_behind_it(rank: int) -> None:
         assert not works[0].is_completed()
     dist.barrier()
     # Both communicators now begin with a receive: NCCL would hang. So the test makes room, past the rules.
-    with mock.patch.object(nccl.Courier, "issue", lambda _, run, __: threading.Thread(target=run).start()):
+    with mock.patch.object(nccl.SerialWorker, "issue", lambda _, run, __: threading.Thread(target=run).start()):
         if rank == 1:
             dist.isend(torch.ones(1), 0)
     for work in works:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.runtime.execute.control import Control
 from scaffolding.models import squared_error
 
@@ -66,7 +66,7 @@ def refused(rank: int, case: str) -> tuple[str, float]:
     x = torch.randn(8, 4)
     begin = time.monotonic()
     with (
-        patch("penstock.pipe.build.Patience", partial(Patience, beat_seconds=BEAT_SECONDS)),
+        patch("penstock.pipe.build.Timeouts", partial(Timeouts, beat_seconds=BEAT_SECONDS)),
         patch.object(Control, "waiting_for", _late if slow else _waiting_for),
     ):
         try:

@@ -122,7 +122,7 @@ def by_itself(rank: int, choice: Any) -> Seen:
     """What is said of the transport where each rank has a device of its own, and the job has gloo alone."""
     stand_in.install()
     x, y = batch(8)
-    apart = mock.patch.object(transport_choice, "accelerator_of", return_value=f"accelerator {rank}")
+    apart = mock.patch.object(transport_choice, "accelerator_id", return_value=f"accelerator {rank}")
     with apart, penstock.pipeline(
         mlp(), (x,), microbatches=4, loss=F.mse_loss, devices=DEVICE, transport=choice
     ) as pipe:  # fmt: skip

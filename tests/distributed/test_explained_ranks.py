@@ -10,7 +10,7 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, load_trace, steps_of_trace
-from penstock.report.web.sources import contents_of
+from penstock.report.web.sources import load_contents
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -48,7 +48,7 @@ def test_traces_of_torchs_own_pipelines_are_read(ranks2: Ranks, tmp_path: Path, 
         order = step.slowest.schedule
         assert (order.name, order.ranks, order.placement.depth, order.microbatches) == (name, 2, stages, 4)
     assert explain(load_trace([tmp_path])).step.seconds > 0
-    assert contents_of([tmp_path]).title.startswith(f"{name}: 2 ranks, 4 microbatches"), "a report can be made of it"
+    assert load_contents([tmp_path]).title.startswith(f"{name}: 2 ranks, 4 microbatches"), "a report can be made of it"
 
 
 @pytest.mark.long

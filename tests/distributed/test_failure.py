@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from penstock._base.errors import RankFailedError
 from penstock._base.process import Process, ProcessState
-from penstock.distributed.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
-from penstock.distributed.failure_detector import FailureDetector, Patience
+from penstock.distributed.failure import OUTSIDE, DeviceLag, Failure, Position, RankStatus, wait_chain
+from penstock.distributed.failure_detector import FailureDetector, Timeouts
 from penstock.distributed.heartbeat_server import Connection
-from penstock.distributed.joining import Launcher, Meeting, Missing, place_of
+from penstock.distributed.joining import Launcher, Meeting, MissingRanks, meeting_store
 from penstock.distributed.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
@@ -37,7 +37,7 @@ class World:
     def __init__(self, positions: list[Position], state: ProcessState = "unknown", away_seconds: float = 5.0) -> None:
         self.clock = Clock()
         self.detector = FailureDetector(
-            len(positions), Patience(away_seconds=away_seconds), self.clock, lambda process: state
+            len(positions), Timeouts(away_seconds=away_seconds), self.clock, lambda process: state
         )
         self.positions = positions
         self.since = [100.0] * len(positions)
@@ -50,15 +50,15 @@ class World:
             self.clock.now += 0.5
             for rank, position in enumerate(self.positions):
                 if rank not in silent:
-                    self.detector.beat(rank, Sighting(position, self.clock.now - self.since[rank]))
+                    self.detector.beat(rank, RankStatus(position, self.clock.now - self.since[rank]))
             self.detector.judge()
         return self.detector.failure
 
 
 def test_wait_chain_names_those_that_have_not_come() -> None:
-    gather = Sighting(Position("gather", tuple(range(1, 8))), 31)
-    working = Sighting(Position("2F0"), 3)
-    assert wait_chain(0, [gather, gather, working, Sighting(left=True), gather, working, working, working]) == (
+    gather = RankStatus(Position("gather", tuple(range(1, 8))), 31)
+    working = RankStatus(Position("2F0"), 3)
+    assert wait_chain(0, [gather, gather, working, RankStatus(left=True), gather, working, working, working]) == (
         2,
         "rank 0 has waited 31 s for gather from ranks 1, 2, 3, 4, 5, 6, 7; rank 2 runs 2F0 (3 s so far); rank 3 has "
         "exited; rank 5 runs 2F0 (3 s so far); rank 6 runs 2F0 (3 s so far); and 1 more that do not wait",
@@ -73,7 +73,7 @@ def test_silent_rank_that_nobody_waits_for_or_whose_process_runs_is_left_alone()
 def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat() -> None:
     world = World([Position("0F0"), RECEIVE])
     world.pass_time(3)
-    world.detector.hang_up(0)
+    world.detector.record_disconnect(0)
     world.detector.judge()
     assert world.detector.failure is None, "what rank 0 sent last may still be under way"
     assert world.pass_time(1, silent=(0,)) == Failure(0, "0F0", "its process is gone", "lost")
@@ -81,15 +81,15 @@ def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat
 
 def test_rank_that_came_back_is_not_lost() -> None:
     world = World([Position("0F0"), RECEIVE])
-    world.detector.hang_up(0)
+    world.detector.record_disconnect(0)
     world.detector.join(0, Process("m", 0, "1"))
     assert world.pass_time(60) is None
 
 
 def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
     world = World([OUTSIDE, OUTSIDE])
-    world.detector.beat(0, Sighting(left=True))
-    world.detector.hang_up(0)
+    world.detector.beat(0, RankStatus(left=True))
+    world.detector.record_disconnect(0)
     assert world.pass_time(60, silent=(0,)) is None
     world.positions[1], world.since[1] = RECEIVE, world.clock.now
     assert world.pass_time(4, silent=(0,)) is None
@@ -109,16 +109,16 @@ def test_detector_that_was_asleep_accuses_nobody() -> None:
 def test_of_several_that_are_gone_the_first_is_named() -> None:
     """As when torchrun ends the ranks of a machine on which one was killed: nobody is left there who waits for it."""
     world = World([Position("0RECV_B0", (1,)), Position("1RECV_B0", (2,)), Position("2F0")])
-    world.detector.hang_up(2)
+    world.detector.record_disconnect(2)
     world.clock.now += 0.1
-    world.detector.hang_up(1)
+    world.detector.record_disconnect(1)
     assert world.pass_time(1, silent=(1, 2)) == Failure(2, "2F0", "its process is gone", "lost")
 
 
 def test_a_rank_of_another_machine_has_a_minute() -> None:
     """The network may be silent for that long. One of this machine is looked up after some seconds."""
-    away = Patience().away_seconds
-    assert away >= 60 > 10 > Patience().stall_seconds
+    away = Timeouts().away_seconds
+    assert away >= 60 > 10 > Timeouts().stall_seconds
     world = World([Position("0F0"), RECEIVE], "unknown", away)
     assert world.pass_time(away - 2, silent=(0,)) is None
     assert world.pass_time(3, silent=(0,)) == Failure(0, "0F0", "no sign of life for 60 s", "lost")
@@ -146,14 +146,14 @@ class Bench:
     rank0: Connection
     clock: Clock
     statuses: list[int]
-    others: list[Sighting]
+    others: list[RankStatus]
 
     def beats(self, seconds: float, answered: bool = True) -> None:
         for _ in range(int(seconds * 2)):
             self.dog._tick()
             self.clock.now += 0.5
             if answered:
-                self.dog._take({"sightings": self.others})
+                self.dog._handle({"sightings": self.others})
             self.dog._decide()
 
 
@@ -163,8 +163,8 @@ def benched(rank: int, ranks: int) -> Iterator[Bench]:
     clock, statuses = Clock(), list[int]()
     address = {"token": "t", "process": ["elsewhere", 1, ""]}
     with ours, theirs:
-        dog = Watchdog(rank, ranks, Patience(), address, Connection(ours), clock=clock, leave=statuses.append)
-        yield Bench(dog, Connection(theirs), clock, statuses, [Sighting()] * ranks)
+        dog = Watchdog(rank, ranks, Timeouts(), address, Connection(ours), clock=clock, leave=statuses.append)
+        yield Bench(dog, Connection(theirs), clock, statuses, [RankStatus()] * ranks)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_waiting_rank_leaves_and_says_why(bench: Bench, capsys: pytest.CaptureFi
     bench.dog.position = RECEIVE
     bench.beats(2)
     assert bench.statuses == []
-    bench.dog._take({"failure": BOOM})
+    bench.dog._handle({"failure": BOOM})
     bench.dog._decide()
     assert bench.statuses == [1]
     assert capsys.readouterr().err == f"penstock: {STOPS}; rank 1 was waiting for 1RECV_F0 from rank 0\n"
@@ -190,7 +190,7 @@ def test_waiting_rank_leaves_and_says_why(bench: Bench, capsys: pytest.CaptureFi
 def test_computing_rank_notices_by_itself(bench: Bench) -> None:
     bench.dog.position = Position("1F0")
     bench.dog.check()
-    bench.dog._take({"failure": BOOM})
+    bench.dog._handle({"failure": BOOM})
     bench.beats(10)
     assert bench.statuses == []
     with pytest.raises(RankFailedError, match=STOPS):
@@ -201,7 +201,7 @@ def test_computing_rank_notices_by_itself(bench: Bench) -> None:
 
 
 def test_rank_that_does_not_notice_is_stopped_after_the_grace(bench: Bench) -> None:
-    bench.dog._take({"failure": BOOM})
+    bench.dog._handle({"failure": BOOM})
     bench.beats(59)
     assert bench.statuses == []
     bench.beats(2)
@@ -275,7 +275,7 @@ def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
     assert bench.dog.failure == Failure(1, "1RECV_F0", error, "lost")
     assert bench.statuses[0] == 1
     assert "failure" in bench.rank0.receive()[-1]
-    missing = Missing(0, 2, Patience())
+    missing = MissingRanks(0, 2, Timeouts())
     missing._launcher = bench.dog._launcher
     with pytest.raises(RankFailedError, match="rank 0 stops: its torchrun agent"):
         missing.check()
@@ -285,7 +285,7 @@ def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -
     """Rank 2 waits for rank 1, which waits for rank 0, which computes without end."""
     with benched(2, 3) as bench:
         bench.dog.position = Position("2RECV_F0", (1,))
-        bench.others = [Sighting(Position("0F0"), 3.0), Sighting(RECEIVE, 2.0), Sighting()]
+        bench.others = [RankStatus(Position("0F0"), 3.0), RankStatus(RECEIVE, 2.0), RankStatus()]
         while not bench.statuses:
             bench.beats(0.5)
     assert str(bench.dog.failure) == (
@@ -296,7 +296,7 @@ def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -
 
 def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.dog.position = RECEIVE
-    bench.others = [Sighting(Position("0RECV_B0", (1,)), 1800), Sighting(RECEIVE, 1800)]
+    bench.others = [RankStatus(Position("0RECV_B0", (1,)), 1800), RankStatus(RECEIVE, 1800)]
     while not bench.statuses:
         bench.beats(0.5)
     said = capsys.readouterr().err
@@ -316,7 +316,7 @@ def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.Ca
 
 
 def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> None:
-    bench.dog._take({"failure": BOOM})
+    bench.dog._handle({"failure": BOOM})
     bench.dog.report("1F2", KeyError("x"))
     assert bench.dog.failure == BOOM
     noted, reported = bench.rank0.receive()
@@ -358,13 +358,13 @@ def test_connection_that_the_kernel_gave_up_is_neither_silent_nor_closed_by_the_
 def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
     """Though nobody waits for it in particular: the pipeline can't start without it."""
     clock = Clock()
-    detector = FailureDetector(3, Patience(), clock, lambda process: "unknown")
+    detector = FailureDetector(3, Timeouts(), clock, lambda process: "unknown")
     detector.join(0, Process("m", 0, "1"))
     detector.join(1, Process("m", 1, "1"))
     detector.judge()
     assert detector.absent == [2]
     assert detector.failure is None
-    detector.hang_up(1)
+    detector.record_disconnect(1)
     clock.now += 0.5
     detector.judge()
     assert detector.failure == Failure(1, None, "its process is gone", "lost")
@@ -372,39 +372,39 @@ def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
 
 def test_a_restarted_job_does_not_read_what_the_one_before_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first attempt only rank 0 came, which left its address; in the second, rank 1 comes first."""
-    store, missing = dist.HashStore(), Missing(1, 2, Patience(join_seconds=0.05))
+    store, missing = dist.HashStore(), MissingRanks(1, 2, Timeouts(join_seconds=0.05))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    Meeting(place_of(store, (0, 1)), 0, 2).give("the old address", missing)
+    Meeting(meeting_store(store, (0, 1)), 0, 2).broadcast("the old address", missing)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = Meeting(place_of(store, (0, 1)), 1, 2)
+    again = Meeting(meeting_store(store, (0, 1)), 1, 2)
     assert again.absent() == (0,)
     with pytest.raises(RankFailedError, match=r"rank 1 waited \d+ s for rank 0, which has not called"):
-        again.give(None, missing)
-    Meeting(place_of(store, (0, 1)), 0, 2).give("the new address", missing)
-    assert again.give(None, missing) == "the new address"
+        again.broadcast(None, missing)
+    Meeting(meeting_store(store, (0, 1)), 0, 2).broadcast("the new address", missing)
+    assert again.broadcast(None, missing) == "the new address"
 
 
 def test_agents_that_count_attempts_differently_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of two nodes, one of which lost a rank and counts its restart."""
-    store, missing = dist.HashStore(), Missing(1, 2, Patience(join_seconds=0.05))
+    store, missing = dist.HashStore(), MissingRanks(1, 2, Timeouts(join_seconds=0.05))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    Meeting(place_of(store, (0, 1)), 0, 2).give("an address", missing)
+    Meeting(meeting_store(store, (0, 1)), 0, 2).broadcast("an address", missing)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert Meeting(place_of(store, (0, 1)), 1, 2).give(None, missing) == "an address"
+    assert Meeting(meeting_store(store, (0, 1)), 1, 2).broadcast(None, missing) == "an address"
 
 
 def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Patience().warn_seconds == 30
-    missing = Missing(0, 3, Patience(warn_seconds=0.02))
+    assert Timeouts().warn_seconds == 30
+    missing = MissingRanks(0, 3, Timeouts(warn_seconds=0.02))
     missing.ranks = (2,)
     with missing:
         said = ""
         while said.count("\n") < 2:
-            missing._over.wait(0.02)  # the main thread may be blocked
+            missing._finished.wait(0.02)  # the main thread may be blocked
             said += capsys.readouterr().err
     one = r"penstock: rank 0 has waited \d+ s for rank 2, which has not called penstock\.pipeline yet"
     assert all(re.fullmatch(one, line) for line in said.splitlines())
@@ -415,16 +415,16 @@ def test_unreachable_rank_0_is_reported_at_the_start() -> None:
         port = closed.getsockname()[1]
     address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
     with pytest.raises(RankFailedError, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
-        Watchdog.join(address, 1, 2, Patience(), Missing(1, 2, Patience()))
+        Watchdog.join(address, 1, 2, Timeouts(), MissingRanks(1, 2, Timeouts()))
 
 
 def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:
     """All hosts wait for the loss, which the device of rank 1 holds up."""
     hosts = Position("the loss", (2,))
     sightings = [
-        Sighting(hosts, 31, device=Behind(Position("0RECV_B0", (1,)), "0F3")),
-        Sighting(hosts, 40, device=Behind(Position("1F2"), "1F1")),
-        Sighting(OUTSIDE, 35, device=Behind(Position("2RECV_F2", (1,)))),
+        RankStatus(hosts, 31, device=DeviceLag(Position("0RECV_B0", (1,)), "0F3")),
+        RankStatus(hosts, 40, device=DeviceLag(Position("1F2"), "1F1")),
+        RankStatus(OUTSIDE, 35, device=DeviceLag(Position("2RECV_F2", (1,)))),
     ]
     last = "the device of rank 1 runs 1F2 (40 s so far; it has finished 1F1; the host waits for the loss from rank 2)"
     assert wait_chain(2, sightings) == (
@@ -436,23 +436,23 @@ def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:
 
 def test_what_a_device_waits_for_can_be_lost() -> None:
     """Its host may be far ahead, and wait for no one."""
-    detector = FailureDetector(2, Patience(), clock := Clock(), lambda process: "gone")
+    detector = FailureDetector(2, Timeouts(), clock := Clock(), lambda process: "gone")
     for rank in range(2):
         detector.join(rank, Process("m", rank, "1"))
-    detector.beat(1, Sighting(Position("1B0"), device=Behind(Position("1F0"), "")))
-    detector.hang_up(1)
+    detector.beat(1, RankStatus(Position("1B0"), device=DeviceLag(Position("1F0"), "")))
+    detector.record_disconnect(1)
     for _ in range(4):
         clock.now += 0.5
-        detector.beat(0, Sighting(Position("0F3"), 3.0, device=Behind(Position("0RECV_B0", (1,)), "0F1")))
+        detector.beat(0, RankStatus(Position("0F3"), 3.0, device=DeviceLag(Position("0RECV_B0", (1,)), "0F1")))
         detector.judge()
     assert detector.failure == Failure(1, "1F0", "its process is gone", "lost")
 
 
 def test_a_device_that_waits_is_spoken_for(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.dog.device = lambda: Behind(Position("1RECV_F0", (0,)), "1F3")
+    bench.dog.device = lambda: DeviceLag(Position("1RECV_F0", (0,)), "1F3")
     bench.beats(31)
     assert "penstock: the device of rank 1 has waited 30 s for 1RECV_F0 from rank 0" in capsys.readouterr().err
-    bench.dog._take({"failure": BOOM})
+    bench.dog._handle({"failure": BOOM})
     bench.beats(4.5)
     assert bench.statuses == [], "the host may notice by itself"
     bench.beats(1)
@@ -462,7 +462,7 @@ def test_a_device_that_waits_is_spoken_for(bench: Bench, capsys: pytest.CaptureF
 
 def test_a_device_that_moves_on_is_not_stuck(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     steps = iter(range(1000))
-    bench.dog.device = lambda: Behind(Position(f"1F{next(steps)}"))
+    bench.dog.device = lambda: DeviceLag(Position(f"1F{next(steps)}"))
     bench.dog.position = RECEIVE
     bench.beats(100)
     assert capsys.readouterr().err == ""

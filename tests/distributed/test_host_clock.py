@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.distributed import host_clock
-from penstock.distributed.host_clock import FEWEST, KEPT, HostOffset
+from penstock.distributed.host_clock import INITIAL_EXCHANGES, MAX_EXCHANGES, HostOffset
 
 THERE = 7_000_000
 
@@ -22,7 +22,7 @@ def exchange(offset: HostOffset, now: list[int], there_ns: int, back_ns: int) ->
     """A question takes `there_ns` to the other host, and its answer `back_ns`."""
     asked = now[0]
     now[0] += there_ns + back_ns
-    offset.note(asked, THERE + asked + there_ns)
+    offset.add_exchange(asked, THERE + asked + there_ns)
 
 
 def test_the_shortest_round_trip_counts(here: list[int]) -> None:
@@ -37,7 +37,7 @@ def test_old_exchanges_are_forgotten(here: list[int]) -> None:
     """Since clocks drift apart."""
     offset = HostOffset("elsewhere")
     exchange(offset, here, 1, 1)
-    for _ in range(KEPT):
+    for _ in range(MAX_EXCHANGES):
         exchange(offset, here, 40, 0)
     assert offset.nanoseconds == THERE + 20
 
@@ -46,12 +46,12 @@ def test_one_clock_needs_no_offset(here: list[int]) -> None:
     shared = HostOffset(host_clock.clock_name())
     exchange(shared, here, 3, 5)
     assert shared.nanoseconds == 0
-    assert not shared.wants_more
+    assert not shared.needs_more
 
 
 def test_the_first_exchanges_follow_each_other(here: list[int]) -> None:
     offset = HostOffset("elsewhere")
-    for _ in range(FEWEST):
-        assert offset.wants_more
+    for _ in range(INITIAL_EXCHANGES):
+        assert offset.needs_more
         exchange(offset, here, 1, 1)
-    assert not offset.wants_more
+    assert not offset.needs_more

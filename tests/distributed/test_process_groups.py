@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.distributed.failure_detector import Patience
-from penstock.distributed.groups import GROUP_SECONDS, GroupOptions, Groups, Way, matchings
+from penstock.distributed.failure_detector import Timeouts
+from penstock.distributed.groups import GROUP_SECONDS, GroupOptions, Groups, RankPair, matchings
 from penstock.distributed.world import World
 
 
 @given(st.sets(st.sampled_from(list(permutations(range(6), 2)))))
-def test_no_rank_is_in_two_groups_at_once(ways: set[Way]) -> None:
+def test_no_rank_is_in_two_groups_at_once(ways: set[RankPair]) -> None:
     made = matchings(ways)
     assert sorted(way for matching in made for way in matching) == sorted(ways)
     for matching in made:
@@ -77,7 +77,7 @@ def test_every_group_has_the_limit(told: list[dict[str, Any]]) -> None:
 
 
 def test_the_watchdog_ends_a_wait_before_a_group_does() -> None:
-    assert 2 * Patience().timeout_seconds <= GROUP_SECONDS
+    assert 2 * Timeouts().timeout_seconds <= GROUP_SECONDS
 
 
 def test_each_group_for_tensors_has_its_own_copy_of_the_options(told: list[dict[str, Any]]) -> None:

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from penstock._base import process
 from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.distributed import joining
-from penstock.distributed.failure_detector import Patience
-from penstock.distributed.joining import Meeting, Missing
+from penstock.distributed.failure_detector import Timeouts
+from penstock.distributed.joining import Meeting, MissingRanks
 
 
 def words(address: tuple[str, int], *, rank: int = 1, ranks: int = 4, reached: bool = False, left: Any = None) -> str:
-    missing = Missing(rank, ranks, Patience())
+    missing = MissingRanks(rank, ranks, Timeouts())
     missing.address, missing.reached = address, reached
     missing.ranks = left or missing.ranks
-    return missing._words("has waited")
+    return missing._message("has waited")
 
 
 def test_a_master_address_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_ranks_with_another_world_size_are_refused_by_all(
 
     def come(rank: int, ranks: int) -> None:
         try:
-            Meeting(store, rank, ranks).await_all(Missing(rank, ranks, Patience(join_seconds=20)))
+            Meeting(store, rank, ranks).await_all(MissingRanks(rank, ranks, Timeouts(join_seconds=20)))
         except RankFailedError as failure:
             said[rank] = str(failure)
 
@@ -95,7 +95,7 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
     with pytest.raises(
         RankFailedError, match=f"rank 1 stops: process {os.getppid()} has RANK=1, too; set another RANK"
     ):
-        Meeting(store, 1, 2).await_all(Missing(1, 2, Patience(join_seconds=5)))
+        Meeting(store, 1, 2).await_all(MissingRanks(1, 2, Timeouts(join_seconds=5)))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
     ],
 )
 def test_what_a_dead_store_means_is_said(error: str, says: str) -> None:
-    missing = Missing(1, 2, Patience())
+    missing = MissingRanks(1, 2, Timeouts())
     missing.address = ("a", 1)
     with pytest.raises(RankFailedError, match=re.escape(f"rank 1 stops: {says}")) as caught, missing:
         raise dist.DistNetworkError(error)

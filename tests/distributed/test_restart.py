@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.distributed.launch.agent import TAG, kill_left
+from penstock.distributed.launch.agent import TAG, kill_remaining
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
 OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
@@ -74,7 +74,7 @@ def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
         )
     finally:
-        kill_left(str(tmp_path))
+        kill_remaining(str(tmp_path))
     assert done.returncode == 0, done.stderr
     seen = losses(done)
     again = seen[7][0]

@@ -28,7 +28,7 @@ WRONG = {
     "another group": "was in group 0 of the optimizer's groups, and is in none now",
     "other groups": "has 1 groups of parameters, but the optimizer 2",
     "a name": "ArgumentError: there is no complete checkpoint ",
-    "cut off": "is shorter than it says",
+    "cut off": "is shorter than stated",
     "a file that is gone": "cannot be loaded: it lacks __1_0.distcp",
 }
 

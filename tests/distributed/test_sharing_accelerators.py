@@ -10,7 +10,7 @@ import torch
 
 from distributed import sharing_jobs as jobs
 from penstock._base.errors import ArgumentError
-from penstock.runtime.execute.transport_choice import accelerator_of, check_apart, check_queues
+from penstock.runtime.execute.transport_choice import accelerator_id, check_distinct_accelerators, check_queues
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -36,16 +36,16 @@ def test_a_device_that_each_process_sees_as_number_0_is_told_apart(monkeypatch: 
     for uuid in ("a", "b", "a"):
         properties = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
-        seen.append(accelerator_of(device))
-    check_apart(seen[:2])
+        seen.append(accelerator_id(device))
+    check_distinct_accelerators(seen[:2])
     with pytest.raises(ArgumentError, match=r"ranks \[0, 2\] would compute on the same accelerator \(3 ranks have 2"):
-        check_apart(seen)
+        check_distinct_accelerators(seen)
 
 
 def test_cpus_are_shared_and_nccl_may_be_told_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_apart([accelerator_of(torch.device("cpu"))] * 2)
+    check_distinct_accelerators([accelerator_id(torch.device("cpu"))] * 2)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    check_apart(["one"] * 2)
+    check_distinct_accelerators(["one"] * 2)
 
 
 def test_a_device_has_a_queue_for_each_communicator(monkeypatch: pytest.MonkeyPatch) -> None:

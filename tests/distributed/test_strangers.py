@@ -14,14 +14,14 @@ import pytest
 
 from penstock._base.errors import RankFailedError
 from penstock.distributed import heartbeat_server
-from penstock.distributed.failure import Failure, Position, Sighting, wait_chain
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure import Failure, Position, RankStatus, wait_chain
+from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.heartbeat_server import Connection, HeartbeatServer, connect
-from penstock.distributed.joining import Missing
+from penstock.distributed.joining import MissingRanks
 from penstock.distributed.watchdog import Watchdog
 
 DEEP = b"[" * 500_000
-PATIENCE = Patience(beat_seconds=0.1)
+PATIENCE = Timeouts(beat_seconds=0.1)
 
 
 class Served:
@@ -53,7 +53,7 @@ class Served:
     def serves(self, rank: Connection | None = None, *, well: bool = True) -> bool:
         """Whether a rank is still answered; `well`: and nobody is said to be lost."""
         connection = rank or self.rank
-        connection.send({"beat": Sighting(Position("1RECV_F0", (0,)))})
+        connection.send({"beat": RankStatus(Position("1RECV_F0", (0,)))})
         while True:
             for message in connection.receive():
                 assert not (well and "failure" in message)
@@ -133,7 +133,7 @@ def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
         late = served.join(0)
         assert served.serves(late)
         assert served.serves()
-        assert len(served.server._from(None)) <= 64
+        assert len(served.server._connections_from(None)) <= 64
         late.close()
     finally:
         for guest in guests:
@@ -144,7 +144,7 @@ def test_a_rank_that_returns_again_and_again_holds_few_connections(served: Serve
     returned = [served.join(0) for _ in range(12)]
     try:
         assert served.serves(returned[-1])
-        assert len(served.server._from(0)) == 4
+        assert len(served.server._connections_from(0)) == 4
         assert served.serves()
     finally:
         for connection in returned:
@@ -156,7 +156,7 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
     served: Served, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strangers may take its place, or a middlebox cut it."""
-    whole, broken = served.server._admit if how == "before the token" else served.server._take, []
+    whole, broken = served.server._admit if how == "before the token" else served.server._handle, []
 
     def once(connection: Connection, *sent: Any) -> None:
         if not broken and (how == "before the token" or connection.rank == 0):
@@ -167,8 +167,8 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
             raise ConnectionResetError
         whole(connection, *sent)
 
-    monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_take", once)
-    watchdog = Watchdog.join(served.server.address, 0, 2, PATIENCE, Missing(0, 2, PATIENCE))
+    monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_handle", once)
+    watchdog = Watchdog.join(served.server.address, 0, 2, PATIENCE, MissingRanks(0, 2, PATIENCE))
     assert broken
     assert watchdog.failure is None
     assert served.serves()
@@ -176,12 +176,12 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
 
 
 def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
-    patience = Patience(beat_seconds=2.0)
+    patience = Timeouts(beat_seconds=2.0)
     server, raised = HeartbeatServer(3, patience), list[RankFailedError]()
 
     def arrive() -> None:
         try:
-            Watchdog.join(server.address, 0, 3, patience, Missing(0, 3, patience))
+            Watchdog.join(server.address, 0, 3, patience, MissingRanks(0, 3, patience))
         except RankFailedError as error:
             raised.append(error)
 
@@ -207,8 +207,8 @@ ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
 
 def test_what_a_rank_says_is_one_line_without_orders_for_the_terminal() -> None:
     said = str(Failure.from_list([1, ORDERS, f"a\nb{ORDERS}", "raised"]))
-    said += wait_chain(0, [Sighting.from_list([[ORDERS, [1]], 1.0, False, None]), Sighting()])[1]
-    said += str(Sighting.from_list([["", []], 1.0, False, [[ORDERS, []], ORDERS]]).device)
+    said += wait_chain(0, [RankStatus.from_list([[ORDERS, [1]], 1.0, False, None]), RankStatus()])[1]
+    said += str(RankStatus.from_list([["", []], 1.0, False, [[ORDERS, []], ORDERS]]).device)
     said += Failure.of(0, "0F0", ValueError(ORDERS)).error
     assert said.isprintable()
     assert "done" in said
@@ -231,12 +231,12 @@ def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(
 ) -> None:
     """It says once what it received; a rank that has yet to join cannot."""
     address = {"hosts": ["127.0.0.1"], "port": 1, "token": "t", "process": ["elsewhere", 1, ""]}
-    dog = Watchdog(1, 2, Patience(beat_seconds=0.05), address)
+    dog = Watchdog(1, 2, Timeouts(beat_seconds=0.05), address)
     if joining:
         dog._all_here.clear()
     for _ in range(2):
         dog._connection, theirs = pair()
-        dog._asked = False
+        dog._awaiting_answer = False
         with theirs:
             sending = threading.Thread(target=send, args=(theirs, sent + b"\n"))
             sending.start()

@@ -53,7 +53,7 @@ def test_the_kit_ends_where_a_message_never_arrives(monkeypatch: pytest.MonkeyPa
 def test_conformance_with_the_collectives_of_torch(ranks2: Ranks) -> None:
     assert (
         ranks2.run(jobs.conform, sockets)
-        == [("Paired", [script.__name__ for script in scripts_for(collectives=True)])] * 2
+        == [("Combined", [script.__name__ for script in scripts_for(collectives=True)])] * 2
     )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import penstock
 from penstock import checkpoint
 from penstock.distributed import groups, joining
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage import BoundStage
@@ -127,9 +127,9 @@ def before_forwards(act: Callable[[], None]) -> None:
 
 PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
-    "example": (build, "shared"),
+    "example": (build, "share_example"),
     "recording": (build, "Partitioner"),
-    "ties": (TieReducer, "start_equal"),
+    "ties": (TieReducer, "start_copies"),
     "neighbors": (Neighbors, "__init__"),
     "connecting": (Engine, "_connect"),
     "saving": (checkpoint.saving, "_write"),
@@ -193,7 +193,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
 def work(folder: Path, case: str, rank: int) -> None:
     torch.set_num_threads(1)
     phase, how, victim = case.split("-")
-    build.Patience = joining.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
+    build.Timeouts = joining.Timeouts = partial(Timeouts, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
     if phase == "device":
         train_on_device(rank, folder, case, act)

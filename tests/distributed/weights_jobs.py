@@ -126,7 +126,7 @@ def export_without_memory(rank: int, folder: Path) -> str:
         path = folder / "model.safetensors"
         fails = [MemoryError("none left"), *[mock.DEFAULT] * 99] if rank == 0 else None
         with (
-            mock.patch.object(exports, "bytes_of", side_effect=fails, wraps=exports.bytes_of),
+            mock.patch.object(exports, "to_bytes", side_effect=fails, wraps=exports.to_bytes),
             pytest.raises(penstock.CheckpointError) as said,
         ):
             checkpoint.export_safetensors(path, pipe)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 import penstock
-from penstock._base.lazy import renamed
+from penstock._base.lazy import moved, renamed
 
 MOVED = {
     "penstock.balance": "penstock.costs",
     "penstock.balance.profile": "penstock.costs.profile",
     "penstock.blame": "penstock.verification.blame",
     "penstock.explain": "penstock.plan.explain",
+    "penstock.explain.around": "penstock.trace.outside_pipeline",
+    "penstock.explain.case": "penstock.plan.explain.replay",
+    "penstock.explain.columns": "penstock.trace.columns",
     "penstock.explain.reading": "penstock.trace.files",
     "penstock.fabric.alpha_beta": "penstock.network.fabric.alpha_beta",
     "penstock.fabric.emulation.signals": "penstock.network.fabric.emulation.trials",
@@ -28,6 +32,10 @@ MOVED = {
     "penstock.search": "penstock.simulate.search",
     "penstock.transformer": "penstock.plan.transformer",
 }
+
+
+def test_every_target_exists() -> None:
+    assert [target for target in moved.values() if find_spec(target) is None] == []
 
 
 @pytest.mark.parametrize("name", MOVED)

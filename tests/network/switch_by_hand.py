@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.network.link import Impairment
-from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
+from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER, Draws
 from penstock.network.topology import Topology
 
 MANY = 2000
@@ -87,7 +87,10 @@ class Network:
     def _line(self, host: int, *, is_up: bool) -> Line:
         link = self.topology.up(host) if is_up else self.topology.down(host)
         others = [other for other in range(self.hosts) if other != host]
-        mets = [self.topology.meets(host, o)[0] if is_up else self.topology.meets(o, host)[1] for o in others]
+        mets = [
+            self.topology.path_impairments(host, o)[0] if is_up else self.topology.path_impairments(o, host)[1]
+            for o in others
+        ]
         met = next((met for met in mets if met), Impairment())
         line = Line(round(1e9 / link.bytes_per_second), link.limit_bytes, met)
         if met:
@@ -125,7 +128,7 @@ class Network:
         line.there = max(frame.at, line.there + frame.size * line.ns_per_byte)
         if {frame.source, frame.target} & self.gone:
             line.told["host_gone"] += 1
-        elif self.topology.meets(frame.source, frame.target)[0]:
+        elif self.topology.path_impairments(frame.source, frame.target)[0]:
             self._meet(line, line.there, "port", number, frame, ())
         else:
             self._soon(line.there, "port", number, frame, ())
@@ -140,7 +143,7 @@ class Network:
             line.told["corrupted"] += 1
             bit = HEADER * 8 + bit % (8 * (frame.size - HEADER))
             wrong = tuple(sorted({*wrong} ^ {bit}))
-        jumps = bool(fate & JUMPS)
+        jumps = bool(fate & REORDER)
         line.told["reordered"] += jumps
         leaves = at if jumps else at + delay if line.met.overtaking else max(at + delay, line.last)
         if where == "port":  # the other way, its queue has stalled
@@ -150,8 +153,8 @@ class Network:
             leaves = through
         if not jumps:
             line.last = leaves
-        line.told["duplicated"] += bool(fate & TWICE)
-        for _ in range(2 if fate & TWICE else 1):
+        line.told["duplicated"] += bool(fate & DUPLICATE)
+        for _ in range(2 if fate & DUPLICATE else 1):
             self._soon(leaves, where, number, frame, wrong)
 
     def _port(self, at: int, number: int, frame: Given, wrong: tuple[int, ...]) -> None:
@@ -167,7 +170,7 @@ class Network:
             line.told["host_gone"] += 1
         elif not self._joins(line, at, frame.size):
             line.told["queue_full"] += 1
-        elif self.topology.meets(frame.source, frame.target)[1]:
+        elif self.topology.path_impairments(frame.source, frame.target)[1]:
             self._meet(line, line.free, "out", number, frame, wrong)
         else:
             self._soon(line.free, "out", number, frame, wrong)

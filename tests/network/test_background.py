@@ -11,7 +11,7 @@ from penstock._base.errors import ArgumentError
 from penstock.network.background import AHEAD_NS, Neighbor, Stream, arrivals, parse_background
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
-from penstock.network.switch.filling import tables
+from penstock.network.switch.filling import create_tables
 from penstock.network.switch.serve import Background
 from penstock.network.topology import Topology
 
@@ -124,7 +124,7 @@ def test_neighbors_that_are_alike_come_at_moments_of_their_own() -> None:
 
 @pytest.mark.alone
 def test_neighbors_come_from_the_moment_on_that_they_were_ordered() -> None:
-    t = tables(Topology(parse_link("1gbit")), [-1, -1], 0)
+    t = create_tables(Topology(parse_link("1gbit")), [-1, -1], 0)
     began = time.monotonic_ns()
     background = Background(t, (parse_background("80mbit size 1000 to 1", 2),), 1)
     made = time.monotonic_ns()

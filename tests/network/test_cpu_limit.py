@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import FabricError
-from penstock.network import cpu_limit, keeper
-from penstock.network.cpu_limit import Groups, quota
+from penstock.network import cpu_limit, reaper
+from penstock.network.cpu_limit import CpuLimiter, quota
 from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not
 
@@ -47,7 +47,7 @@ with Machines(2, slow={1: 0.05}) as made:
     line = made.command(1, [sys.executable, "-I", "-S", "-c", "print(flush=True)\\nwhile True: pass"])
     busy = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
     busy.stdout.readline()
-    print(made.id, made._keeper.pid, busy.pid, flush=True)
+    print(made.id, made._reaper.pid, busy.pid, flush=True)
     if "raise" in sys.argv:
         raise RuntimeError("planned")
     if "end" not in sys.argv:
@@ -59,13 +59,13 @@ with Machines(2, slow={1: 0.05}) as made:
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The only version that is tried; the test is skipped where it does not work."""
     asked: int = request.param
-    emulation = f"penstock-{os.getpid()}-{keeper.started(os.getpid())}-99999"
+    emulation = f"penstock-{os.getpid()}-{reaper.start_ticks(os.getpid())}-99999"
     try:
-        Groups(emulation, {0: 0.5}, asked)
+        CpuLimiter(emulation, {0: 0.5}, asked)
     except OSError as error:
         pytest.skip(f"cgroup v{asked}: {error}")
-    keeper.remove(emulation)
-    assert keeper.groups_of(emulation) == []
+    reaper.remove(emulation)
+    assert reaper.list_cgroups(emulation) == []
     monkeypatch.setattr(cpu_limit, "VERSIONS", (asked,))
     return asked
 
@@ -94,7 +94,7 @@ def _prefer(emulation: str, pids: Iterable[int]) -> None:
         session = Path(f"/proc/{pid}/autogroup")  # each session is weighed as one, where the kernel is made so
         if session.exists():
             session.write_text("-15")
-    for group in keeper.groups_of(emulation):
+    for group in reaper.list_cgroups(emulation):
         for name, weight in (("cpu.shares", "100000"), ("cpu.weight", "10000")):
             if (group / name).exists():
                 (group / name).write_text(weight)
@@ -122,7 +122,7 @@ def _running(line: list[str]) -> Iterator[list[int]]:
 def test_a_slow_host_gets_its_share_and_another_is_not_held_back(version: int, work: list[str]) -> None:
     share = 0.25
     with Machines(2, slow={1: share}) as made:
-        assert f"cgroup v{version} " in made.described()["held_back_by"]
+        assert f"cgroup v{version} " in made.describe()["held_back_by"]
         with _running(made.command(1, work)) as slow, _running(made.command(0, [*PYTHON, BUSY])) as free:
             _prefer(made.id, [*slow, *free])
             start, slow_before, free_before = time.monotonic(), _used(slow), _used(free)
@@ -158,7 +158,7 @@ def test_commands_that_follow_each_other_share_the_share(version: int) -> None:
 @every_version
 def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
-        (group,) = keeper.groups_of(made.id)
+        (group,) = reaper.list_cgroups(made.id)
         line = made.command(
             1, ["/bin/sh", "-c", 'cat /proc/self/cgroup "$1"; echo $MORE', "sh", "/dev/null"], {"MORE": "a b"}
         )
@@ -181,7 +181,7 @@ def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None
 
 @contextlib.contextmanager
 def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
-    """A process with a busy slow host: it, its emulation, and its keeper, the busy one, others of ours."""
+    """A process with a busy slow host: it, its emulation, and its reaper, the busy one, others of ours."""
     line = [sys.executable, "-c", MAKER, *arguments]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -191,7 +191,7 @@ def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[i
             yield process, emulation, [int(pid) for pid in pids]
         finally:
             process.kill()
-    _wait(lambda: not keeper.names_of(emulation) and not keeper.groups_of(emulation))
+    _wait(lambda: not reaper.list_namespaces(emulation) and not reaper.list_cgroups(emulation))
 
 
 @hosts_needed
@@ -200,41 +200,41 @@ def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[i
 def test_nothing_of_a_slow_host_outlives_the_maker(version: int, how: signal.Signals | str) -> None:
     with _maker(str(version), *[how] if isinstance(how, str) else []) as (process, emulation, pids):
         if isinstance(how, signal.Signals):
-            assert len(keeper.groups_of(emulation)) == 1
+            assert len(reaper.list_cgroups(emulation)) == 1
             process.send_signal(how)
         process.wait(60)
-        _wait(lambda: not keeper.names_of(emulation) and not keeper.groups_of(emulation))
-        _wait(lambda: all(keeper.started(pid) is None for pid in pids))
+        _wait(lambda: not reaper.list_namespaces(emulation) and not reaper.list_cgroups(emulation))
+        _wait(lambda: all(reaper.start_ticks(pid) is None for pid in pids))
 
 
 @hosts_needed
 @every_version
 def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
-        assert made._groups is not None
-        process = subprocess.Popen(made._groups.command(1, ["sleep", "300"], []))
-        (group,) = keeper.groups_of(made.id)
+        assert made._cpu_limiter is not None
+        process = subprocess.Popen(made._cpu_limiter.command(1, ["sleep", "300"], []))
+        (group,) = reaper.list_cgroups(made.id)
         _wait(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split())
     assert process.wait(60) == -signal.SIGKILL
-    assert keeper.groups_of(made.id) == []
+    assert reaper.list_cgroups(made.id) == []
 
 
 @hosts_needed
 @every_version
-def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(version: int) -> None:
+def test_clean_removes_a_slow_host_whose_maker_and_reaper_were_killed(version: int) -> None:
     with _maker(str(version)) as (living, alive, _), _maker(str(version)) as (process, emulation, pids):
         os.kill(pids[0], signal.SIGKILL)
         process.kill()
         process.wait()
-        groups = keeper.groups_of(emulation)
+        groups = reaper.list_cgroups(emulation)
         names = [f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"]
-        assert keeper.names_of(emulation) == names
+        assert reaper.list_namespaces(emulation) == names
         assert set(clean()) >= {*names, *(group.name for group in groups)}
-        assert keeper.names_of(emulation) == keeper.groups_of(emulation) == []
+        assert reaper.list_namespaces(emulation) == reaper.list_cgroups(emulation) == []
         assert not any(group.exists() for group in groups)
-        _wait(lambda: all(keeper.started(pid) is None for pid in pids))
-        assert len(keeper.names_of(alive)) == 3
-        assert len(keeper.groups_of(alive)) == 1
+        _wait(lambda: all(reaper.start_ticks(pid) is None for pid in pids))
+        assert len(reaper.list_namespaces(alive)) == 3
+        assert len(reaper.list_cgroups(alive)) == 1
         assert living.poll() is None
 
 
@@ -243,8 +243,8 @@ def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(version: i
 
 @hosts_needed
 def test_where_nothing_works_no_host_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "group_mounts", list)
-    monkeypatch.setattr(Machines, "_make", lambda self: pytest.fail("made hosts"))
+    monkeypatch.setattr(reaper, "group_mounts", list)
+    monkeypatch.setattr(Machines, "_create", lambda self: pytest.fail("made hosts"))
     with pytest.raises(
         FabricError,
         match=r"no host can be slowed .*no cgroup v2 .*no cgroup v1 .*omit --slow",
@@ -262,7 +262,7 @@ def test_a_group_that_cannot_be_limited_is_refused_with_the_reason(
     refused = r"no host can be slowed on this machine: .*cgroup v\d \(cpu\.\S+\): .*Invalid argument"
     with pytest.raises(FabricError, match=refused):
         Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
-    assert not any(f"penstock-{os.getpid()}-" in group.name for group in keeper.groups_of())
+    assert not any(f"penstock-{os.getpid()}-" in group.name for group in reaper.list_cgroups())
 
 
 def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,14 +291,14 @@ def test_quotas(share: float, expected: tuple[int, int]) -> None:
 
 
 def test_where_cgroups_are_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "GROUPS", tmp_path)
-    assert keeper.group_mounts() == []
+    monkeypatch.setattr(reaper, "GROUPS", tmp_path)
+    assert reaper.group_mounts() == []
     for name, file, text in (("unified", "cgroup.controllers", "cpuset hugetlb\n"), ("cpu", "cgroup.procs", "1\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
-    assert keeper.group_mounts() == [(1, tmp_path / "cpu")]
+    assert reaper.group_mounts() == [(1, tmp_path / "cpu")]
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
-    assert keeper.group_mounts() == [(2, tmp_path), (1, tmp_path / "cpu")]
+    assert reaper.group_mounts() == [(2, tmp_path), (1, tmp_path / "cpu")]
 
 
 @pytest.mark.parametrize(
@@ -318,21 +318,21 @@ def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "cgroup.subtree_control").write_text(f"{handed}\n")
     (tmp_path / "a.slice/b.slice/c.scope").mkdir()
-    monkeypatch.setattr(keeper, "group_mounts", lambda: [(1, Path("/none")), (2, tmp_path)])
-    monkeypatch.setattr(cpu_limit, "_own", lambda version: own)
-    Groups("penstock-1-2-3", {5: 0.25}, 2)
+    monkeypatch.setattr(reaper, "group_mounts", lambda: [(1, Path("/none")), (2, tmp_path)])
+    monkeypatch.setattr(cpu_limit, "_own_group", lambda version: own)
+    CpuLimiter("penstock-1-2-3", {5: 0.25}, 2)
     made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
-    assert keeper.groups_of("penstock-1-2-3") == [made]
+    assert reaper.list_cgroups("penstock-1-2-3") == [made]
     assert (made / "cpu.max").read_text() == "2500 10000"
 
 
 def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path)])
-    monkeypatch.setattr(cpu_limit, "_own", lambda version: "/")
+    monkeypatch.setattr(reaper, "group_mounts", lambda: [(2, tmp_path)])
+    monkeypatch.setattr(cpu_limit, "_own_group", lambda version: "/")
     with pytest.raises(OSError, match="delegates the cpu controller"):
-        Groups("penstock-1-2-3", {5: 0.25}, 2)
+        CpuLimiter("penstock-1-2-3", {5: 0.25}, 2)
     with pytest.raises(OSError, match="no cgroup v1"):
-        Groups("penstock-1-2-3", {5: 0.25}, 1)
+        CpuLimiter("penstock-1-2-3", {5: 0.25}, 1)
     assert list(tmp_path.iterdir()) == []

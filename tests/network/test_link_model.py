@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.network.link import DISTRIBUTIONS, Bursts, Impairment
-from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
+from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER, Decisions, Draws, quantile
 from penstock.network.parse import parse_link
 
 MANY = 200_000
@@ -82,7 +82,7 @@ def _share(fate: np.ndarray, bit: int) -> float:
 
 @pytest.mark.parametrize("correlation", ["", " 25%", " 90%"])
 @pytest.mark.parametrize(
-    ("word", "bit"), [("loss", LOST), ("duplicate", TWICE), ("corrupt", CORRUPT), ("reorder", JUMPS)]
+    ("word", "bit"), [("loss", LOST), ("duplicate", DUPLICATE), ("corrupt", CORRUPT), ("reorder", REORDER)]
 )
 def test_shares_are_kept_with_and_without_correlation(word: str, bit: int, correlation: str) -> None:
     found = _drawn(f"delay 1ms {word} 4%{correlation}").fate
@@ -101,8 +101,8 @@ def test_bursts_are_those_of_the_model() -> None:
 
 
 def test_a_gap_lies_between_frames_that_jump() -> None:
-    places = np.flatnonzero(_drawn("delay 1ms reorder 100% gap 5").fate & JUMPS)
+    places = np.flatnonzero(_drawn("delay 1ms reorder 100% gap 5").fate & REORDER)
     assert set(np.diff(places)) == {5}
-    places = np.flatnonzero(_drawn("delay 1ms reorder 30% gap 5").fate & JUMPS)
+    places = np.flatnonzero(_drawn("delay 1ms reorder 30% gap 5").fate & REORDER)
     assert np.diff(places).min() == 5
     assert np.diff(places).mean() == pytest.approx(4 + 1 / 0.3, rel=0.05)

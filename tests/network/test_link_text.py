@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock._base.errors import ArgumentError
 from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Bursts, Chance, Impairment, Link
 from penstock.network.parse import parse_link
-from penstock.network.quantities import size_of
+from penstock.network.quantities import parse_size
 
 RATES = {
     "100mbit": 12.5e6,
@@ -83,12 +83,12 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("100mbit stall 2s", "stall", "needs its period"),
         ("100mbit slot 1ms", "slot", "not delayed"),
         ("100mbit delay 5ms seed 3", "seed", "--link-seed"),
-        ("netem delay 5ms", "netem", "leave that word out"),
+        ("netem delay 5ms", "netem", "omit that word"),
         ("1gbit up 5mbit down 1gbit", "up", "no direction"),
         ("up 5mbit", "up", "sets only one direction"),
         ("up 5mbit down", "down", "nothing follows"),
         ("up 5mbit up 6mbit", "up 6mbit", "given twice"),
-        ("up 5mbit mtu 9000 down 6mbit", "6mbit", "both the same"),
+        ("up 5mbit mtu 9000 down 6mbit", "6mbit", "use the same for both"),
         ("up 5mbit delay 1ms down 6mbit delay 1x", "1x", "not a time"),
     ],
 )
@@ -221,4 +221,4 @@ def test_what_no_network_has_is_refused_in_a_line(text: str, said: str) -> None:
 
 def test_a_size_means_the_same_everywhere() -> None:
     for unit in ("k", "kb", "KiB", "mb", "m", "MiB"):
-        assert size_of(f"64{unit}") == parse_link(f"1gbit limit 64{unit}").limit_bytes
+        assert parse_size(f"64{unit}") == parse_link(f"1gbit limit 64{unit}").limit_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import keeper, namespaces
+from penstock.network import namespaces, reaper
 from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not, within
 from penstock.network.parse import parse_link
@@ -36,7 +36,7 @@ with Machines(2) as made:
         while os.path.exists(f"/var/run/netns/{made.id}-switch") and time.monotonic() < end:
             time.sleep(0.02)
         os._exit(0)
-    print(made.id, sleeper.pid, made._keeper.pid, flush=True)
+    print(made.id, sleeper.pid, made._reaper.pid, flush=True)
     if "raise" in sys.argv:
         raise RuntimeError("planned")
     time.sleep(300)
@@ -52,7 +52,7 @@ def _assert_comes_true(done: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, int, int]]:
-    """A process with two hosts and a process in one: it, its emulation, that process, and its keeper."""
+    """A process with two hosts and a process in one: it, its emulation, that process, and its reaper."""
     process = subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process, process.stdout as answer:
@@ -61,7 +61,7 @@ def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, int, i
             yield process, emulation, int(sleeper), int(keeps)
         finally:
             process.kill()
-    _assert_comes_true(lambda: not keeper.names_of(emulation))
+    _assert_comes_true(lambda: not reaper.list_namespaces(emulation))
 
 
 def _in(host: str, command: str) -> str:
@@ -99,38 +99,40 @@ def test_hosts_talk_to_each_other_and_the_machine_gets_no_device() -> None:
             assert "LOWER_UP" in _in(host, "ip link show lo")
             assert "mtu 4000" in _in(host, "ip link show eth0")
         assert _in(f"{made.id}-switch", "tc qdisc show").count("tbf") == 3
-        first = within(keeper.FOLDER / made.hosts[0], _devices)
+        first = within(reaper.FOLDER / made.hosts[0], _devices)
         assert first == {"lo", "eth0"}
         assert _devices() == before
-    assert keeper.names_of(made.id) == []
+    assert reaper.list_namespaces(made.id) == []
 
 
 @hosts_needed
 def test_two_emulations_at_once_do_not_collide() -> None:
     with Machines(2) as one, Machines(2) as other:
         assert one.id != other.id
-        assert len(keeper.names_of(one.id)) == len(keeper.names_of(other.id)) == 3
+        assert len(reaper.list_namespaces(one.id)) == len(reaper.list_namespaces(other.id)) == 3
         one.close()
         one.close()
-        assert keeper.names_of(one.id) == []
-        assert len(keeper.names_of(other.id)) == 3
+        assert reaper.list_namespaces(one.id) == []
+        assert len(reaper.list_namespaces(other.id)) == 3
 
 
 @hosts_needed
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
 def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
     with _maker(*[how] if isinstance(how, str) else []) as (process, emulation, sleeper, keeps):
-        assert len(keeper.names_of(emulation)) == 3, "two hosts and their switch, or there is nothing to outlive it"
-        assert keeper.started(sleeper) is not None
-        assert keeper.started(keeps) is not None
+        assert len(reaper.list_namespaces(emulation)) == 3, (
+            "two hosts and their switch, or there is nothing to outlive it"
+        )
+        assert reaper.start_ticks(sleeper) is not None
+        assert reaper.start_ticks(keeps) is not None
         if how == "fork":
             process.kill()
         elif isinstance(how, signal.Signals):
             process.send_signal(how)
         process.wait(30)
-        _assert_comes_true(lambda: not keeper.names_of(emulation))
-        _assert_comes_true(lambda: keeper.started(sleeper) is None)
-        _assert_comes_true(lambda: keeper.started(keeps) is None)
+        _assert_comes_true(lambda: not reaper.list_namespaces(emulation))
+        _assert_comes_true(lambda: reaper.start_ticks(sleeper) is None)
+        _assert_comes_true(lambda: reaper.start_ticks(keeps) is None)
 
 
 @hosts_needed
@@ -140,21 +142,21 @@ def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None
     process = subprocess.Popen([sys.executable, "-c", program])
     mine = f"penstock-{process.pid}-"
     try:
-        _assert_comes_true(lambda: sum(name.startswith(mine) for name in keeper.names_of()) >= made)
+        _assert_comes_true(lambda: sum(name.startswith(mine) for name in reaper.list_namespaces()) >= made)
     finally:
         process.kill()
         process.wait()
-    _assert_comes_true(lambda: not any(name.startswith(mine) for name in keeper.names_of()))
+    _assert_comes_true(lambda: not any(name.startswith(mine) for name in reaper.list_namespaces()))
     time.sleep(0.2)
-    assert not any(name.startswith(mine) for name in keeper.names_of())
+    assert not any(name.startswith(mine) for name in reaper.list_namespaces())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
 def test_a_maker_is_told_from_another_process_that_got_its_number() -> None:
-    start = keeper.started(os.getpid())
+    start = reaper.start_ticks(os.getpid())
     assert start is not None
-    assert keeper.maker_lives(f"penstock-{os.getpid()}-{start}-0")
-    assert not keeper.maker_lives(f"penstock-{os.getpid()}-{start + 1}-0")
+    assert reaper.maker_lives(f"penstock-{os.getpid()}-{start}-0")
+    assert not reaper.maker_lives(f"penstock-{os.getpid()}-{start + 1}-0")
 
 
 @hosts_needed
@@ -165,16 +167,16 @@ def test_clean_removes_leftovers_of_dead_makers_only() -> None:
         with _maker() as (living, alive, _, _), _maker() as (process, emulation, sleeper, keeps):
             os.kill(keeps, signal.SIGKILL)
             process.kill()
-            assert len(keeper.names_of(emulation)) == 3
+            assert len(reaper.list_namespaces(emulation)) == 3
             # Not yet waited for: a zombie is as good as gone.
-            _assert_comes_true(lambda: not keeper.maker_lives(emulation))
+            _assert_comes_true(lambda: not reaper.maker_lives(emulation))
             removed = clean()
             assert set(removed) >= {f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"}
-            assert keeper.names_of(emulation) == []
-            assert keeper.started(sleeper) is None
-            assert len(keeper.names_of(alive)) == 3
+            assert reaper.list_namespaces(emulation) == []
+            assert reaper.start_ticks(sleeper) is None
+            assert len(reaper.list_namespaces(alive)) == 3
             assert living.poll() is None
-        assert (keeper.FOLDER / stranger).exists()
+        assert (reaper.FOLDER / stranger).exists()
     finally:
         subprocess.run(["ip", "netns", "delete", stranger], check=True)
 
@@ -182,19 +184,19 @@ def test_clean_removes_leftovers_of_dead_makers_only() -> None:
 @hosts_needed
 def test_clean_by_force_removes_a_running_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with Machines(1) as made:
-        everything = keeper.names_of
+        everything = reaper.list_namespaces
         # Another's emulation may run on this machine while this test does.
-        monkeypatch.setattr(keeper, "names_of", lambda owner=None: everything(owner or made.id))
+        monkeypatch.setattr(reaper, "list_namespaces", lambda owner=None: everything(owner or made.id))
         assert clean() == []
         assert sorted(clean(force=True)) == [f"{made.id}-h0", f"{made.id}-switch"]
 
 
 @hosts_needed
-def test_hosts_are_removed_even_if_the_keeper_was_killed() -> None:
+def test_hosts_are_removed_even_if_the_reaper_was_killed() -> None:
     with Machines(1) as made:
-        assert made._keeper is not None
-        made._keeper.kill()
-    assert keeper.names_of(made.id) == []
+        assert made._reaper is not None
+        made._reaper.kill()
+    assert reaper.list_namespaces(made.id) == []
 
 
 @hosts_needed
@@ -203,7 +205,7 @@ def test_a_command_that_fails_is_named_and_nothing_is_left(monkeypatch: pytest.M
     made = Machines(2)
     with pytest.raises(FabricError, match=r"(?s)ip -n \S+-h0 -batch.*nothing"), made:
         pass
-    assert keeper.names_of(made.id) == []
+    assert reaper.list_namespaces(made.id) == []
 
 
 @pytest.mark.parametrize("hosts", [0, -1, 201])
@@ -229,9 +231,9 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as patch:
-        patch.setattr(namespaces, "_effective", lambda: ~(1 << 12))
+        patch.setattr(namespaces, "_effective_capabilities", lambda: ~(1 << 12))
         expect("CAP_NET_ADMIN", "--privileged")
-    monkeypatch.setattr(namespaces, "_effective", lambda: -1)
+    monkeypatch.setattr(namespaces, "_effective_capabilities", lambda: -1)
     for name in ("ip", "tc"):
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -251,7 +253,7 @@ def test_what_the_kernel_lacks_is_named(
     for name in ("ip", "tc"):
         program = tmp_path / name
         refuse = f'case "$*" in *"{kind}"*) echo "Error: Unknown device type." >&2; exit 2;; esac\n'
-        program.write_text(f'#!/bin/sh\n{refuse}exec {keeper.tool(name)} "$@"\n')
+        program.write_text(f'#!/bin/sh\n{refuse}exec {reaper.tool(name)} "$@"\n')
         program.chmod(0o755)
     monkeypatch.setattr(namespaces, "tool", lambda name: str(tmp_path / name))
     before = _devices()

@@ -15,17 +15,17 @@ from penstock.network.topology import Topology
 
 def told(hosts: int = 2, **changed: Any) -> dict[str, Any]:
     """Of a network on which little happened."""
-    t = filling.tables(Topology(parse_link("1gbit")), [-1] * hosts, time.monotonic_ns())
+    t = filling.create_tables(Topology(parse_link("1gbit")), [-1] * hosts, time.monotonic_ns())
     t.lines[:, columns.FRAMES], t.lines[:, columns.BYTES] = 1200, 1_500_000
     t.lines[0, columns.N_LOST] = 12
     t.lines[hosts + 1, columns.N_FULL], t.lines[hosts + 1, columns.NEAR_BYTES] = 3, 2_500_000
     t.state[columns.LATE + 4 * 12], t.state[columns.WORST_NS] = 1000, 5000  # 4.1 us
     t.state[columns.BUSY_NS] = 100_000_000
-    return {"priority": "real-time", **filling.told(t), **changed}
+    return {"priority": "real-time", **filling.counters(t), **changed}
 
 
 def described(hosts: int, shaper: str | None = "switch", link: str | None = "1gbit", **more: Any) -> dict[str, Any]:
-    """As `Machines.described` has it."""
+    """As `Machines.describe` has it."""
     usual: dict[str, Any] = {"own": {}, "background": [], "slow": {}, "remarks": []}
     return {"hosts": hosts, "shaper": shaper, "link": link, **usual, **more}
 
@@ -40,7 +40,9 @@ def test_every_fact_is_a_line() -> None:
         held_back_by="cgroup v1",
         remarks=["frames carry 9000 bytes"],
     )
-    lines = network_lines(network, told=told(), happened=["3.0 s, step 5: host = 1, gone = True"], elapsed_seconds=10.0)
+    lines = network_lines(
+        network, counters=told(), events=["3.0 s, step 5: host = 1, gone = True"], elapsed_seconds=10.0
+    )
     assert lines == [
         "network    2 hosts, 100mbit loss 1%, by a switch in user space (priority: real-time)",
         "host 1     link 10mbit",
@@ -72,7 +74,7 @@ def test_every_fact_is_a_line() -> None:
 def test_switch_that_could_not_keep_up_is_called_saturated(changed: dict[str, Any], says: str | None) -> None:
     found = told(**changed)
     reason = saturated(found, 10.0)
-    lines = network_lines(described(2), told=found, elapsed_seconds=10.0)
+    lines = network_lines(described(2), counters=found, elapsed_seconds=10.0)
     assert lines[-1].startswith("warning: the switch was saturated: ") == (says is not None)
     if says is None:
         assert reason is None

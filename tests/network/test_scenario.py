@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.network.parse import parse_link
-from penstock.network.scenario import Event, Play, playing, read_scenario
+from penstock.network.scenario import Event, Playback, play, read_scenario
 from penstock.network.topology import State, Topology
 
 BEFORE = Topology(parse_link("1gbit delay 1ms"), {3: parse_link("50mbit")}, seed=7)
@@ -54,25 +54,25 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert degrades.text == "host = 2, link = 10mbit delay 50ms loss 1%, for = 30s"
 
 
-def _holds(play: Play) -> tuple[str, str, tuple[int, ...], tuple[str, ...]]:
+def _holds(play: Playback) -> tuple[str, str, tuple[int, ...], tuple[str, ...]]:
     topology = play.state.topology
     return str(topology.up(0)), str(topology.up(2)), play.state.gone, play.state.background
 
 
 def test_events_come_with_steps_and_times_and_go_again(tmp_path: Path) -> None:
-    play = Play(_events(tmp_path, WHOLE), State(BEFORE, background=("5mbit",)))
+    play = Playback(_events(tmp_path, WHOLE), State(BEFORE, background=("5mbit",)))
     usual = ("1gbit delay 1ms", "1gbit delay 1ms", (), ("5mbit",))
-    assert play.at(0.0, -1) == []
+    assert play.advance(0.0, -1) == []
     assert _holds(play) == usual
-    assert play.at(1.6, 3) == ["link = 100mbit"]
+    assert play.advance(1.6, 3) == ["link = 100mbit"]
     assert _holds(play) == ("100mbit", "100mbit", (), ("5mbit",))
-    assert len(play.at(10.0, 50)) == 1
+    assert len(play.advance(10.0, 50)) == 1
     assert _holds(play) == ("100mbit", "10mbit delay 50ms loss 1%", (), ("5mbit",))
     assert str(play.state.topology.up(3)) == "50mbit"
-    assert play.at(10.1, 50) == []  # each comes once
-    assert len(play.at(30.0, 85)) == 2  # one by its time and one by its step, at once
+    assert play.advance(10.1, 50) == []  # each comes once
+    assert len(play.advance(30.0, 85)) == 2  # one by its time and one by its step, at once
     assert _holds(play)[2:] == ((1,), ("5mbit", "300mbit to 1"))
-    assert [said.partition(":")[0] for said in play.at(41.0, 85)] == ["over", "over"]
+    assert [said.partition(":")[0] for said in play.advance(41.0, 85)] == ["over", "over"]
     assert _holds(play) == ("100mbit", "100mbit", (), ("5mbit", "300mbit to 1"))
     assert play.state.topology.seed == 7
 
@@ -86,13 +86,13 @@ def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, in
         Event(at_seconds=9, link=link, for_seconds=20),
         Event(at_seconds=2, background=("1mbit",), for_seconds=0.5),
     ]
-    play = Play(events, State(BEFORE))
+    play = Playback(events, State(BEFORE))
     seconds, step = 0.0, 0
     for later, further in moments:
         seconds, step = max(seconds, later), max(step, further)
-        play.at(seconds, step)
-    play.at(seconds + 100, 20)
-    play.at(seconds + 200, 20)
+        play.advance(seconds, step)
+    play.advance(seconds + 100, 20)
+    play.advance(seconds + 200, 20)
     assert play.state == State(BEFORE)
 
 
@@ -115,7 +115,7 @@ def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() 
         Event(background=("1mbit",)),
     ]
     told = Told()
-    with playing(told, events, lambda: 0) as happened:  # type: ignore[arg-type]
+    with play(told, events, lambda: 0) as happened:  # type: ignore[arg-type]
         deadline = time.monotonic() + 30
         while len(happened) < 4:
             assert time.monotonic() < deadline, "not within 30 s"

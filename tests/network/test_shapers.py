@@ -13,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import keeper, machines, shapers
+from penstock.network import machines, reaper, shapers
 from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import Shaper, choose
 from penstock.network.switch import tap
-from penstock.network.topology import Topology, parse_own
+from penstock.network.topology import Topology, parse_host_links
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
@@ -59,11 +59,11 @@ def test_whoever_chooses_jitter_is_told_what_becomes_of_it(machine: pytest.Monke
 @hosts_needed
 def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "tc"
-    program.write_text(f'#!/bin/sh\ncase "$*" in *batch*) cat > /dev/null;; *) exec {keeper.tool("tc")} "$@";; esac\n')
+    program.write_text(f'#!/bin/sh\ncase "$*" in *batch*) cat > /dev/null;; *) exec {reaper.tool("tc")} "$@";; esac\n')
     program.chmod(0o755)
-    find = keeper.tool
-    monkeypatch.setattr(keeper, "tool", lambda name: str(program) if name == "tc" else find(name))
-    said = "reported no error when told to attach tbf to .* but shows qdisc noqueue"
+    find = reaper.tool
+    monkeypatch.setattr(reaper, "tool", lambda name: str(program) if name == "tc" else find(name))
+    said = "reported no error when attaching tbf to .* but shows qdisc noqueue"
     with pytest.raises(FabricError, match=said), Machines(2, PLAIN):
         pass
 
@@ -71,7 +71,7 @@ def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "own", "wanted", "only_switch", "said"),
     [
-        ("100mbit delay 5ms", {}, "tbf", None, "tbf limits only the rate: 100mbit delay 5ms; leave --shaper"),
+        ("100mbit delay 5ms", {}, "tbf", None, "tbf limits only the rate: 100mbit delay 5ms; omit --shaper"),
         ("100mbit", {1: "10mbit"}, "tbf", None, "tbf limits only the rate"),
         ("up 100mbit down 10mbit", {}, "tbf", None, "tbf limits only the rate"),
         ("100mbit", {}, "tbf", "a scenario needs it", "a scenario needs it"),
@@ -136,7 +136,7 @@ def test_without_root_nothing_is_chosen(wanted: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(FabricError, match="need root; this is user 1000"):
-        Machines(2, FAR if wanted == "switch" else PLAIN, shaper=wanted).settle()
+        Machines(2, FAR if wanted == "switch" else PLAIN, shaper=wanted).check_support()
 
 
 @pytest.mark.parametrize("missing", ["numba", "scipy"])
@@ -170,7 +170,7 @@ def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monke
     def never(*given: object) -> None:
         raise AssertionError(f"something is made: {given}")
 
-    monkeypatch.setattr(machines, "start_keeper", never)
+    monkeypatch.setattr(machines, "start_reaper", never)
     monkeypatch.setattr(Machines, "_run", never)
     monkeypatch.setattr(machines, "Switch", never)
     made = make()
@@ -190,7 +190,7 @@ def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monke
 )
 def test_links_that_contradict_each_other_are_refused(common: str, own: list[str], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        Topology(parse_link(common), parse_own(own, 4))
+        Topology(parse_link(common), parse_host_links(own, 4))
 
 
 @hosts_needed

@@ -18,14 +18,14 @@ def test_what_stays_the_same_is_not_drawn_anew(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(serve, "open_tap", lambda interface, name: next(ours)[0].fileno())
     monkeypatch.setattr(serve, "Unread", lambda interface, name: None)
     topology = Topology(parse_link("100mbit delay 1ms"), seed=7)
-    served = serve.Served(Setup(("a", "b", "c"), "eth0", State(topology, background=("1mbit",))))
-    decided, background = served._decided, served._background
+    served = serve.SwitchServer(Setup(("a", "b", "c"), "eth0", State(topology, background=("1mbit",))))
+    decided, background = served._decisions, served._background
     served.change(State(Topology(parse_link("100mbit delay 1ms"), seed=7), gone=(1,), background=("1mbit",)))
-    assert served._decided is decided
+    assert served._decisions is decided
     assert served._background is background
     assert served.tables.lines[:3, columns.GONE].tolist() == [0, 1, 0]
-    served.change(State(topology.with_own({1: parse_link("10mbit")}), background=("1mbit",)))
-    assert served._decided is not decided
+    served.change(State(topology.with_links({1: parse_link("10mbit")}), background=("1mbit",)))
+    assert served._decisions is not decided
     assert served._background is background
     assert served.tables.lines[:3, columns.GONE].tolist() == [0, 0, 0]
     for pair in pairs:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import FabricError
-from penstock.network import keeper
+from penstock.network import reaper
 from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
@@ -35,12 +35,12 @@ print("loaded", flush=True)
 with Machines(3, parse_link("100mbit delay 5ms"), changes=True) as made:
     sends = "import socket\\ns = socket.socket(2, 2)\\nwhile True: s.sendto(bytes(999), ('%s', 9))" % made.addresses[1]
     sender = subprocess.Popen(made.command(0, [sys.executable, "-S", "-c", sends]), start_new_session=True)
-    while made.told()["frames"] < 10:
+    while made.counters()["frames"] < 10:
         time.sleep(0.01)
     print("runs", flush=True)
     while True:
         for host in (1, 2):
-            made.change(State(made.topology.with_own({host: made.topology.link})))
+            made.change(State(made.topology.with_links({host: made.topology.link})))
 """
 
 
@@ -53,7 +53,7 @@ def _wait(done: Callable[[], bool]) -> None:
 
 def _marked(maker: int) -> Iterator[str]:
     """Processes of emulations of this maker."""
-    mark = f"{keeper.MARK}=penstock-{maker}-".encode()
+    mark = f"{reaper.MARK}=penstock-{maker}-".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes():
@@ -63,7 +63,7 @@ def _marked(maker: int) -> Iterator[str]:
 
 
 def _names(maker: int) -> list[str]:
-    return [name for name in keeper.names_of() if name.startswith(f"penstock-{maker}-")]
+    return [name for name in reaper.list_namespaces() if name.startswith(f"penstock-{maker}-")]
 
 
 def _is_up(maker: int, what: str) -> bool:
@@ -113,10 +113,10 @@ def test_a_switch_that_is_killed_is_named_and_the_hosts_go() -> None:
         assert made._switch is not None
         made._switch._process.kill()
         with pytest.raises(FabricError, match="the switch has ended"):
-            made.told()
+            made.counters()
         with pytest.raises(FabricError, match="the switch has ended"):
             made.change(State(made.topology, gone=(1,)))
-    assert keeper.names_of(made.id) == []
+    assert reaper.list_namespaces(made.id) == []
 
 
 def test_a_switch_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,8 @@ def test_a_switch_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch)
         assert made._switch is not None
         os.kill(made._switch._process.pid, signal.SIGSTOP)
         with pytest.raises(FabricError, match="the switch does not answer"):
-            made.told()
-    assert keeper.names_of(made.id) == []
+            made.counters()
+    assert reaper.list_namespaces(made.id) == []
 
 
 _REFUSES = "import multiprocessing.connection as mc; mc.Connection(0).send({'error': 'Operation not permitted'})"
@@ -137,7 +137,7 @@ _REFUSES = "import multiprocessing.connection as mc; mc.Connection(0).send({'err
     ("program", "said"),
     [
         ("raise SystemExit('no such luck')", "the switch has ended: no such luck"),
-        (_REFUSES, "cannot make the hosts' devices: Operation not permitted"),
+        (_REFUSES, "cannot create the devices of the hosts: Operation not permitted"),
     ],
 )
 def test_a_switch_that_cannot_start_says_why_and_nothing_is_left(
@@ -147,5 +147,5 @@ def test_a_switch_that_cannot_start_says_why_and_nothing_is_left(
     made = Machines(2, parse_link("100mbit delay 5ms"))
     with pytest.raises(FabricError, match=said), made:
         pass
-    assert keeper.names_of(made.id) == []
+    assert reaper.list_namespaces(made.id) == []
     assert not list(_marked(os.getpid()))

@@ -22,10 +22,10 @@ pytest.importorskip("numba")
 from switch_by_hand import Given, Network, Taken
 
 from penstock._base.compiled import folder
-from penstock.network.model import CORRUPT, LOST, TWICE, Draws
+from penstock.network.model import CORRUPT, DUPLICATE, LOST, Draws
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, loop
-from penstock.network.switch.filling import Decided, tables, told
+from penstock.network.switch.filling import DecisionBuffer, counters, create_tables
 from penstock.network.topology import Topology
 
 HOSTS = 3
@@ -38,16 +38,18 @@ class Compiled:
     """The compiled loop's functions, driven by a made-up clock."""
 
     def __init__(self, topology: Topology, hosts: int = HOSTS) -> None:
-        self.t = tables(topology, [-1] * hosts, 0)
-        self.decided = Decided(self.t, topology)
+        self.t = create_tables(topology, [-1] * hosts, 0)
+        self.decided = DecisionBuffer(self.t, topology)
         self._sent: dict[int, bytes] = {}
         self.taken: list[Taken] = []
 
     def gone(self, *hosts: int) -> None:
-        self.t.lines[: self.t.meets.shape[0], columns.GONE] = [host in hosts for host in range(self.t.meets.shape[0])]
+        self.t.lines[: self.t.affects.shape[0], columns.GONE] = [
+            host in hosts for host in range(self.t.affects.shape[0])
+        ]
 
     def near(self, host: int, frames: Sequence[tuple[int, int]]) -> None:
-        line = self.t.lines[self.t.meets.shape[0] + host]
+        line = self.t.lines[self.t.affects.shape[0] + host]
         for at, size in frames:
             self.t.near[host, line[columns.NEAR_MADE] % self.t.near.shape[1]] = at, size
             line[columns.NEAR_MADE] += 1
@@ -70,7 +72,7 @@ class Compiled:
                 continue
             target = int(t.slots[slot, columns.TARGET])
             if t.lines[target, columns.GONE]:
-                t.lines[t.meets.shape[0] + target, columns.N_GONE] += 1
+                t.lines[t.affects.shape[0] + target, columns.N_GONE] += 1
             else:
                 self._take(due, target, t.frames[slot, : t.slots[slot, columns.LENGTH]].tobytes())
             loop._drop(t, slot)
@@ -82,7 +84,7 @@ class Compiled:
         data = self._sent[number] = number.to_bytes(14) + os.urandom(frame.size - 14)
         t.frames[slot, : frame.size] = np.frombuffer(data, dtype=np.uint8)
         t.slots[slot, [columns.LENGTH, columns.SOURCE, columns.TARGET]] = frame.size, frame.source, frame.target
-        loop._goes(t, slot, loop._arrived(t, slot, frame.at))
+        loop._forward(t, slot, loop._arrival(t, slot, frame.at))
 
     def _take(self, due: int, target: int, data: bytes) -> None:
         number = int.from_bytes(data[:14])
@@ -121,7 +123,7 @@ def _assert_as_by_hand(
     by_hand.gone = set(gone)
     expected = by_hand.play(frames)
     assert by_loop.play(frames) == expected
-    assert told(by_loop.t)["links"] == _told(by_hand)
+    assert counters(by_loop.t)["links"] == _told(by_hand)
     # Nothing of the memory is lost, and nothing of it is in two hands.
     slots = by_loop.t.slots
     assert by_loop.t.state[columns.SPARES] == len(slots)
@@ -208,7 +210,7 @@ def test_frames_are_lost_doubled_and_damaged_where_the_model_says() -> None:
         (number, bool(fate & CORRUPT))
         for number, fate in enumerate(drawn.fate.tolist())
         if not fate & LOST
-        for _ in range(2 if fate & TWICE else 1)
+        for _ in range(2 if fate & DUPLICATE else 1)
     ]
     assert [(one.number, len(one.wrong) == 1) for one in taken] == expected
     assert all(bit >= 14 * 8 for one in taken for bit in one.wrong)  # never the Ethernet header
@@ -266,7 +268,7 @@ def test_other_links_from_now_on_leave_frames_under_way_as_they_are() -> None:
     network = Compiled(_topology("1gbit delay 10ms"))
     network._come(0, Given(0, 0, 1, 60))
     later = _topology("1gbit delay 1ms loss 50%")
-    Decided(network.t, later, epoch=1)
+    DecisionBuffer(network.t, later, epoch=1)
     fate = Draws(later.link.impairment, 1, 0 + 2 * HOSTS).next(100).fate
     for number in range(1, 101):
         network._come(number, Given(number * 1000, 0, 1, 60))
@@ -284,8 +286,8 @@ class Wires:
         self._ends, self._hosts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         for one in (*self._ends, *self._hosts):
             one.setblocking(False)
-        self.t = tables(topology, [end.fileno() for end in self._ends], time.monotonic_ns())
-        self.decided = Decided(self.t, topology)
+        self.t = create_tables(topology, [end.fileno() for end in self._ends], time.monotonic_ns())
+        self.decided = DecisionBuffer(self.t, topology)
 
     def __enter__(self) -> Wires:
         return self
@@ -318,8 +320,8 @@ class Wires:
                 found.append(self._hosts[host].recv(4096))
         return found
 
-    def told(self) -> dict[str, dict[str, int]]:
-        return told(self.t)["links"]
+    def counters(self) -> dict[str, dict[str, int]]:
+        return counters(self.t)["links"]
 
     def exchange(self, frames: Sequence[tuple[int, int]], hosts: int = HOSTS) -> list[list[bytes]]:
         """All frames one after the other; what comes at each host."""
@@ -357,7 +359,7 @@ def test_frames_pass_whole_and_not_before_their_time(three: Wires) -> None:
     assert time.monotonic_ns() - began >= 2 * MS
     assert [_numbers(frames) for frames in came] == [[], [0], [1, 2]]
     assert came[2][0] == bytes(5) + b"\x03" + bytes(8) + (1).to_bytes(4) + bytes(82)
-    late = told(three.t)["late"]
+    late = counters(three.t)["late"]
     assert 0 <= late["p50"] <= late["p99"] <= late["worst"]
 
 
@@ -392,7 +394,7 @@ def test_what_is_told_of_lateness_is_how_late_frames_left() -> None:
             wires.pass_on(lambda read=number + 1: wires.t.state[columns.READS] == read)
             slot = loop.pop(wires.t) >> 1  # and from here on by hand, without the two seconds
             loop._send(wires.t, slot, 10**15, 10**15 + late)
-        told_late = told(wires.t)["late"]
+        told_late = counters(wires.t)["late"]
     assert told_late["worst"] == pytest.approx(5e-3)
     assert told_late["mean"] == pytest.approx((97 * 1e-6 + 3 * 5e-3) / 100)
     assert 1e-6 <= told_late["p50"] < 1.2e-6
@@ -402,7 +404,7 @@ def test_what_is_told_of_lateness_is_how_late_frames_left() -> None:
 def test_there_is_room_for_all_that_a_link_may_hold() -> None:
     """At the rate of every host, both ways: what is delayed, what a stall has held back, and full queues."""
     text = "1gbit delay 10ms jitter 2ms distribution normal stall 100ms every 1s limit 1mb"
-    t = tables(_topology(text), [-1] * HOSTS, 0)
+    t = create_tables(_topology(text), [-1] * HOSTS, 0)
     held = 125e6 * (10e-3 + 4 * 2e-3 + 100e-3) + 1024**2
     assert len(t.slots) == len(t.frames) == len(t.heap)
     assert len(t.slots) >= HOSTS * 2 * held / 1514
@@ -434,7 +436,7 @@ def test_the_same_seed_decides_the_same_and_another_seed_otherwise() -> None:
     drawn = [Draws(parse_link(TEXT).impairment, 1, host).next(150).fate for host in (0, 1)]
     expected = [
         2 * k + host for host in (0, 1) for k in range(150) if not drawn[host][k] & LOST
-        for _ in range(2 if drawn[host][k] & TWICE else 1)
+        for _ in range(2 if drawn[host][k] & DUPLICATE else 1)
     ]  # fmt: skip
     # Damaged ones may have lost their numbers.
     assert len(first[2]) == len(expected)

@@ -26,7 +26,7 @@ from wire import Arrival, Flow
 
 from penstock.network.link import DISTRIBUTIONS
 from penstock.network.machines import Machines
-from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Decisions, Draws, quantile
+from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER, Decisions, Draws, quantile
 from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import why_no_switch
@@ -100,9 +100,9 @@ def _until_steady(measure: Callable[[], T], is_steady: Callable[[T], bool]) -> T
 
 SHARES = {
     "loss": ("delay 40ms loss 10%", LOST),
-    "duplicate": ("delay 40ms duplicate 10%", TWICE),
+    "duplicate": ("delay 40ms duplicate 10%", DUPLICATE),
     "corrupt": ("delay 40ms corrupt 10%", CORRUPT),
-    "reorder": ("delay 40ms reorder 10%", JUMPS),
+    "reorder": ("delay 40ms reorder 10%", REORDER),
 }
 SINK = len(DISTRIBUTIONS) + len(SHARES)
 OWN = {
@@ -132,7 +132,7 @@ def measured() -> Measured:
         with _network(SINK + 1, "100mbit", OWN) as machines:
             with Standstills() as still:
                 found = wire.sent(machines, flows, last=0.1)
-            told = machines.told()
+            told = machines.counters()
             return Measured(found, told, still), told
 
     return _until_steady(
@@ -216,7 +216,7 @@ def test_what_arrives_of_twice_the_rate_is_the_rate() -> None:
                 two = wire.sent(machines, [Flow(0, 2, 1500, 0, 700), Flow(3, 2, 1500, 0, 700)], last=1)
             both = two[0] + two[1]
             assert len(both) < 3000
-            return [_bytes_per_second(one, 1514, still), _bytes_per_second(both, 700, still)], machines.told()
+            return [_bytes_per_second(one, 1514, still), _bytes_per_second(both, 700, still)], machines.counters()
 
     # 3% on a machine with a core to spare (benchmarks/switch); one that is crowded may lose time, but never makes any.
     rates = _until_steady(lambda: _twice_if_late(measure), lambda rates: not any(map(math.isnan, rates)))
@@ -245,7 +245,7 @@ def test_neighbors_take_their_share_of_a_link_and_of_nobody_elses() -> None:
             flows = [Flow(0, 1, count, every, size), Flow(2, 3, count, every, size)]
             with Standstills() as still:
                 shared, alone = wire.sent(machines, flows, last=0.1)
-            return shared, alone, _steady(alone, still, 0.02), machines.told()
+            return shared, alone, _steady(alone, still, 0.02), machines.counters()
 
     # After a standstill, a sender sends what it owes at once, and these frames queue for each other.
     shared, alone, steady, told = _until_steady(measure, lambda found: len(found[2]) >= LEAST_STEADY * count)
@@ -268,7 +268,7 @@ def test_neighbors_take_their_share_of_a_link_and_of_nobody_elses() -> None:
 
 def test_frames_that_are_not_read_in_time_are_told() -> None:
     with _network(2, "400mbit") as machines:
-        assert machines.told()["unread"] == [0, 0]
+        assert machines.counters()["unread"] == [0, 0]
         assert machines._switch is not None
         switch = machines._switch._process.pid
         os.kill(switch, signal.SIGSTOP)
@@ -277,7 +277,7 @@ def test_frames_that_are_not_read_in_time_are_told() -> None:
             time.sleep(0.3)
         finally:
             os.kill(switch, signal.SIGCONT)
-        told = machines.told()
+        told = machines.counters()
     assert told["unread"][0] > 10_000
     assert told["unread"][1] == 0
     assert told["links"][0]["up"]["frames"] + told["unread"][0] <= 40_000

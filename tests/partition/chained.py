@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.pytree import flatten, map_tensors
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.trees import flatten, map_tensors
 from penstock.partition import Partition, default_kwargs
 from scaffolding.models import Case
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
-from penstock.costs.stage_costs import priced
+from penstock.costs.stage_costs import price_stages
 from penstock.partition import Balance, BalanceChoice, Partitioner, StageBudget, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
@@ -60,7 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Waits.now_ns
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=read))
-    monkeypatch.setattr(clock, "waited", lambda *_: 0)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: 0)
     return found
 
 
@@ -84,7 +84,7 @@ def weighed(model: nn.Module, stages: int, balance: Balance | BalanceChoice = "t
 
 @pytest.fixture
 def measures_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision, "LEAST_WORK", 0)
+    monkeypatch.setattr(decision, "MIN_MEASURED_WORK", 0)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_cuts_follow_time(measures_all: None) -> None:
 def test_what_others_took_of_a_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of each layer's time a thread waits for its core."""
     quiet = [unit.forward_seconds for unit in profile_of(waiting([1]), X).units]
-    monkeypatch.setattr(clock, "waited", lambda *_: Waits.now_ns // 2)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: Waits.now_ns // 2)
     assert [unit.forward_seconds for unit in profile_of(waiting([1]), X).units] == [each / 2 for each in quiet]
 
 
@@ -199,10 +199,10 @@ def test_on_a_busy_machine_one_thread_is_measured(measures_all: None, monkeypatc
     monkeypatch.setattr(decision, "measure", measured)
     try:
         torch.set_num_threads(2)
-        monkeypatch.setattr(clock, "all_waited", lambda: 0)
+        monkeypatch.setattr(clock, "total_wait_ns", lambda: 0)
         assert weighed(waiting([0, 1]), 2)((X,)).notes == ()
         hours = iter(3_600_000_000_000 * number for number in range(2))
-        monkeypatch.setattr(clock, "all_waited", lambda: next(hours))
+        monkeypatch.setattr(clock, "total_wait_ns", lambda: next(hours))
         (note,) = weighed(waiting([0, 1]), 2)((X,)).notes
         assert torch.get_num_threads() == 2
     finally:
@@ -299,7 +299,7 @@ def test_stages_cost_what_plans_say(measures_all: None) -> None:
     partition = weighed(model, 3, found)((X,))
     units = {unit.name: place for place, unit in enumerate(found.units)}
     starts = [0, *(units[cut] for cut in partition.cuts)]
-    assert partition.costs == priced(found.units, starts, 0.5)
+    assert partition.costs == price_stages(found.units, starts, 0.5)
     assert min(cost.forward_seconds for cost in partition.costs) > 0.5
 
 

@@ -16,7 +16,7 @@ from penstock.costs import Profile
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock, measuring
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.running import Splits
+from penstock.partition.measure.running import MakeSplitter
 from penstock.partition.recorder.attempts import record
 from penstock.runtime.split_backward.backward import SplitBackward
 
@@ -52,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Cold.now_ms, Cold.last = 0, -1
     fake = SimpleNamespace(perf_counter_ns=lambda: Cold.now_ms * 1_000_000, ran=found)
     monkeypatch.setattr(clock, "time", fake)
-    monkeypatch.setattr(clock, "waited", lambda *_: 0)
+    monkeypatch.setattr(clock, "read_wait_ns", lambda *_: 0)
     return found
 
 
@@ -60,7 +60,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *(Cold(index) for index in range(LAYERS)))
 
 
-def profile_of(model: nn.Module, budget_seconds: float, splits: Splits | None = None) -> Profile:
+def profile_of(model: nn.Module, budget_seconds: float, splits: MakeSplitter | None = None) -> Profile:
     recording = record(model, (X,), {})
     return measure(recording, model, candidates(recording, model, "flops"), (X,), {}, budget_seconds, splits)
 

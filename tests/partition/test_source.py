@@ -6,14 +6,14 @@ from chained import NoStreams
 from torch import nn
 
 from penstock import demo
-from penstock._base import compat, trees
+from penstock._base import compat, pytree
 from penstock._base.errors import PartitionError
 from penstock.partition import Partitioner, source
 from penstock.partition.recorder import recorder
 
 
 def test_only_what_records_is_ours() -> None:
-    assert all(source.is_ours(str(module.__file__)) for module in (compat, trees, recorder))
+    assert all(source.is_ours(str(module.__file__)) for module in (compat, pytree, recorder))
     assert not source.is_ours(str(demo.__file__))
     assert not source.is_ours(__file__)
 

@@ -14,9 +14,13 @@ from penstock.pipe import profiling
 
 
 def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {profiling.FEW: 1.0, profiling.MANY: 1.0 + (1.0 + 2 * 0.25) * (profiling.MANY - profiling.FEW) * 4}
+    seconds = {
+        profiling.FEW_MICROBATCHES: 1.0,
+        profiling.MANY_MICROBATCHES: 1.0
+        + (1.0 + 2 * 0.25) * (profiling.MANY_MICROBATCHES - profiling.FEW_MICROBATCHES) * 4,
+    }
     monkeypatch.setattr(profiling, "_step_seconds", seconds.__getitem__)
-    monkeypatch.setattr(profiling, "_least", lambda _: 1.0)
+    monkeypatch.setattr(profiling, "_shortest", lambda _: 1.0)
     monkeypatch.setattr(profiling, "_update_seconds", lambda values, _: 3.0 + 2.0**-30 * values)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     drawn = torch.get_rng_state()
@@ -35,7 +39,7 @@ def test_a_pipeline_with_nothing_to_do_runs() -> None:
 def test_an_optimizers_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert 0 < profiling._update_seconds(2**10, cpu) < profiling._update_seconds(2**21, cpu) < 1
-    monkeypatch.setattr(profiling, "_least", lambda step: (step(), 1.0)[1])  # nothing but its launch
+    monkeypatch.setattr(profiling, "_shortest", lambda step: (step(), 1.0)[1])  # nothing but its launch
     assert profiling.optimizer_byte_seconds(cpu) == 0.0
 
 

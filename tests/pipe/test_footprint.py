@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock._base.pytree import flatten, map_tensors
 from penstock._base.stages import TensorMeta
-from penstock._base.trees import flatten, map_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.partition.measure.footprint import Footprint, footprint
 from scaffolding import models

@@ -68,7 +68,7 @@ def shows_memory_limit() -> None:
     assert made(**given).cuts == ("2", "4", "6")
     assert made(**given, memory_limit=36_000).cuts == ("1", "3", "6")  # 1f1b: 4 microbatches in flight, 3, 2, 1
     assert made(**{**given, "balance": "memory"}).cuts == ("1", "2", "4")
-    refused(ArgumentError, "memory_limit=20,000 bytes: no cut into 4 stages fits. The least", **given, memory_limit=2e4)
+    refused(ArgumentError, "memory_limit=20,000 bytes: no cut into 4 stages fits. The best", **given, memory_limit=2e4)
     two = {"chunks": 2, "schedule": "gpipe"}
     refused(ArgumentError, "a rank's memory is shared equally by its 2 stages", memory_limit=9, **two)
     refused(ArgumentError, "memory_limit='80GiB': expected a number of bytes", memory_limit="80GiB")

@@ -196,7 +196,7 @@ def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
 def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=90, highlight=False)
-    monkeypatch.setattr("penstock.pipe.recorder.Console", lambda **_: console)
+    monkeypatch.setattr("penstock.pipe.run_recorder.Console", lambda **_: console)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     train(tmp_path / "quiet")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -258,7 +258,7 @@ def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     actions = 4 * (profile.action_seconds or 0.0)
     assert sum(seen.stage_seconds) == pytest.approx(sum(unit.seconds for unit in profile.units) + actions)
     assert seen.step_seconds == seen.timeline.makespan_seconds > max(seen.stage_seconds)
-    monkeypatch.setattr("penstock.partition.decision.LEAST_WORK", 0)
+    monkeypatch.setattr("penstock.partition.decision.MIN_MEASURED_WORK", 0)
     train(tmp_path / "measured", steps=1)
     seen = read_run(tmp_path / "measured").predicted()
     assert seen is not None
@@ -328,7 +328,7 @@ def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
                 first.step(X, target=Y)
             second.step(X, target=Y)
             until = time.monotonic() + 30
-            while time.monotonic() < until and not first.session.recorder._told:  # type: ignore[union-attr]
+            while time.monotonic() < until and not first.session.recorder._has_warned:  # type: ignore[union-attr]
                 first.step(X, target=Y)
                 time.sleep(0.05)
 

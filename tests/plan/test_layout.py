@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan import Cluster, DevicePool
-from penstock.plan.layout import EXACT, Traffic, arrange, crossing_bytes, kinds_of_ranks
+from penstock.plan.layout import MAX_EXACT_DEVICES, Traffic, assign_devices, assign_pools, inter_host_bytes
 from penstock.simulate import LinkCost
 
 FAR = LinkCost(1e-3, 1e9)
@@ -43,24 +43,24 @@ def _by_hand(hosts: list[list[int]], traffic: Traffic) -> float:
 def test_no_arrangement_sends_less_between_hosts(job: tuple[int, int, int, Traffic]) -> None:
     replicas, ranks, per_host, traffic = job
     cluster = Cluster(replicas * ranks, devices_per_host=per_host, inter_host_link=FAR)
-    (kinds,) = kinds_of_ranks(cluster, replicas, ranks)
-    found = arrange(cluster, kinds, traffic)
+    (kinds,) = assign_pools(cluster, replicas, ranks)
+    found = assign_devices(cluster, kinds, traffic)
     assert sorted(found.ravel().tolist()) == [*range(cluster.devices)]
     least = math.inf
     for order in permutations(range(cluster.devices)):
         grid = np.array(order).reshape(replicas, ranks)
         least = min(least, _by_hand(_hosts(grid, per_host).tolist(), traffic))
     assert math.isclose(_by_hand(_hosts(found, per_host).tolist(), traffic), least)
-    assert math.isclose(crossing_bytes(_hosts(found, per_host), traffic), least)
+    assert math.isclose(inter_host_bytes(_hosts(found, per_host), traffic), least)
 
 
 def test_beyond_the_exact_a_host_is_a_rectangle() -> None:
     """Four hosts of four devices, four replicas of four ranks: two by two sends least."""
     cluster = Cluster(16, devices_per_host=4, inter_host_link=FAR)
-    assert cluster.devices > EXACT
-    (kinds,) = kinds_of_ranks(cluster, 4, 4)
+    assert cluster.devices > MAX_EXACT_DEVICES
+    (kinds,) = assign_pools(cluster, 4, 4)
     traffic = Traffic({(0, 1): 1.0, (1, 2): 0.1, (2, 3): 1.0}, [0.5] * 4)
-    found = arrange(cluster, kinds, traffic)
+    found = assign_devices(cluster, kinds, traffic)
     assert found.tolist()[0] == [0, 1, 4, 5]
     assert found[:2, :2].ravel().tolist() == [0, 1, 2, 3]
 
@@ -69,7 +69,7 @@ def test_ranks_of_one_kind_follow_each_other() -> None:
     cluster = Cluster(
         kinds=(DevicePool("old", 4, speed=0.5), DevicePool("new", 4)), devices_per_host=4, inter_host_link=FAR
     )
-    ways = kinds_of_ranks(cluster, 2, 4)
+    ways = assign_pools(cluster, 2, 4)
     assert sorted(way[0].tolist() for way in ways) == [[0, 0, 1, 1], [1, 1, 0, 0]]
-    found = arrange(cluster, ways[1], Traffic({(0, 1): 1.0, (1, 2): 1.0, (2, 3): 1.0}, [5.0] * 4))
+    found = assign_devices(cluster, ways[1], Traffic({(0, 1): 1.0, (1, 2): 1.0, (2, 3): 1.0}, [5.0] * 4))
     assert sorted(found[:, 0].tolist() + found[:, 1].tolist()) == [4, 5, 6, 7]

@@ -22,9 +22,9 @@ from penstock.plan import (
     make_plans,
     read_plan,
 )
-from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.planner import EQUAL, Candidate, least_seconds, open_candidates, simplest_first
-from penstock.plan.predict import Cut, cut, cuts_within, order_of, predict
+from penstock.plan.layout import assign_pools
+from penstock.plan.planner import EQUAL, Candidate, enumerate_candidates, simplest_first, step_lower_bound
+from penstock.plan.predict import Cut, cut_model, cuts_within_memory, predict, schedule_for_config
 from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, names, schedule_spec
 from penstock.simulate import LinkCost, StageCost, memory, simulate
@@ -44,8 +44,8 @@ ALIKE = Sizes({1: _profile([1.0] * 8, activation=MB, parameter=MB, gradient=MB, 
 
 
 def _cut(choice: ParallelConfig, cluster: Cluster, sizes: Sizes = ALIKE) -> Cut:
-    (kinds,) = kinds_of_ranks(cluster, choice.replicas, choice.ranks)
-    return cut(sizes.at(choice.rows), order_of(choice).placement, cluster, kinds)
+    (kinds,) = assign_pools(cluster, choice.replicas, choice.ranks)
+    return cut_model(sizes.at(choice.rows), schedule_for_config(choice).placement, cluster, kinds)
 
 
 def test_what_is_tied_counts_once_on_a_rank_with_both_its_uses() -> None:
@@ -103,7 +103,7 @@ def test_each_stage_of_a_rank_takes_its_own_working_memory() -> None:
     choice = replace(choice, schedule="interleaved-1f1b")
     plan = predict(choice, _cut(choice, cluster, sizes))
     now = most = 0
-    for action in order_of(choice).rows[1]:
+    for action in schedule_for_config(choice).rows[1]:
         unit = units[action.stage]
         now += unit.activation_bytes if action.op.value == "F" else 0
         most = max(most, now + int(unit.working_bytes))
@@ -131,7 +131,7 @@ def test_no_schedule_is_faster_than_the_bound(name: str, ranks: int, microbatche
     by_stage = (costs * 4)[: schedule.placement.depth] * schedule.placement.pipelines
     choice = ParallelConfig(1, ranks, schedule_spec(name).chunks, name, microbatches, 1)
     assert choice.placement == schedule.placement
-    least = least_seconds(choice, by_stage, [0.0] * len(by_stage))
+    least = step_lower_bound(choice, by_stage, [0.0] * len(by_stage))
     assert least <= simulate(schedule, by_stage).makespan_seconds
 
 
@@ -152,12 +152,12 @@ def _all_plans(cluster: Cluster, sizes: Sizes, global_batch: int) -> list[Plan]:
     """Every choice, for every order of the kinds; with other cuts, too, if the fastest leave too little memory."""
     tried = []
     for choice in enumerate_configs(sizes, cluster, global_batch):
-        units, schedule = sizes.at(choice.rows), order_of(choice)
-        for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
-            where = cut(units, schedule.placement, cluster, kinds)
+        units, schedule = sizes.at(choice.rows), schedule_for_config(choice)
+        for kinds in assign_pools(cluster, choice.replicas, choice.ranks):
+            where = cut_model(units, schedule.placement, cluster, kinds)
             tried.append(predict(choice, where))
             if tried[-1].recompute or tried[-1].offload or tried[-1].lacking_bytes:
-                for other in cuts_within(where, schedule):
+                for other in cuts_within_memory(where, schedule):
                     tried.append(predict(choice, other))
                     if not tried[-1].lacking_bytes:
                         break
@@ -203,14 +203,14 @@ def test_no_plan_of_any_cut_is_below_the_bounds(
     sizes = Sizes({1: Profile(tuple(units), "cpu", "float32", {})})
     cluster = Cluster(kinds=(DevicePool("old", 1, memory * MB, 0.5), DevicePool("new", 1, memory * MB)))
     try:
-        candidates = [*open_candidates(sizes, cluster, 4, FixedNumbers([name]))]
+        candidates = [*enumerate_candidates(sizes, cluster, 4, FixedNumbers([name]))]
     except ArgumentError:
         return
     for candidate in candidates:
-        order = order_of(candidate.choice)
-        for where in (candidate.where, *cuts_within(candidate.where, order)):
+        order = schedule_for_config(candidate.choice)
+        for where in (candidate.cut, *cuts_within_memory(candidate.cut, order)):
             plan = predict(candidate.choice, where)
-            assert candidate.at_least <= plan.step_seconds * (1 + 1e-9)
+            assert candidate.lower_bound <= plan.step_seconds * (1 + 1e-9)
 
 
 def test_a_cut_within_memory_spares_recomputing() -> None:
@@ -315,8 +315,10 @@ def test_the_optimizers_step_is_in_a_plans() -> None:
     choice = ParallelConfig(1, 2, 1, "1f1b", 4, 1)
     for kinds, seconds in (((DevicePool("", 2),), 0.6), ((DevicePool("old", 1, speed=0.5), DevicePool("new", 1)), 0.8)):
         cluster = Cluster(kinds=kinds, optimizer_byte_seconds=1e-7)
-        order = next(iter(kinds_of_ranks(cluster, 1, 2)))
-        where = cut(sizes.at(1), order_of(choice).placement, cluster, order).at([0, 2] if len(kinds) > 1 else [0, 3])
+        order = next(iter(assign_pools(cluster, 1, 2)))
+        where = cut_model(sizes.at(1), schedule_for_config(choice).placement, cluster, order).with_starts(
+            [0, 2] if len(kinds) > 1 else [0, 3]
+        )
         plan, without = predict(choice, where), predict(choice, replace(where, cluster=Cluster(kinds=kinds)))
         assert plan.optimizer_seconds == pytest.approx(seconds)
         assert plan.step_seconds == pytest.approx(without.step_seconds + seconds)
@@ -325,12 +327,12 @@ def test_the_optimizers_step_is_in_a_plans() -> None:
 def test_the_least_time_of_a_choice_has_the_optimizers_step() -> None:
     sizes = Sizes({1: _profile([1.0] * 4, activation=MB, optimizer=2 * MB)})
     without, with_it = (
-        [*open_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, FixedNumbers(pipeline=2))]
+        [*enumerate_candidates(sizes, Cluster(2, optimizer_byte_seconds=rate), 4, FixedNumbers(pipeline=2))]
         for rate in (0.0, 1 / MB)
     )
     for before, after in zip(without, with_it, strict=True):
-        copies = order_of(after.choice).placement.pipelines
-        assert after.at_least == pytest.approx(before.at_least + 4 * copies)
+        copies = schedule_for_config(after.choice).placement.pipelines
+        assert after.lower_bound == pytest.approx(before.lower_bound + 4 * copies)
 
 
 def test_a_plan_says_what_the_simulator_says() -> None:

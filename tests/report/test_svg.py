@@ -15,7 +15,7 @@ from penstock.report.colors import DARK, LIGHT, shade
 from penstock.report.svg import make_panel, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.describe import Kind, describe
-from penstock.schedule.grid import in_slots
+from penstock.schedule.grid import slot_timeline
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from scaffolding.nanoseconds import merged
@@ -74,7 +74,7 @@ def test_lengths_and_places_are_in_proportion_to_time(schedule: Schedule) -> Non
 @settings(max_examples=25)
 @given(generated(max_ranks=4, max_microbatches=6))
 def test_slots_are_those_of_the_grid(schedule: Schedule) -> None:
-    made = in_slots(schedule)
+    made = slot_timeline(schedule)
     assert {span.end_seconds - span.start_seconds for span in made} == {1.0}
     assert all(
         one.end_seconds <= other.start_seconds

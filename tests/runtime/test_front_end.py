@@ -14,7 +14,7 @@ from penstock._base.errors import ArgumentError, PartitionError
 from penstock.distributed.world import World
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 from runtime.ready_made import ReadyMade, Returns
 from scaffolding.ranks import Ranks
 
@@ -37,7 +37,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def made(modules: list[nn.Module], schedule: str, world: World | None = None, **options: Any) -> penstock.Pipeline:
-    order = order_of(schedule, 2, MICROBATCHES, len(modules) // 2)
+    order = resolve_order(schedule, 2, MICROBATCHES, len(modules) // 2)
     x, _ = batch()
     given = Options(loss_fn=squared_error, **options)
     return build(modules, ((x,), {}), world or World(2), order, given, front_end=ReadyMade)

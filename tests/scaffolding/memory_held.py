@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import penstock
 from penstock.costs import tied_bytes_overcount
 from penstock.plan import Cluster, ParallelConfig, Plan, Sizes
-from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.predict import cut, order_of, predict
+from penstock.plan.layout import assign_pools
+from penstock.plan.predict import cut_model, predict, schedule_for_config
 
 WIDTH, ROWS, MICROBATCHES, BLOCKS, VOCABULARY = 64, 256, 8, 8, 2000
 STEPS = 5
@@ -148,8 +148,8 @@ def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: s
     sizes = Sizes.of([replace(profile, units=tuple(replace(unit, **alike) for unit in profile.units))])  # the same cuts
     rows = x.shape[0] // MICROBATCHES
     choice, cluster = ParallelConfig(1, ranks, chunks, schedule, MICROBATCHES, rows), Cluster(ranks)
-    units, order = sizes.at(rows), order_of(choice)
-    where = cut(units, order.placement, cluster, kinds_of_ranks(cluster, 1, ranks)[0])
+    units, order = sizes.at(rows), schedule_for_config(choice)
+    where = cut_model(units, order.placement, cluster, assign_pools(cluster, 1, ranks)[0])
     plan = predict(choice, where)
     bounds = [*where.starts, len(units)]
     needed = []

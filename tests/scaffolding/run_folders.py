@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
@@ -58,10 +58,10 @@ def a_run(folder: Path) -> Path:
     """Two recorded steps of three stages, of which one is heavy, and two ranks that say something."""
     for name in ("ranks", "timelines", "memory"):
         (folder / name).mkdir(parents=True)
-    write_whole(folder / "run.json", ABOUT.to_dict())
+    write_json_line(folder / "run.json", ABOUT.to_dict())
     steps(folder, 1, 10)
     for step in (2, 5):
-        write_whole(folder / "timelines" / f"{step}.json", timeline(1.0, 1.6, 1.0).to_dict())
+        write_json_line(folder / "timelines" / f"{step}.json", timeline(1.0, 1.6, 1.0).to_dict())
     now = time.time()
     says(folder, RankState(0, 0, (0,), "elsewhere", 7, step=9, action="0F3", since=now - 2, rss_bytes=10**9))
     says(
@@ -83,4 +83,4 @@ def says(folder: Path, state: RankState, *, at: float | None = None, heard: Sequ
     """What a process says of itself, and what it has heard from others."""
     value = {"run": "abc", "at": time.time() if at is None else at, "state": state.to_dict()}
     value["heard"] = [one.to_dict() for one in heard]
-    write_whole(folder / "ranks" / f"{state.number}.json", value)
+    write_json_line(folder / "ranks" / f"{state.number}.json", value)

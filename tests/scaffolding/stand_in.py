@@ -136,8 +136,8 @@ def install() -> None:
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     streams.install_pinned_memory()
-    on_memory_of = rules.on_memory_of
-    rules.on_memory_of = lambda memory, *place: (
+    on_memory_of = rules.share_memory
+    rules.share_memory = lambda memory, *place: (
         StandIn(on_memory_of(memory.values, *place)) if isinstance(memory, StandIn) else on_memory_of(memory, *place)
     )
     torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps parameters, as it does for CUDA

@@ -21,7 +21,7 @@ from penstock.schedule import (
     generate,
     split_backward,
 )
-from penstock.schedule.communication import ways
+from penstock.schedule.communication import rank_pairs
 from scaffolding.some_schedules import Link, arbitrary, generated, needs_by_hand, skips
 
 one_pipeline = generated(max_ranks=6, max_microbatches=10).filter(lambda s: s.placement.pipelines == 1)
@@ -169,9 +169,9 @@ def test_a_receive_comes_behind_what_its_message_depends_on() -> None:
 
 
 def test_which_ranks_send_to_which() -> None:
-    assert ways(add_communication(generate("1f1b", 3, 2))) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    assert ways(add_communication(forward_only(generate("looped-bfs", 3, 2, 2)))) == [(0, 1), (1, 2), (2, 0)]
-    assert ways(generate("1f1b", 3, 2)) == []
+    assert rank_pairs(add_communication(generate("1f1b", 3, 2))) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert rank_pairs(add_communication(forward_only(generate("looped-bfs", 3, 2, 2)))) == [(0, 1), (1, 2), (2, 0)]
+    assert rank_pairs(generate("1f1b", 3, 2)) == []
 
 
 def test_stages_of_one_rank_exchange_no_message() -> None:

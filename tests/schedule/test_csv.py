@@ -198,7 +198,7 @@ TWO = generate("gpipe", 2, 1)
             Schedule("x", Placement.loop(3), 1, [Row.parse("0F0 0SEND_F0>2"), Row.parse("1F0"), Row.parse("2F0")]),
             "rank 0 has 0SEND_F0>2, and torch's messages go between neighboring stages only",
         ),
-        (reduce_ties(TWO, [(0, 1)]), "rank 0 has 0REDUCE_GRAD0, and torch knows no tied stages"),
+        (reduce_ties(TWO, [(0, 1)]), "rank 0 has 0REDUCE_GRAD0, and torch does not support tied stages"),
         (Schedule("x", Placement.loop(1), 3, [Row.parse("0F0 0F1 0B0 0B1")]), "read as 2 microbatches"),
         (Schedule("x", Placement.loop(1), 2, [Row.parse("0F1 0F0 0B0 0B1")]), "stage 0 has F1 before F0"),
         (Schedule("x", Placement.loop(1), 1, [[Action(0, Op.F, 10**9)]]), "rank 0 has 0F1000000000"),

@@ -23,7 +23,7 @@ from penstock.schedule import (
     to_csv,
     truncate_microbatches,
 )
-from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training, order_of
+from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training, resolve_order
 from penstock.schedule.sharding import SHARDING
 from scaffolding.some_schedules import arbitrary, generated
 
@@ -199,7 +199,7 @@ def test_torch_s_file_of_a_windowed_schedule_goes_both_ways(name: str, window: i
 def test_a_pipeline_places_its_own() -> None:
     """What a schedule has already is left out, like its messages."""
     order = generate("interleaved-1f1b", 2, 4)
-    assert order_of(add_communication(add_sharding(order, {0, 2}, 1)), 2, None, None) == order
+    assert resolve_order(add_communication(add_sharding(order, {0, 2}, 1)), 2, None, None) == order
 
 
 def collectives(schedule: Schedule) -> list[list[str]]:

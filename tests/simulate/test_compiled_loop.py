@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock._base.errors import ScheduleError
 from penstock.schedule import Op, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost, critical_path, earliest, idle_time_by_cause, memory, peaks, simulate
+from penstock.simulate import StageCost, critical_path, event_loop, idle_time_by_cause, memory, peaks, simulate
 from penstock.simulate.costs import LinkCost
 from scaffolding.some_schedules import small_ones, with_overlaps
 
@@ -26,7 +26,7 @@ stage_costs = st.builds(
 
 def looped(nodes: int, schedule: Schedule, costs: list[StageCost], link: LinkCost) -> Timeline | str:
     """Simulated with the compiled loop from so many nodes on."""
-    with mock.patch.multiple(earliest, LARGE=nodes, _loaded=False):
+    with mock.patch.multiple(event_loop, LARGE=nodes, _loaded=False):
         try:
             return simulate(schedule, costs, link)
         except ScheduleError as error:
@@ -43,16 +43,16 @@ def test_compiled_and_not_are_the_same_to_the_bit(schedule: Schedule, data: st.D
 
 
 def test_large_schedules_are_compiled_and_small_ones_are_not() -> None:
-    with mock.patch.object(earliest, "_loaded", False):
-        assert earliest.loop(earliest.LARGE - 1) is None
-        assert earliest.loop(earliest.LARGE) is not None
-        assert earliest.loop(1) is not None, "what has been loaded is quicker"
+    with mock.patch.object(event_loop, "_loaded", False):
+        assert event_loop.compiled_run(event_loop.LARGE - 1) is None
+        assert event_loop.compiled_run(event_loop.LARGE) is not None
+        assert event_loop.compiled_run(1) is not None, "what has been loaded is quicker"
 
 
 def test_without_numba_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earliest, "_compiled", lambda: None)
+    monkeypatch.setattr(event_loop, "_compiled", lambda: None)
     schedule = generate("1f1b", 8, 4096)
-    assert sum(map(len, schedule.rows)) > earliest.LARGE
+    assert sum(map(len, schedule.rows)) > event_loop.LARGE
     assert simulate(schedule, StageCost(1, 1, 1)).makespan_seconds == (4096 + 7) * 3
 
 
@@ -61,7 +61,7 @@ def test_more_nodes_than_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) 
     schedule, costs = generate("interleaved-1f1b", 5, 7, 2), [StageCost(1 + s, 2, 1, 3) for s in range(10)]
     whole = simulate(schedule, costs, LinkCost(0.25, 4))
     found = idle_time_by_cause(schedule, whole), critical_path(schedule, whole)
-    monkeypatch.setattr("penstock.simulate.computations._TOGETHER", 30)
+    monkeypatch.setattr("penstock.simulate.computations._NODES_PER_PART", 30)
     assert simulate(schedule, costs, LinkCost(0.25, 4)) == whole
     assert (idle_time_by_cause(schedule, whole), critical_path(schedule, whole)) == found
 

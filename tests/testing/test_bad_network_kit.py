@@ -14,8 +14,8 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure
-from penstock.distributed.launch.processes import Ended, Outcome, explain_end
-from penstock.network import keeper, nodes
+from penstock.distributed.launch.processes import AgentResult, Outcome, explain_end
+from penstock.network import nodes, reaper
 from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
@@ -66,7 +66,7 @@ def test_jobs_run_one_after_the_other_and_their_output_is_kept(bad_network: Make
         with pytest.raises(AssertionError, match=r"rank 1 ended with exit status 4\n(.*\n)*rank 1 fail"):
             failed.check()
         name = network.machines.id
-    assert keeper.names_of(name) == []
+    assert reaper.list_namespaces(name) == []
 
 
 @pytest.mark.distributed
@@ -78,7 +78,7 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
         with pytest.raises(TimeoutError, match=r"script\.py stay took more than 3 s"):
             network.run([str(script), "stay"], ranks=1, timeout=3)
         deadline = time.monotonic() + 30  # one that was killed takes its time to go on a crowded machine
-        while left := list(keeper._processes(network.machines.id, network.machines.hosts, [])):
+        while left := list(reaper._processes(network.machines.id, network.machines.hosts, [])):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
@@ -100,7 +100,9 @@ def test_first_of_several_failures_is_the_jobs(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     for failure in (RankFailure(0, 1, 500), RankFailure(3, -9, 200), RankFailure(2, 5, 300)):
         failure.write(str(path))
-    assert explain_end(Ended(agent=0, exitcode=1), str(path), ["it"]) == Outcome(137, "rank 3 was killed by SIGKILL")
+    assert explain_end(AgentResult(agent=0, exitcode=1), str(path), ["it"]) == Outcome(
+        137, "rank 3 was killed by SIGKILL"
+    )
 
 
 def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Path) -> None:

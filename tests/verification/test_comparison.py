@@ -19,7 +19,7 @@ from penstock.verification.comparison import (
     Verdict,
     VerificationReport,
     compare,
-    merged,
+    merge_rows,
 )
 
 KINDS = ["output", "loss", "gradient", "buffer"]
@@ -195,7 +195,7 @@ def test_the_summary_says_that_nothing_is_proven() -> None:
     rows.append(compare("gradient", "b", (1,), fine, fine, True))
     made = report(*rows)
     assert not made.ok
-    assert made.summary().startswith("nothing is proven, since on one device, too, the loss is not finite, 1 of 2 grad")
+    assert made.summary().startswith("inconclusive: on one device, too, the loss is not finite, 1 of 2 grad")
     wrong = compare("gradient", "c", (1,), fine * 2, fine, True)
     assert report(*rows, wrong).summary().startswith("1 of 4 values differ; the first is gradient c")
 
@@ -303,7 +303,7 @@ def test_of_several_ranks_and_steps_the_first_wrong_or_the_furthest_counts(
     verdicts: list[tuple[Verdict, float]], counts: tuple[Verdict, float]
 ) -> None:
     why = {"close": TIED}
-    (row,) = merged(
+    (row,) = merge_rows(
         Comparison("gradient", "a", (0,), word, far, 1.0, why.get(word, "")) for word, far in verdicts
     ).values()
     assert (row.verdict, row.max_difference) == counts

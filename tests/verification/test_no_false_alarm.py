@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.partition import partitioner
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.verification import verify as verification
-from penstock.verification.twins import twins
+from penstock.verification.reference_copy import with_reference
 from penstock.verification.verify import Verification
 
 WIDTH = 7
@@ -161,7 +161,7 @@ def test_a_right_model_raises_no_alarm(name: str, autocast: bool, monkeypatch: p
     torch.manual_seed(0)
     x, y = torch.randn(2, 8, WIDTH)
     options = {"ranks": 2, "microbatches": 4, "loss_fn": F.mse_loss, "seed": 3}
-    one = Verification(*twins(MODELS[name], F.mse_loss), Microbatch((x,), {}, y), options, whole_batch=False)
+    one = Verification(*with_reference(MODELS[name], F.mse_loss), Microbatch((x,), {}, y), options, full_batch=False)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         for schedule in ("1f1b", "gpipe", "zb-h1"):
             report = one.report(schedule)
@@ -171,16 +171,16 @@ def test_a_right_model_raises_no_alarm(name: str, autocast: bool, monkeypatch: p
 
 
 def test_schedules_with_as_many_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, measured = [], partitioner.measured
+    stages, measured = [], partitioner.decide_by_measuring
 
     def noting(recording: Any, model: nn.Module, cuts: Sequence[str], *given: Any) -> Any:
         stages.append(len(cuts) + 1)
         return measured(recording, model, cuts, *given)
 
-    monkeypatch.setattr(partitioner, "measured", noting)
+    monkeypatch.setattr(partitioner, "decide_by_measuring", noting)
     x, y = torch.randn(2, 8, WIDTH)
     options = {"ranks": 2, "microbatches": 4}
-    one = Verification(*twins(Layers(), F.mse_loss), Microbatch((x,), {}, y), options, whole_batch=False)
+    one = Verification(*with_reference(Layers(), F.mse_loss), Microbatch((x,), {}, y), options, full_batch=False)
     for schedule in ("1f1b", "zb-v", "gpipe", "1f1b-v"):
         assert one.report(schedule).ok
     assert stages == [2, 4]

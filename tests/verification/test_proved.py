@@ -32,11 +32,11 @@ OPTIONS: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss_fn": squared_err
 @pytest.fixture(autouse=True)
 def _nothing_has_passed() -> Iterator[None]:
     """In the processes of tests others have verified the same."""
-    before = {*verified.passed}
-    verified.passed.clear()
+    before = {*verified.verified_fingerprints}
+    verified.verified_fingerprints.clear()
     yield
-    verified.passed.clear()
-    verified.passed.update(before)
+    verified.verified_fingerprints.clear()
+    verified.verified_fingerprints.update(before)
 
 
 class Block(nn.Linear):
@@ -206,7 +206,7 @@ def test_penstock_run_asks_for_it(tmp_path: Path) -> None:
 def test_a_run_says_whether_it_is_verified_and_a_resumed_one_still_is(tmp_path: Path) -> None:
     said = []
     for options in ({}, {"verify": True}, {}, {"cuts": ["1"]}):
-        verified.passed.clear()  # as in a new process
+        verified.verified_fingerprints.clear()  # as in a new process
         with pipeline(mlp(), (X,), **{**OPTIONS, "run": tmp_path / "run", "cuts": ["4"], **options}) as pipe:
             pipe.step_count = 5  # resumed from a checkpoint
             pipe.step(X, target=Y)

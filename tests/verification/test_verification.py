@@ -20,8 +20,8 @@ from penstock import ArgumentError, Microbatch, Pipeline, VerificationReport, pi
 from penstock.runtime.exact import rules as exact
 from penstock.verification import reference as references
 from penstock.verification.comparison import compare
-from penstock.verification.term_sizes import TermSizes
-from penstock.verification.twins import Made
+from penstock.verification.reference_copy import ModelAndLoss
+from penstock.verification.rounding_bounds import RoundingBounds
 from scaffolding.proofs import after_each_step, close
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -59,7 +59,7 @@ def test_a_loss_that_is_nan_proves_nothing(monkeypatch: pytest.MonkeyPatch, fact
     assert not report.ok
     assert {row.verdict for row in report.rows if row.kind in ("loss", "gradient")} == {"undefined"}
     assert {row.verdict for row in report.rows if row.kind == "output"} == {"equal"}, "which are finite"
-    assert "nothing is proven, since on one device, too, the loss is not finite, 12 of 12 gradients" in report.summary()
+    assert "inconclusive: on one device, too, the loss is not finite, 12 of 12 gradients" in report.summary()
     assert report.full_batch is not None
     assert report.full_batch.verdict == "explained"
 
@@ -118,7 +118,7 @@ def test_terms_of_several_stages_may_cancel(schedule: str) -> None:
 def test_terms_are_measured_once(second: float, size: float) -> None:
     """Each use of a parameter makes one; that the backward adds them up makes them no larger."""
     weight = nn.Parameter(torch.ones(3))
-    sizes = TermSizes({"w": weight}, by_use=["w"])
+    sizes = RoundingBounds({"w": weight}, by_use=["w"])
     with sizes.measuring() as found:
         loss = (weight * 2).sum() + (weight * second).sum()
         sizes.watch(loss)
@@ -134,10 +134,10 @@ def test_buffers_are_those_that_the_first_replica_leaves(monkeypatch: pytest.Mon
     alone = copy.deepcopy(model)
     for part in x.split(2)[:2]:
         alone(part.clone())
-    monkeypatch.setattr(references, "_pieces", lambda pipe, batch: [pieces[:2], pieces[2:]])
+    monkeypatch.setattr(references, "_replica_pieces", lambda pipe, batch: [pieces[:2], pieces[2:]])
     with pipeline(copy.deepcopy(model), (x,), loss=squares, ranks=1, microbatches=4, schedule="naive") as pipe:
         found = references.reference(
-            Made(model, squares), pipe, references.Rule(pipe), [Microbatch((x,))] * 2, "mean", {}
+            ModelAndLoss(model, squares), pipe, references.SumRule(pipe), [Microbatch((x,))] * 2, "mean", {}
         )
     for name, other in alone.named_buffers():
         assert torch.equal(found.steps[0].values["buffer", name], other), name  # type: ignore[arg-type]

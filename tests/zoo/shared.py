@@ -8,14 +8,14 @@ import pytest
 from torch import nn
 
 import penstock
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition import partitioner
 from penstock.partition.stages.partition import describe
 from penstock.partition.units.chain import Chain
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.schedule import Schedule
 from penstock.verification import verify as verification
-from penstock.verification.twins import twins
+from penstock.verification.reference_copy import with_reference
 from scaffolding.models import Case
 
 
@@ -39,7 +39,7 @@ class Shared:
             self._patch(patches)
             if self.verification is None:
                 batch = Microbatch(tuple(self.case.args), dict(self.case.kwargs or {}), self.case.target)
-                made = twins(self.model, self.case.loss)
+                made = with_reference(self.model, self.case.loss)
                 self.verification = verification.Verification(*made, batch, options, exact=True)
             self.verification.options = options
             return self.verification.report(schedule)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import penstock
 from cases import nccl, ranks
 from cases.case import Case, Found, Setting
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 
 PART = 1
 RANKS, VICTIM = 3, 2
@@ -143,7 +143,7 @@ def train(setting: Setting, how: str, transport: str) -> None:
 
 def _fall(how: str, value: Tensor, mark: Path) -> Tensor:
     if how in ("kill", "stop"):
-        time.sleep(2 * Patience().beat_seconds)  # so that the others have seen where it is
+        time.sleep(2 * Timeouts().beat_seconds)  # so that the others have seen where it is
     mark.touch()
     if how == "sleep":
         torch.cuda._sleep(int(8e9))  # private, but there is no public kernel that waits; some four seconds
@@ -160,4 +160,4 @@ def _warn_soon() -> None:
     """A notice each second rather than each half minute."""
     from penstock.pipe import build
 
-    build.Patience = partial(Patience, beat_seconds=0.1, warn_seconds=1.0)  # type: ignore[assignment, misc]
+    build.Timeouts = partial(Timeouts, beat_seconds=0.1, warn_seconds=1.0)  # type: ignore[assignment, misc]

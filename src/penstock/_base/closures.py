@@ -17,7 +17,7 @@ EMPTY = object()
 
 @dataclass(frozen=True)
 class Closure:
-    """What `make(*contents)` makes a function of. The makers of two functions from the same line of code are equal."""
+    """A function as `make(*contents)`. The makers of two functions from the same line of code are equal."""
 
     make: Callable[..., Any]
     contents: tuple[Any, ...]
@@ -29,31 +29,31 @@ class _Maker:
     bare: FunctionType = field(compare=False)  # with empty cells, and without defaults
 
     def __call__(self, cells: Any, defaults: Any, keywords: Any) -> FunctionType:
-        names, name = self.bare.__globals__, self.bare.__name__
-        made = FunctionType(self.code, names, name, defaults, tuple(map(CellType, cells)))
-        made.__kwdefaults__ = keywords
-        return made
+        namespace, name = self.bare.__globals__, self.bare.__name__
+        function = FunctionType(self.code, namespace, name, defaults, tuple(map(CellType, cells)))
+        function.__kwdefaults__ = keywords
+        return function
 
 
-def apart(value: Any, above: frozenset[int] = frozenset()) -> Any:
-    """Copy a nested value with a Closure in place of each function but those that close over themselves (`above`:
-    where), or over a variable without a value yet."""
-    inner = partial(apart, above=above | {id(value)})
+def replace_functions(value: Any, enclosing: frozenset[int] = frozenset()) -> Any:
+    """Copy a nested value with a Closure in place of each function, except those that close over themselves (whose id
+    is in `enclosing`), or over a variable without a value yet."""
+    take_apart = partial(replace_functions, enclosing=enclosing | {id(value)})
     if type(value) is partial:
-        return Closure(_partial, inner((value.func, value.args, value.keywords)))
+        return Closure(_make_partial, take_apart((value.func, value.args, value.keywords)))
     if type(value) is FunctionType:
-        if id(value) in above or any(contents(cell) is EMPTY for cell in value.__closure__ or ()):
+        if id(value) in enclosing or any(contents(cell) is EMPTY for cell in value.__closure__ or ()):
             return value
         code, cells = value.__code__, value.__closure__ or ()
         bare = FunctionType(code, value.__globals__, value.__name__, None, tuple(CellType() for _ in cells))
-        held = [*map(contents, cells)], value.__defaults__, value.__kwdefaults__
-        return Closure(_Maker(code, bare), inner(held))
+        parts = [*map(contents, cells)], value.__defaults__, value.__kwdefaults__
+        return Closure(_Maker(code, bare), take_apart(parts))
     if type(value) is dict:
-        return {key: inner(item) for key, item in value.items()}
-    return type(value)(map(inner, value)) if type(value) in (tuple, list) else value
+        return {key: take_apart(item) for key, item in value.items()}
+    return type(value)(map(take_apart, value)) if type(value) in (tuple, list) else value
 
 
-def _partial(function: Any, args: Any, keywords: Any) -> Any:
+def _make_partial(function: Any, args: Any, keywords: Any) -> Any:
     return partial(function, *args, **keywords)
 
 

@@ -1,4 +1,4 @@
-"""The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, what autograd saved, and the
+"""The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, saved tensors, and the
 device and limit of a process group have no public home yet.
 
 If a new torch moves one, the tests of what uses it fail; `tests/test_compat.py` has what these do not show. Other
@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from penstock._base.closures import Closure, apart
+from penstock._base.closures import Closure, replace_functions
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -43,8 +43,8 @@ __all__ = [
     "holders",
     "is_block_mask",
     "quiet",
-    "size_of",
-    "storage_of",
+    "storage_bytes",
+    "storage_id",
     "unset_fake_temporarily",
 ]
 
@@ -90,7 +90,7 @@ class Opened(NamedTuple):
     rebuild: Callable[[Sequence[Any], Any], Any]
 
 
-def opened(value: Any) -> Opened | None:
+def open_value(value: Any) -> Opened | None:
     """Open a value that torch's pytrees know: a named tuple, a torch result, a type that a library registered.
 
     None for any other value.
@@ -99,7 +99,7 @@ def opened(value: Any) -> Opened | None:
         return Opened(value.contents, ["[0]", "[1]", "[2]"], value.make, lambda contents, make: make(*contents))
     if is_block_mask(value):
         names = tuple(vars(value))
-        return Opened(apart([*vars(value).values()]), [f".{name}" for name in names], names, _block_mask)
+        return Opened(replace_functions([*vars(value).values()]), [f".{name}" for name in names], names, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -130,7 +130,7 @@ def _block_mask(children: Sequence[Any], names: Sequence[str]) -> Any:
     return mask
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Identify the memory behind a tensor, for as long as it lives. Views of each other share it."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -138,7 +138,7 @@ def storage_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def size_of(tensor: Tensor) -> int:
+def storage_bytes(tensor: Tensor) -> int:
     """Return the size in bytes of the memory behind a tensor, which may use only part of it; of a sparse tensor's
     values."""
     try:
@@ -152,13 +152,13 @@ def holders(tensor: Tensor, node: Node | None) -> int:
     it, saved of its own result. A number above 1 if torch does not report it."""
     try:
         storage = tensor.untyped_storage()
-        held = 2 if _USE_COUNT is None else int(_USE_COUNT(storage._cdata)) - 1  # without `storage`
+        count = 2 if _USE_COUNT is None else int(_USE_COUNT(storage._cdata)) - 1  # without `storage`
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
         return 1
-    if held > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
-        saved = getattr(raw, "data", None)  # what hooks on saved tensors made of it, if there were any
-        held -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
-    return held
+    if count > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
+        saved = getattr(raw, "data", None)  # the result of hooks on saved tensors, if there are any
+        count -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
+    return count
 
 
 _USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -170,7 +170,7 @@ class WeakStorage:
     __slots__ = ("_reference", "number")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.number = storage_of(tensor)
+        self.number = storage_id(tensor)
         self._reference: object
         try:
             self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -190,20 +190,20 @@ def cpu_allocations(run: Callable[[], None]) -> list[tuple[str, int]] | None:
 
     The older of torch's profilers: the newer one takes a second to start, and writes to the terminal.
     """
-    old: Any = torch.autograd
+    api: Any = torch.autograd
     try:
-        if old.profiler._is_profiler_enabled:
+        if api.profiler._is_profiler_enabled:
             return None
-        more = torch._C._profiler._ExperimentalConfig()
-        old._enable_profiler_legacy(old.ProfilerConfig(old.ProfilerState.CPU, False, True, False, False, False, more))
+        config = torch._C._profiler._ExperimentalConfig()
+        api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, False, True, False, False, False, config))
     except (AttributeError, TypeError, RuntimeError):
         return None
     try:
         run()
     finally:
-        found = old._disable_profiler_legacy()
+        threads = api._disable_profiler_legacy()
     kinds: tuple[Any, ...] = "memory_alloc", "push"
-    return [(each.name(), each.cpu_memory_usage()) for one in found for each in one if each.kind() in kinds]
+    return [(event.name(), event.cpu_memory_usage()) for events in threads for event in events if event.kind() in kinds]
 
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
@@ -219,11 +219,11 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def autocast_kinds() -> tuple[str, ...]:
     """Return the types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is
     another."""
-    here = torch.accelerator.current_accelerator()
-    return tuple(dict.fromkeys(("cpu", "cuda", *(() if here is None else (here.type,)))))
+    accelerator = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys(("cpu", "cuda", *(() if accelerator is None else (accelerator.type,)))))
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def device_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device; the CPU's where the device has none of its own."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
@@ -262,7 +262,7 @@ def reduction_dtype(part: nn.Module) -> torch.dtype | None:
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """`torch.autograd.graph.get_gradient_edge`; that takes longer, because it asks first what kind of node it finds."""
+    """`torch.autograd.graph.get_gradient_edge` without its check of the node's type, which takes longer."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf, or the node of a function in Python
         return get_gradient_edge(tensor)
@@ -270,7 +270,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward`, without its checks of what it is given, which take longer than a small stage does.
+    """`torch.autograd.backward` without its checks of arguments, which take longer than a small stage.
 
     The engine itself checks shapes, dtypes and devices of the gradients against the roots. On the CPU, where it runs in
     this thread, torch's settings for other threads are left out too.
@@ -316,7 +316,7 @@ def is_bound() -> bool:
 
 
 @contextmanager
-def bound_to(device: torch.device | None) -> Iterator[None]:
+def binding_to(device: torch.device | None) -> Iterator[None]:
     """Give the default process group a device, or none, for a `with` block."""
     import torch.distributed as dist
 
@@ -352,5 +352,5 @@ def in_checkpoint() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread computes a backward, where a checkpoint runs forwards again; torch's own asks so."""
+    """Whether this thread computes a backward, in which checkpoints recompute forwards; torch's own check."""
     return torch._C._current_graph_task_id() != -1

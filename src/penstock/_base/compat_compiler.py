@@ -28,7 +28,7 @@ class Compiled(NamedTuple):
     Attributes:
         name: of the module's attribute that holds the compiled function; empty if its class has that.
         function: that function before it was compiled.
-        arguments: what `torch.compile` was given, without `fullgraph`: Python sets random streams between graphs.
+        arguments: those of `torch.compile`, without `fullgraph`: Python sets random streams between graphs.
     """
 
     name: str
@@ -50,11 +50,11 @@ def compiled(module: nn.Module) -> Compiled | None:
 
         context = inspect.getclosurevars(function).nonlocals["self"]
         backend: Any = innermost_backend(context.callback)
-        named = getattr(backend, "compiler_name", None) == "inductor"
-        given = {"options": dict(backend.config)} if named else getattr(backend, "kwargs", {})
-        backend = "inductor" if named else getattr(backend, "compiler_fn", backend)
-        own = name if name in vars(module) else ""
-        return Compiled(own, function.__wrapped__, {"backend": backend, "dynamic": context._dynamic, **given})
+        is_inductor = getattr(backend, "compiler_name", None) == "inductor"
+        options = {"options": dict(backend.config)} if is_inductor else getattr(backend, "kwargs", {})
+        backend = "inductor" if is_inductor else getattr(backend, "compiler_fn", backend)
+        attribute = name if name in vars(module) else ""
+        return Compiled(attribute, function.__wrapped__, {"backend": backend, "dynamic": context._dynamic, **options})
     return None
 
 
@@ -78,7 +78,7 @@ def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
 
 
 def copy_of_recorded(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy what torch's compiler recorded, to change it: the compiler goes on to use its own.
+    """Copy a graph that torch's compiler recorded, to change it: the compiler goes on to use its own.
 
     It says the same about its inputs, such as which are parameters. (If this torch notes that elsewhere, the copy is
     compiled as a graph that is not the compiler's: correctly, but weights are not known to live through the step.)
@@ -87,14 +87,14 @@ def copy_of_recorded(module: fx.GraphModule) -> fx.GraphModule:
     results = graph.graph_copy(module.graph, nodes)
     (output,) = module.graph.find_nodes(op="output")
     graph.output(results).meta = dict(output.meta)
-    for node, mine in nodes.items():
+    for node, copied in nodes.items():
         if hasattr(node, "_dynamo_source"):
-            mine._dynamo_source = node._dynamo_source
-    found = fx.GraphModule(module, graph)
-    found.meta = dict(module.meta)
+            copied._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
-        found._param_name_to_source = module._param_name_to_source
-    return found
+        copy._param_name_to_source = module._param_name_to_source
+    return copy
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:

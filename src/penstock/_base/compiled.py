@@ -24,28 +24,28 @@ def compiler(sources: Sequence[Path]) -> Callable[[F], F]:
             folder. numba itself checks only the function's own file, and would go on using constants that have changed
             in another.
     """
-    kept = folder(sources)
+    cache = folder(sources)
 
-    def compiled(function: F) -> F:
+    def decorate(function: F) -> F:
         before = _config.CACHE_DIR
-        if kept is not None:
-            _config.CACHE_DIR = str(kept)
+        if cache is not None:
+            _config.CACHE_DIR = str(cache)
         try:
-            made: F = _njit(**_OPTIONS)(function)
+            compiled: F = _njit(**_OPTIONS)(function)
         finally:
             _config.CACHE_DIR = before
-        return made
+        return compiled
 
-    return compiled
+    return decorate
 
 
 def folder(sources: Sequence[Path]) -> Path | None:
     """Return where to keep code compiled from these sources; None if that is not writable: numba must find a place."""
-    beside = sources[0].parent
-    if not os.access(beside, os.W_OK):
+    directory = sources[0].parent
+    if not os.access(directory, os.W_OK):
         return None
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
-    return beside / "__pycache__" / f"numba-{digest[:16]}"
+    return directory / "__pycache__" / f"numba-{digest[:16]}"
 
 
 def _options() -> dict[str, bool]:

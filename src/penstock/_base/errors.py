@@ -26,7 +26,7 @@ import warnings
 from pathlib import Path
 from typing import TypeGuard
 
-_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
 
 class PenstockError(Exception):
@@ -112,37 +112,37 @@ def check_counts(*, required: bool = True, **counts: object) -> None:
             raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
 
 
-def check_seconds(*, most: float = sys.float_info.max, **seconds: object) -> None:
-    """Raise ArgumentError if one of these is not a number of 0 or more, and at most `most`: math.inf is no limit."""
+def check_seconds(*, limit: float = sys.float_info.max, **seconds: object) -> None:
+    """Raise ArgumentError if one of these is not a number from 0 to `limit`; math.inf: no limit."""
     for name, value in seconds.items():
-        if not (is_number(value) and 0 <= value <= most):
+        if not (is_number(value) and 0 <= value <= limit):
             raise ArgumentError(f"{name}={value!r}: expected seconds, 0 or more")
 
 
-OF_COMMAND = "penstock"
-"""Stands for the file where a warning has no line: a command called Penstock."""
+COMMAND_FILENAME = "penstock"
+"""Stands for the file name if a command called Penstock, so that a warning has no line."""
 
 
-def formatted(
+def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format a warning as a line of a command, unless it is of a line of somebody's file. For
+    """Format a warning as one line of a command's output, unless it points to a line of the user's code. For
     `warnings.formatwarning`."""
-    if filename == OF_COMMAND:
+    if filename == COMMAND_FILENAME:
         return f"penstock: warning: {message}\n"
-    return _usual(message, category, filename, lineno, line)
+    return _default_format(message, category, filename, lineno, line)
 
 
-_usual = warnings.formatwarning
+_default_format = warnings.formatwarning
 
 
 def warn(message: str) -> None:
-    """Warn the user at the line of theirs that called Penstock."""
-    level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    """Warn at the line of the user's code that called Penstock."""
+    level, frame = 1, sys._getframe()  # Python 3.12 has `skip_file_prefixes`
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
         level, frame = level + 1, frame.f_back
-    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("typer", "runpy"):  # a command: no line of theirs
-        warnings.warn_explicit(message, UserWarning, OF_COMMAND, 0)
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in ("typer", "runpy"):  # a command: no line of the user's
+        warnings.warn_explicit(message, UserWarning, COMMAND_FILENAME, 0)
     else:
         warnings.warn(message, stacklevel=level)
 

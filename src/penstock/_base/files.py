@@ -1,8 +1,8 @@
-"""The one gate for files: whatever comes from outside is read here, and whatever users keep is written here.
+"""Reads all files from outside, and writes all files that users keep.
 
 A reader takes regular files only, limits what they unpack to and how many values they parse to, and checks types by the
 annotations of a dataclass (pydantic). A writer writes beside its target and renames, so that a failure leaves the
-older file as it was. Every error is an `ArgumentError` of one line: which file, what was found, what was expected.
+older file as it was. Every error is an `ArgumentError` of one line: the file, its content, and what was expected.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import printable
+from penstock._base.formatting import strip_control_chars
 
 T = TypeVar("T")
 FilePath = str | os.PathLike[str]
 
 MAX_BYTES = 128 << 20
-"""Of a file, once unpacked."""
+"""Maximum size of a file, once unpacked."""
 MAX_TEXT_BYTES = 64 << 20
-"""Of a file of text: Python takes up to four bytes a character, and lines and cells besides."""
+"""Maximum size of a text file: Python takes up to four bytes per character, plus its lines and cells."""
 MAX_VALUES = 4_000_000
-"""Of a file of JSON or CSV: lists, objects and their entries, which take about 100 bytes each in memory."""
+"""Maximum number of lists, objects and entries in JSON or CSV, which take about 100 bytes each in memory."""
 MAX_QUOTED = 80
-"""Characters that an error quotes of a value."""
+"""Maximum number of characters of a value that an error quotes."""
 
 _LIMIT = "the limit for such a file; of a trace, keep only the steps to look at"
 _MAX_ENTRIES = 1000
@@ -54,79 +54,79 @@ _KINDS = {
     stat.S_ISSOCK: "a socket",
 }
 _NEW = re.compile(r"\.\d+-\d+\.new(\.|$)")
-_AROUND_NAMES = re.compile(r"[=,\n]|#.*")
+_NAME_SEPARATORS = re.compile(r"[=,\n]|#.*")
 _numbers = itertools.count()
 
 
 def read_bytes(
     path: FilePath,
-    what: str | None = None,
+    label: str | None = None,
     max_bytes: int | None = None,
     start: int = 0,
-    thinned: Callable[[bytearray], bytes | bytearray] | None = None,
+    thin: Callable[[bytearray], bytes | bytearray] | None = None,
 ) -> bytes:
     """Read a regular file, and unpack it if it is packed by gzip.
 
     Args:
-        what: names the file in messages, such as "plan 'plan.json'"; None: its path.
+        label: names the file in messages, such as "plan 'plan.json'"; None: its path.
         max_bytes: once unpacked; None: `MAX_BYTES`.
-        start: the place in the file to begin at.
-        thinned: is given what has been read and returns what is kept of it; the rest counts for nothing.
+        start: the offset to begin at.
+        thin: takes the bytes read so far and returns those to keep; dropped bytes do not count toward the limit.
 
     Raises:
         ArgumentError: there is no such file, it cannot be read or unpacked, or it has more than `max_bytes`.
     """
-    what = os.fspath(path) if what is None else what
+    label = os.fspath(path) if label is None else label
     max_bytes = MAX_BYTES if max_bytes is None else max_bytes
     try:
         # O_NONBLOCK: a pipe's other end is not waited for
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if kind := _kind(os.fstat(file.fileno()).st_mode):
-                raise ArgumentError(f"{what} is {kind}; expected a regular file")
+                raise ArgumentError(f"{label} is {kind}; expected a regular file")
             file.seek(start)
-            data, packed, members, unpack, whole = bytearray(), 0, 0, None, 0
+            data, packed, members, unpack, thinned_size = bytearray(), 0, 0, None, 0
             while chunk := file.read(_CHUNK_BYTES):
                 packed += len(chunk)
                 if members == 0 and not data and chunk.startswith(b"\x1f\x8b"):
                     members, unpack = 1, zlib.decompressobj(_GZIP)
                 while chunk:
                     data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
-                    if thinned and len(data) > whole + _THINNED_BYTES:
+                    if thin and len(data) > thinned_size + _THINNED_BYTES:
                         packed -= len(data)
-                        data = bytearray(thinned(data))
-                        packed, whole = packed + len(data), len(data)
+                        data = bytearray(thin(data))
+                        packed, thinned_size = packed + len(data), len(data)
                     if max(len(data), packed) > max_bytes:
                         size = "has" if packed > max_bytes else "unpacks to"
-                        raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, {_LIMIT}")
+                        raise ArgumentError(f"{label} {size} more than {max_bytes >> 20} MiB, {_LIMIT}")
                     chunk = unpack.unconsumed_tail if unpack else b""
                     if unpack and unpack.eof and (chunk := unpack.unused_data.lstrip(b"\0")):
                         members, unpack = members + 1, zlib.decompressobj(_GZIP)
                     if members > _MAX_MEMBERS:
-                        raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts")
+                        raise ArgumentError(f"{label} has more than {_MAX_MEMBERS:,} packed parts")
             if unpack and not unpack.eof:
-                raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
-            return bytes(thinned(data) if thinned else data)
+                raise ArgumentError(f"{label} cannot be unpacked: it is cut off")
+            return bytes(thin(data) if thin else data)
     except OSError as error:
-        raise ArgumentError(f"{what} cannot be read: {error.strerror or error}") from None
+        raise ArgumentError(f"{label} cannot be read: {error.strerror or error}") from None
     except zlib.error as error:
-        raise ArgumentError(f"{what} cannot be unpacked: {error}") from None
+        raise ArgumentError(f"{label} cannot be unpacked: {error}") from None
 
 
-def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> str:
+def read_text(path: FilePath, label: str | None = None, max_bytes: int | None = None) -> str:
     """Read a file of UTF-8 text, by default of up to `MAX_TEXT_BYTES`. Raise ArgumentError as `read_bytes` does, and
     for other encodings."""
     try:
-        return read_bytes(path, what, MAX_TEXT_BYTES if max_bytes is None else max_bytes).decode("utf-8-sig")
+        return read_bytes(path, label, MAX_TEXT_BYTES if max_bytes is None else max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"{what or os.fspath(path)} is not UTF-8 text: {error}") from None
+        raise ArgumentError(f"{label or os.fspath(path)} is not UTF-8 text: {error}") from None
 
 
 def read_json(
-    path: FilePath, what: str | None = None, thinned: Callable[[bytearray], bytes | bytearray] | None = None
+    path: FilePath, label: str | None = None, thin: Callable[[bytearray], bytes | bytearray] | None = None
 ) -> Any:
     """Read a file of JSON as plain values. Raise ArgumentError if it cannot be read or is not JSON."""
-    what = os.fspath(path) if what is None else what
-    return parse_json(read_bytes(path, what, thinned=thinned), what)
+    label = os.fspath(path) if label is None else label
+    return parse_json(read_bytes(path, label, thin=thin), label)
 
 
 def json_or_none(path: FilePath) -> Any:
@@ -136,19 +136,19 @@ def json_or_none(path: FilePath) -> Any:
     return None
 
 
-def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
+def read_toml(path: FilePath, label: str | None = None) -> dict[str, Any]:
     """Read a file of TOML. Raise ArgumentError if it cannot be read, is not TOML, or has more than 1 MiB."""
-    what = os.fspath(path) if what is None else what
-    text = read_text(path, what, 1 << 20)
-    if any(name.count(".") > 50 for name in _AROUND_NAMES.split(text)):  # tomllib takes the square of their number
-        raise ArgumentError(f"{what}: a name has too many parts")
+    label = os.fspath(path) if label is None else label
+    text = read_text(path, label, 1 << 20)
+    if any(name.count(".") > 50 for name in _NAME_SEPARATORS.split(text)):  # tomllib takes the square of their number
+        raise ArgumentError(f"{label}: a name has too many parts")
     try:
         return tomllib.loads(text)
     except (RecursionError, ValueError) as error:  # a number of too many digits is a ValueError
-        raise ArgumentError(f"{what} is not TOML: {quoted(str(error))}") from None
+        raise ArgumentError(f"{label} is not TOML: {quoted(str(error))}") from None
 
 
-def parse_json(data: str | bytes, what: str) -> Any:
+def parse_json(data: str | bytes, label: str) -> Any:
     """Parse JSON into plain values. NaN and Infinity are not JSON.
 
     Raises:
@@ -156,14 +156,14 @@ def parse_json(data: str | bytes, what: str) -> Any:
     """
     from pydantic_core import from_json
 
-    check_number_of_values(data, what)
+    check_value_count(data, label)
     try:
         return from_json(data.removeprefix(b"\xef\xbb\xbf") if isinstance(data, bytes) else data, allow_inf_nan=False)
     except ValueError as error:
         reason = "its values are nested too deeply" if "recursion" in str(error) else str(error)
-        words: Any = ("NaN", "Infinity") if isinstance(data, str) else (b"NaN", b"Infinity")
-        finite = "; numbers must be finite, without NaN or Infinity" if any(word in data for word in words) else ""
-        raise ArgumentError(f"{what} is not JSON: {reason}{finite}") from None
+        constants: Any = ("NaN", "Infinity") if isinstance(data, str) else (b"NaN", b"Infinity")
+        hint = "; numbers must be finite, without NaN or Infinity" if any(c in data for c in constants) else ""
+        raise ArgumentError(f"{label} is not JSON: {reason}{hint}") from None
 
 
 def finite(value: Any) -> Any:
@@ -178,64 +178,64 @@ def finite(value: Any) -> Any:
     return value
 
 
-def parse_csv(text: str, what: str, delimiter: str = ",") -> Iterator[list[str]]:
+def parse_csv(text: str, label: str, delimiter: str = ",") -> Iterator[list[str]]:
     """Yield the rows of CSV. Raise ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
-    check_number_of_values(text, what)
+    check_value_count(text, label)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         yield from rows
     except csv.Error as error:
-        raise ArgumentError(f"{what}, line {rows.line_num}, is not CSV: {error}") from None
+        raise ArgumentError(f"{label}, line {rows.line_num}, is not CSV: {error}") from None
 
 
-def check_number_of_values(data: str | bytes, what: str) -> None:
+def check_value_count(data: str | bytes, label: str) -> None:
     """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
-    marks: Any = "\n[{,;\t" if isinstance(data, str) else [b"\n", b"[", b"{", b",", b";", b"\t"]
-    lines, *values = map(data.count, marks)
+    separators: Any = "\n[{,;\t" if isinstance(data, str) else [b"\n", b"[", b"{", b",", b";", b"\t"]
+    lines, *values = map(data.count, separators)
     if max(lines, sum(values)) > MAX_VALUES:  # files with indentation have a line for each value, too
-        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, {_LIMIT}")
+        raise ArgumentError(f"{label} has more than {MAX_VALUES:,} values, {_LIMIT}")
 
 
 STRICT: Any = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 """`__pydantic_config__` of every dataclass that `validate` makes: pydantic asks each dataclass for its own."""
 
 
-def validate(kind: type[T], given: Any, what: str) -> T:
+def validate(kind: type[T], value: Any, label: str) -> T:
     """Make a dataclass (with `__pydantic_config__ = STRICT`), or a container of some, from the plain values of a file.
 
     Annotations decide: a float takes a finite number, a bool is no number, a tuple takes a list. Unknown names are
     errors, as are missing ones.
 
     Args:
-        what: names the file, or the part of it, in messages.
+        label: names the file, or the part of it, in messages.
 
     Raises:
-        ArgumentError: names the first value that is wrong, and what was expected in its place.
+        ArgumentError: names the first wrong value and what was expected.
     """
     from pydantic import ValidationError
 
     try:
-        return _validator(kind).validate_python(given)  # type: ignore[no-any-return, arg-type]
+        return _validator(kind).validate_python(value)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
+        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
         is_own = first["type"] == "unexpected_keyword_argument" and len(first["loc"]) == 1 and is_dataclass(kind)
-        known = f"; expected one of {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
-        raise ArgumentError(f"{what}: {_in_words(first, where[:MAX_QUOTED])}{known}") from None
+        names = f"; expected one of {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
+        raise ArgumentError(f"{label}: {_describe_error(first, path[:MAX_QUOTED])}{names}") from None
 
 
-def _in_words(error: Any, where: str) -> str:
+def _describe_error(error: Any, path: str) -> str:
     if error["type"] == "missing":
-        return f"{where} is missing"
+        return f"{path} is missing"
     if error["type"] == "unexpected_keyword_argument":
-        return f"{where} is unknown to this version"
+        return f"{path} is unknown to this version"
     if error["type"] == "value_error":  # raised by the class itself, which names its own fields
-        return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
-    expected = _OF_JSON.get(error["type"], error["msg"].removeprefix("Input should be "))
-    return f"{f'{where}=' if where else 'top-level value: '}{quoted(error['input'])}: expected {expected}"
+        return f"{path}: {error['ctx']['error']}" if path else str(error["ctx"]["error"])
+    expected = _JSON_TYPES.get(error["type"], error["msg"].removeprefix("Input should be "))
+    return f"{f'{path}=' if path else 'top-level value: '}{quoted(error['input'])}: expected {expected}"
 
 
-_OF_JSON = {
+_JSON_TYPES = {
     "tuple_type": "a valid array",
     "list_type": "a valid array",
     "dict_type": "an object",
@@ -259,91 +259,91 @@ def _for_json(schema: Any) -> Any:
     from pydantic_core import core_schema
 
     if isinstance(schema, list):
-        return [_for_json(one) for one in schema]
+        return [_for_json(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    changed: Any = {key: _for_json(one) for key, one in schema.items()}
+    changed: Any = {key: _for_json(item) for key, item in schema.items()}
     if schema.get("type") == "dataclass":
         ref = changed.pop("ref", None)
-        return core_schema.no_info_before_validator_function(_of_few_entries, changed | {"strict": False}, ref=ref)
-    if schema.get("type") in _WITHIN:
-        return _WITHIN[schema["type"]] | changed
+        return core_schema.no_info_before_validator_function(_limit_entries, changed | {"strict": False}, ref=ref)
+    if schema.get("type") in _BOUNDS:
+        return _BOUNDS[schema["type"]] | changed
     if schema.get("type") in ("list", "tuple", "dict", "set", "frozenset"):
         return changed | {"strict": False, "fail_fast": True}
     return changed
 
 
-_WITHIN: dict[str, dict[str, float]] = {
+_BOUNDS: dict[str, dict[str, float]] = {
     "int": {"ge": -(1 << 63), "le": (1 << 63) - 1},
     "float": {"ge": -1e100, "le": 1e100},
 }
-"""What numbers may be where their type says no more: products of a few are numbers still."""
+"""Ranges of numbers whose type sets no other: products of a few stay finite."""
 
 
-def _of_few_entries(given: Any) -> Any:
-    """Check the entries of a future dataclass; each unknown one is an error of its own."""
-    if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
-        raise ValueError(f"it has {len(given):,} entries; expected at most {_MAX_ENTRIES:,}")
-    return given
+def _limit_entries(value: Any) -> Any:
+    """Raise ValueError if a future dataclass has too many entries: each unknown one would be an error."""
+    if isinstance(value, dict) and len(value) > _MAX_ENTRIES:
+        raise ValueError(f"it has {len(value):,} entries; expected at most {_MAX_ENTRIES:,}")
+    return value
 
 
 def quoted(value: Any) -> str:
     """Quote the value in at most 80 printable characters, for errors."""
-    text = printable(reprlib.repr(value))
+    text = strip_control_chars(reprlib.repr(value))
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
 
 
 def _kind(mode: int) -> str:
-    """Return what a file is, by its mode, if it is no regular one; otherwise nothing."""
+    """Return the kind of a file that is not a regular one, by its mode; otherwise an empty string."""
     return next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "")
 
 
-def write_text(path: FilePath, text: str, what: str | None = None) -> None:
+def write_text(path: FilePath, text: str, label: str | None = None) -> None:
     """Write a file of UTF-8 text. Raise ArgumentError as `replacing` does."""
-    with replacing(path, what) as new:
+    with replacing(path, label) as new:
         new.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")  # a file name may be any bytes
 
 
-def write_json(path: FilePath, value: Any, what: str | None = None) -> None:
+def write_json(path: FilePath, value: Any, label: str | None = None) -> None:
     """Write a value as JSON, a line per entry. Raise ArgumentError as `replacing` does."""
-    write_text(path, json.dumps(value, indent=1) + "\n", what)
+    write_text(path, json.dumps(value, indent=1) + "\n", label)
 
 
-def write_whole(path: FilePath, value: Any) -> None:
+def write_json_line(path: FilePath, value: Any) -> None:
     """Write as `write_json` does, in one line, but raise OSError."""
     with atomic(path) as new:
         new.write_bytes(json.dumps(value).encode() + b"\n")
 
 
 @contextlib.contextmanager
-def replacing(path: FilePath, what: str | None = None) -> Iterator[Path]:
+def replacing(path: FilePath, label: str | None = None) -> Iterator[Path]:
     """Yield the path of a new file, which takes the place of the one at `path` when the block ends.
 
     If the block raises, what it wrote is removed, and the old file is as it was.
 
     Args:
-        what: names the file in messages, such as an option; None: its path.
+        label: names the file in messages, such as an option; None: its path.
 
     Raises:
-        ArgumentError: the file cannot be written, or what is there is no regular file.
+        ArgumentError: the file cannot be written, or `path` is not a regular file.
     """
-    what = os.fspath(path) if what is None else what
+    label = os.fspath(path) if label is None else label
     try:
         with atomic(path) as new:
             yield new
     except OSError as error:
-        raise ArgumentError(f"{what} cannot be written: {error.strerror or error}") from None
+        raise ArgumentError(f"{label} cannot be written: {error.strerror or error}") from None
 
 
-class _TriedError(Exception):
-    """Nothing is to be written."""
+class _StopError(Exception):
+    """Ends the block of `replacing` before anything is written."""
 
 
-def check_writable(path: FilePath | None, what: str | None = None) -> None:
-    """Raise ArgumentError as `replacing` would, before what takes long to make is made. None: no file was asked for."""
+def check_writable(path: FilePath | None, label: str | None = None) -> None:
+    """Raise ArgumentError as `replacing` would, before the slow work whose result it takes. None: do nothing."""
     if path is not None:
-        with contextlib.suppress(_TriedError), replacing(path, what):
-            raise _TriedError
+        with contextlib.suppress(_StopError), replacing(path, label):
+            raise _StopError
 
 
 @contextlib.contextmanager

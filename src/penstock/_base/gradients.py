@@ -23,22 +23,22 @@ BUCKET_BYTES = 25 * 2**20
 """As in DistributedDataParallel: large enough to use a link's full rate, small enough to overlap with later buckets."""
 
 
-def gradient_dtype(parameter: Tensor, asked: torch.dtype | None = None) -> torch.dtype:
+def gradient_dtype(parameter: Tensor, grad_dtype: torch.dtype | None = None) -> torch.dtype:
     """Return the dtype of a parameter's `.grad`.
 
     Args:
-        asked: the `grad_dtype=` of a pipeline that has not set it on the parameter (yet): it lifts those of lower
-            precision, and leaves others alone.
+        grad_dtype: the pipeline's `grad_dtype=`, if it is not set on the parameter (yet): it raises dtypes of lower
+            precision and leaves the others alone.
     """
-    own: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    dtype = parameter.dtype if own is None else own
-    is_lower = asked is not None and parameter.is_floating_point() and dtype.itemsize < asked.itemsize
-    return asked if asked is not None and is_lower else dtype
+    stated: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    dtype = parameter.dtype if stated is None else stated
+    is_lower = grad_dtype is not None and parameter.is_floating_point() and dtype.itemsize < grad_dtype.itemsize
+    return grad_dtype if grad_dtype is not None and is_lower else dtype
 
 
-def gradient_bytes(parameters: Iterable[Tensor], asked: torch.dtype | None = None) -> int:
-    """Return the size of the gradients of some parameters. `asked`: see `gradient_dtype`."""
-    return sum(parameter.numel() * gradient_dtype(parameter, asked).itemsize for parameter in parameters)
+def gradient_bytes(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> int:
+    """Return the size of the gradients of some parameters. `grad_dtype`: see `gradient_dtype`."""
+    return sum(parameter.numel() * gradient_dtype(parameter, grad_dtype).itemsize for parameter in parameters)
 
 
 def slot_elements(elements: int, dtype: torch.dtype) -> int:
@@ -52,32 +52,34 @@ def slot_elements(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // unit) * unit
 
 
-def summed_bytes(parameters: Iterable[Tensor], asked: torch.dtype | None = None) -> int:
-    """Return the size of what each process sends to sum its gradients with others': the gradients, and one number for
-    each, which says whether it is there. `asked`: see `gradient_dtype`."""
-    dtypes = [(parameter, gradient_dtype(parameter, asked)) for parameter in parameters]
+def all_reduce_bytes(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> int:
+    """Return the size of what each process sends to all-reduce its gradients: the gradients, and one number for
+    each, whether it exists. `grad_dtype`: see `gradient_dtype`."""
+    dtypes = [(parameter, gradient_dtype(parameter, grad_dtype)) for parameter in parameters]
     return sum((slot_elements(parameter.numel(), dtype) + 1) * dtype.itemsize for parameter, dtype in dtypes)
 
 
-def by_gradient_dtype(parameters: Iterable[P], asked: torch.dtype | None = None) -> dict[torch.dtype, list[P]]:
-    """Group the parameters by the dtype of their gradients, which are summed separately. `asked`: see
+def group_by_gradient_dtype(
+    parameters: Iterable[P], grad_dtype: torch.dtype | None = None
+) -> dict[torch.dtype, list[P]]:
+    """Group the parameters by the dtype of their gradients, which are summed separately. `grad_dtype`: see
     `gradient_dtype`."""
-    found: dict[torch.dtype, list[P]] = {}
+    groups: dict[torch.dtype, list[P]] = {}
     for parameter in parameters:
-        found.setdefault(gradient_dtype(parameter, asked), []).append(parameter)
-    return found
+        groups.setdefault(gradient_dtype(parameter, grad_dtype), []).append(parameter)
+    return groups
 
 
 def buckets(
-    parameters: Iterable[P], most_bytes: int = BUCKET_BYTES, asked: torch.dtype | None = None
+    parameters: Iterable[P], max_bytes: int = BUCKET_BYTES, grad_dtype: torch.dtype | None = None
 ) -> Iterator[list[P]]:
-    """Group parameters into buckets: their gradients have one dtype, and at most `most_bytes` unless there is one."""
-    for same in by_gradient_dtype(parameters, asked).values():
+    """Group parameters into buckets of one gradient dtype and at most `max_bytes`, or of a single larger parameter."""
+    for group in group_by_gradient_dtype(parameters, grad_dtype).values():
         bucket: list[P] = []
         filled = 0
-        for parameter in same:
-            size = gradient_bytes([parameter], asked)
-            if bucket and filled + size > most_bytes:
+        for parameter in group:
+            size = gradient_bytes([parameter], grad_dtype)
+            if bucket and filled + size > max_bytes:
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(parameter)
@@ -86,7 +88,7 @@ def buckets(
             yield bucket
 
 
-def checked_dtype(dtype: object) -> torch.dtype | None:
+def check_grad_dtype(dtype: object) -> torch.dtype | None:
     """`grad_dtype=`, checked.
 
     Raises:

@@ -1,5 +1,5 @@
-"""What is loaded on first use: the names of package interfaces (PEP 562), packages under their old names, and what the
-face lends to lower floors.
+"""Loads on first use: the names of package interfaces (PEP 562), packages under their old names, and what the
+top package lends to lower layers.
 
 Imports next to nothing itself: until `penstock.__main__` runs, a Ctrl-C ends in a traceback.
 """
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def face(
-    package: str, homes: Mapping[str, str], subpackages: Collection[str] = ()
+def lazy_exports(
+    package: str, names_by_module: Mapping[str, str], subpackages: Collection[str] = ()
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__all__`, `__getattr__` and `__dir__`.
 
     Args:
         package: the package's `__name__`.
-        homes: for each module, relative to the package, the names that the package re-exports from it, with spaces.
+        names_by_module: for each module, relative to the package, the names to re-export, separated by spaces.
         subpackages: modules to import as a whole.
     """
-    home_of = {name: home for home, names in homes.items() for name in names.split()}
+    module_of_name = {name: module for module, names in names_by_module.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name in subpackages:
-            return _imported(f"{package}.{name}")
+            return _import(f"{package}.{name}")
         if new := renamed.get(f"{package}.{name}"):
             return get(new)
-        if name not in home_of:
-            from penstock._base.second_names import of_peer
+        if name not in module_of_name:
+            from penstock._base.aliases import peer_remedy
 
             raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{of_peer(name) and f'; {of_peer(name)}'}"
+                f"module {package!r} has no attribute {name!r}{peer_remedy(name) and f'; {peer_remedy(name)}'}"
             )
-        value = getattr(_imported(f"{package}.{home_of[name]}"), name)
+        value = getattr(_import(f"{package}.{module_of_name[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home_of, *subpackages})
+        return sorted({*vars(sys.modules[package]), *module_of_name, *subpackages})
 
-    return [*home_of], get, names
+    return [*module_of_name], get, names
 
 
 renamed: dict[str, str] = {}
-"""New names in packages, by the old ones with their package, which are accepted for a release."""
+"""Maps `package.old_name` to the new name; old names are accepted for a release."""
 
 
-def old_names(package: str) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that finds what is `renamed`."""
+def find_old_names(package: str) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` that finds `renamed` names."""
 
     def get(name: str) -> Any:
         if new := renamed.get(f"{package}.{name}"):
@@ -67,7 +67,7 @@ def old_names(package: str) -> Callable[[str], Any]:
 
 
 moved: dict[str, str] = {}
-"""Packages that can be imported under their old names for a release, by these. `penstock/__init__.py` fills it."""
+"""Maps old names of packages to new ones, for a release. `penstock/__init__.py` fills it."""
 
 
 class _Moved:
@@ -75,10 +75,10 @@ class _Moved:
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        for old, now in moved.items():
-            there = now + name.removeprefix(old)
-            if f"{name}.".startswith(f"{old}.") and find_spec(there) is not None:
-                return ModuleSpec(name, cls, loader_state=there)  # type: ignore[arg-type]
+        for old, new in moved.items():
+            new_name = new + name.removeprefix(old)
+            if f"{name}.".startswith(f"{old}.") and find_spec(new_name) is not None:
+                return ModuleSpec(name, cls, loader_state=new_name)  # type: ignore[arg-type]
         return None
 
     @staticmethod
@@ -88,30 +88,30 @@ class _Moved:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         assert module.__spec__ is not None
-        now = sys.modules[module.__name__] = import_module(module.__spec__.loader_state)
-        for old, new in renamed.items():  # a module of before has its names of before
-            if new in vars(now):
-                vars(now).setdefault(old.rpartition(".")[2], vars(now)[new])
+        loaded = sys.modules[module.__name__] = import_module(module.__spec__.loader_state)
+        for old, new in renamed.items():  # an old module has its old names, too
+            if new in vars(loaded):
+                vars(loaded).setdefault(old.rpartition(".")[2], vars(loaded)[new])
 
 
 sys.meta_path.insert(0, _Moved)
 
-lent: dict[str, str] = {}
-"""The modules that do what a lower floor offers, by task. `penstock/__init__.py`, which knows all floors, fills it."""
+providers: dict[str, str] = {}
+"""Maps tasks of lower layers to modules of higher ones. `penstock/__init__.py`, which knows all layers, fills it."""
 
 
-def borrowed(task: str) -> ModuleType:
+def load_provider(task: str) -> ModuleType:
     """Return the module that does a task of `lent`, loaded now."""
-    return _imported(lent[task])
+    return _import(providers[task])
 
 
-def _imported(module: str) -> ModuleType:
-    """Import the module. A program that has seeded `random` finds it as it left it, whatever libraries draw on
+def _import(module: str) -> ModuleType:
+    """Import the module, and restore the state of `random`, from which libraries may draw on
     import."""
     import random
 
-    before = random.getstate()
+    random_state = random.getstate()
     try:
         return import_module(module)
     finally:
-        random.setstate(before)
+        random.setstate(random_state)

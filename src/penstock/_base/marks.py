@@ -1,4 +1,4 @@
-"""What a forward may call: `penstock.cut()`, a mark where a stage may begin, and where in a step it runs."""
+"""Functions that a forward may call: `penstock.cut()`, where a stage may begin, and queries of its place in a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Now:
 
 
 NOW = _Now()
-"""The computation that runs. Not one per thread: autograd runs backwards on a device in threads of its own."""
+"""The running computation. It is not per thread: autograd runs a device's backwards in its own threads."""
 
 
 def cut() -> None:
@@ -22,26 +22,26 @@ def cut() -> None:
 
     Does nothing except while `penstock.pipeline` records the forward.
     """
-    _tell(cut)
+    _notify(cut)
 
 
 def current_microbatch() -> int | None:
     """Return the index of the microbatch whose forward, loss or backward runs; None outside a step. It is 0 while a
     model is recorded; code that is recorded call by call may not ask, since it would keep that."""
-    _tell(current_microbatch)
+    _notify(current_microbatch)
     return NOW.microbatch
 
 
 def current_stage() -> int | None:
     """Return the index of the stage that computes, as in `pipe.stages`; see `current_microbatch`. An unsplit model that
     `verify` compares with is stage 0."""
-    _tell(current_stage)
+    _notify(current_stage)
     return NOW.stage
 
 
-def _tell(called: Callable[[], object]) -> None:
+def _notify(function: Callable[[], object]) -> None:
     for listener in _LISTENERS:
-        listener(called)
+        listener(function)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Process:
             return cls(socket.gethostname(), os.getpid(), "")
 
     def state(self) -> ProcessState:
-        """Return what the kernel says about the process; `unknown` from another machine or if /proc cannot be read."""
+        """Return the process's state; `unknown` on another machine or if /proc cannot be read."""
         if not self.started or self.machine != Process.here().machine:
             return "unknown"
         try:
@@ -61,7 +61,7 @@ def kernel() -> str:
         return ""
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process of this machine has not ended."""
     try:
         os.kill(pid, 0)
@@ -70,14 +70,14 @@ def lives(pid: int) -> bool:
     except OSError:  # it is another user's
         return True
     with contextlib.suppress(OSError):
-        return _stat(pid)[0] not in "ZX"  # one that nobody has waited for yet
+        return _stat(pid)[0] not in "ZX"  # a zombie has ended
     return True
 
 
 def environments() -> Iterator[tuple[int, list[bytes]]]:
     """Yield the processes of this user, with the environment that each was started with, on Linux."""
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
             yield int(file.parent.name), file.read_bytes().split(b"\0")
 
 

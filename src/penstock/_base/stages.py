@@ -101,8 +101,8 @@ def backward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
     autograd's.
     """
     grouped: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for value, holders in gradient_routes(stages).items():
-        for target, source in pairwise(holders):
+    for value, route in gradient_routes(stages).items():
+        for target, source in pairwise(route):
             grouped.setdefault((source, target), []).append(value)
     varies = _varies(stages)
     return tuple(Link(source, target, tuple(values), varies) for (source, target), values in sorted(grouped.items()))
@@ -112,36 +112,36 @@ def _varies(stages: Sequence[StageMeta]) -> bool:
     return any(stage.branches for stage in stages)
 
 
-def links_of(
+def merge_links(
     kinds: Sequence[Sequence[StageMeta]], links: Callable[[Sequence[StageMeta]], Sequence[Link]]
 ) -> tuple[Link, ...]:
     """Return the links of a batch whose microbatches are of several kinds, each with its own stages.
 
-    A link carries what any kind sends that way; a microbatch of another kind sends nothing in place of such a value.
+    A link carries every value that some kind sends; microbatches of other kinds send nothing in its place.
 
     Args:
         links: `forward_links` or `backward_links`.
     """
-    first, *others = [links(stages) for stages in kinds]
-    joined = {(link.source, link.target): link for link in first}
-    for link in (link for found in others for link in found):
-        known = joined.setdefault((link.source, link.target), link)
-        values = tuple(dict.fromkeys((*known.values, *link.values)))
-        joined[link.source, link.target] = replace(known, values=values, varies=known.varies or link.varies)
-    return tuple(joined.values())
+    first_links, *other_links = [links(stages) for stages in kinds]
+    merged = {(link.source, link.target): link for link in first_links}
+    for link in (link for links_of_kind in other_links for link in links_of_kind):
+        earlier = merged.setdefault((link.source, link.target), link)
+        values = tuple(dict.fromkeys((*earlier.values, *link.values)))
+        merged[link.source, link.target] = replace(earlier, values=values, varies=earlier.varies or link.varies)
+    return tuple(merged.values())
 
 
-def traffic(stages: Sequence[StageMeta]) -> Hashable:
-    """Return what distinguishes kinds of microbatches: where each stage's inputs come from, as positions among the
+def traffic_key(stages: Sequence[StageMeta]) -> Hashable:
+    """Return what distinguishes kinds of microbatches: the origin of each stage's inputs, as positions among the
     source's outputs, and which values take a gradient or are updated in place.
 
     Leaves out shapes, and names, which are numbered through the recording: an extra call for some size changes them.
     """
-    places = {(stage.index, o.name): place for stage in stages for place, o in enumerate(stage.outputs)}
+    output_index = {(stage.index, o.name): index for stage in stages for index, o in enumerate(stage.outputs)}
     return tuple(
         (
             *(
-                (i.source, places.get((i.source, i.name), i.name), i.meta.requires_grad, i.mutated)
+                (i.source, output_index.get((i.source, i.name), i.name), i.meta.requires_grad, i.mutated)
                 for i in stage.inputs
             ),
             *(o.meta.requires_grad for o in stage.outputs),
@@ -158,13 +158,13 @@ def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[
         for i in stage.inputs:
             if i.source != MODEL_INPUT and i.meta.requires_grad:
                 routes.setdefault((i.source, i.name), [i.source]).append(stage.index)
-    return {value: tuple(holders) for value, holders in routes.items()}
+    return {value: tuple(route) for value, route in routes.items()}
 
 
-def shifted(stage: StageMeta, by: int) -> StageMeta:
-    """Return the same stage in another copy of the model, whose stages are numbered from `by`."""
-    inputs = tuple(i if i.source == MODEL_INPUT else replace(i, source=i.source + by) for i in stage.inputs)
-    return replace(stage, index=stage.index + by, inputs=inputs)
+def shift_stage(stage: StageMeta, offset: int) -> StageMeta:
+    """Return the same stage in another copy of the model, whose stages are numbered from `offset`."""
+    inputs = tuple(i if i.source == MODEL_INPUT else replace(i, source=i.source + offset) for i in stage.inputs)
+    return replace(stage, index=stage.index + offset, inputs=inputs)
 
 
 def needs_backward(stage: StageMeta) -> bool:
@@ -178,13 +178,13 @@ def ties(stages: Sequence[StageMeta]) -> dict[str, tuple[int, ...]]:
     for stage in stages:
         for name in stage.parameters:
             holders.setdefault(name, []).append(stage.index)
-    return {name: tuple(on) for name, on in holders.items() if len(on) > 1}
+    return {name: tuple(stages_with) for name, stages_with in holders.items() if len(stages_with) > 1}
 
 
 def ties_across_ranks(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
     """Tied parameters that several ranks hold: maps stages to names, in the order in which every rank reduces them."""
-    found: dict[tuple[int, ...], list[str]] = {}
+    shared: dict[tuple[int, ...], list[str]] = {}
     for name, stages in ties.items():
         if len({rank_of[stage] for stage in stages}) > 1:
-            found.setdefault(tuple(stages), []).append(name)
-    return dict(sorted(found.items()))
+            shared.setdefault(tuple(stages), []).append(name)
+    return dict(sorted(shared.items()))

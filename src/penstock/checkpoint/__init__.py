@@ -1,12 +1,12 @@
 """Checkpoints and weight files that use the unsplit model's names: whatever split saved them, any split can load them.
 
-save, finish, load, latest             a run's state, by `torch.distributed.checkpoint`; crashes leave the last good one
-Generators                             Python's, numpy's and torch's global generators, to save with the run
+save, wait_for_save, load, latest      a run's state, by `torch.distributed.checkpoint`; crashes leave the last good one
+RngState                               Python's, numpy's and torch's global generators, to save with the run
 export_safetensors, import_safetensors one file of weights, which the unsplit model can load
-weights                                initializes a model on the meta device from such a file, or from a checkpoint
+init_from_weights                      initializes a model on the meta device from such a file, or from a checkpoint
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.checkpoint.contents import Stateful
 from penstock.checkpoint.export import export_checkpoint, export_safetensors
 from penstock.checkpoint.folders import latest
@@ -30,4 +30,4 @@ __all__ = [
 ]
 
 weights = init_from_weights  # until 0.2; hides the module of that name
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

@@ -1,12 +1,12 @@
-"""What a checkpoint contains, and under which names. Both are the same for every split.
+"""The contents of a checkpoint and their names. Both are the same for every split.
 
 model/NAME            parameters and persistent buffers; a tied one under its first name
 loss/NAME             those of the loss
 optimizer/NAME/KEY    the optimizer's state for a parameter: a tensor, or a pickle of anything else
 LABEL/NAME/KEY        an average's tensor for a parameter or buffer: see `averages`
-rest                  a pickle of everything that does not belong to one tensor: `Rest`
+rest                  a pickle of everything that does not belong to one tensor: `GlobalState`
 
-Of several optimizers, each has its label in place of `optimizer`: optimizer[1], optimizer['head'], others['muon'].
+With several optimizers, each has its label in place of `optimizer`: optimizer[1], optimizer['head'], others['muon'].
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from penstock._base.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
-REST = "rest"
+GLOBAL_STATE = "rest"
 _MODEL = "model/"
 LOSS = "loss/"
-_OF_RANK = ("params", "param_names")
+_RANK_KEYS = ("params", "param_names")
 
 Optimizers = torch.optim.Optimizer | Sequence["Optimizers"] | Mapping[str, "Optimizers"]
 """An optimizer, or lists and dicts of optimizers."""
 
-Own = dict[str, dict[str, Any]]
-"""What belongs to parameters and buffers of this process: by the tensor's name, and by key."""
+LocalState = dict[str, dict[str, Any]]
+"""State of this process's parameters and buffers, by the tensor's name and by key."""
 
 Names = dict[str, list[tuple[str, ...]]]
-"""Of the parameters in each group of each optimizer, by label."""
+"""Names of the parameters in each group of each optimizer, by label."""
 
 Groups = list[tuple[tuple[str, ...], dict[str, Any]]]
 """An optimizer's groups: the parameters' names, over all ranks, and the group's options."""
@@ -50,13 +50,13 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Rest:
+class GlobalState:
     """Everything in a checkpoint that does not belong to one tensor.
 
     Attributes:
         step, seed: the state of the random streams.
         extra: as passed to `save`.
-        others: what the states of other objects have besides, by label.
+        others: the shared state of other objects, by label.
         ties: maps each further name of a tied parameter or buffer to the name it is stored under.
         optimizers: each optimizer's class name and groups, by label.
     """
@@ -69,29 +69,31 @@ class Rest:
     optimizers: dict[str, tuple[str, Groups]]
 
 
-def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the optimizers, and everything else that has a state, in nested lists and dicts: each by a label.
+def label_objects(
+    optimizer: Optimizers | None, stateful: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the optimizers, and the other stateful objects, from nested lists and dicts: each by a label.
 
     Raises ArgumentError if something is no optimizer and has no state.
     """
-    every = dict((*_with_labels("optimizer", optimizer), *_with_labels("others", others or None)))
-    optimizers = {label: item for label, item in every.items() if hasattr(item, "param_groups")}
-    rest = {label: item for label, item in every.items() if label not in optimizers}
-    for label, item in rest.items():
+    labeled = dict((*_iterate_labeled("optimizer", optimizer), *_iterate_labeled("others", stateful or None)))
+    optimizers = {label: item for label, item in labeled.items() if hasattr(item, "param_groups")}
+    other_objects = {label: item for label, item in labeled.items() if label not in optimizers}
+    for label, item in other_objects.items():
         if label.startswith("optimizer") or not (hasattr(item, "load_state_dict") or isinstance(item, Mapping)):
             raise ArgumentError(
                 f"{label} is {type(item).__name__}: expected an optimizer, or in stateful= an object with state_dict "
                 "and load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
             )
-    return optimizers, rest
+    return optimizers, other_objects
 
 
-def _with_labels(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_labeled(label: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value)) if len(value) > 1 else next(iter(value), None)
     if isinstance(value, Mapping) and not all(isinstance(item, Tensor) for item in value.values()):
         for key, item in value.items():
-            yield from _with_labels(f"{label}[{key!r}]", item)
+            yield from _iterate_labeled(f"{label}[{key!r}]", item)
     elif value is not None:
         yield label, value
 
@@ -101,17 +103,17 @@ def _with_labels(label: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
     """Return the tensors of this process's stages and of the loss: the live ones, not copies."""
-    own = set(pipe.session.split.names().values())
-    return {model_key(name) if name in own else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
+    names = set(pipe.session.split.names().values())
+    return {model_key(name) if name in names else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
 
 
-def model_tensors(metadata: Metadata, kind: str = _MODEL) -> dict[str, Tensor]:
+def model_tensors(metadata: Metadata, prefix: str = _MODEL) -> dict[str, Tensor]:
     """Return a meta tensor for each of the model's tensors in a checkpoint, by its name in the model; or of the
     loss's."""
     return {
-        key.removeprefix(kind): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        key.removeprefix(prefix): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
-        if key.startswith(kind) and isinstance(stored, TensorStorageMetadata)
+        if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
     }
 
 
@@ -123,30 +125,29 @@ def model_key(name: str) -> str:
 # -- what belongs to a parameter or buffer --------------------------------------------------------------------------
 
 
-def entries(label: str, own: Own) -> dict[str, Any]:
-    """Return what to save of an optimizer or an average."""
+def entries(label: str, local: LocalState) -> dict[str, Any]:
+    """Return an optimizer's or an average's entries to save."""
     return {
         f"{label}/{name}/{key}": value if isinstance(value, Tensor) else pickle.dumps(value)
-        for name, values in own.items()
+        for name, values in local.items()
         for key, value in values.items()
     }
 
 
 def empty_entries(pipe: Pipeline, metadata: Metadata, label: str) -> dict[str, Any]:
-    """Return what to load from a checkpoint for what this process holds: a tensor to load into, or None for a
-    pickle."""
-    held, stored = pipe.state_dict(), metadata.state_dict_metadata
+    """Return the entries to load for this process's tensors: a tensor to load into, or None for a pickle."""
+    local, stored = pipe.state_dict(), metadata.state_dict_metadata
     return {
-        path: _empty_like(held[name], key, stored[path]) for path, name, key in _split(stored, label) if name in held
+        path: _empty_like(local[name], key, stored[path]) for path, name, key in _split(stored, label) if name in local
     }
 
 
-def read_entries(label: str, state: Mapping[str, Any]) -> Own:
-    """Return what was read for what this process holds."""
-    own: Own = {}
+def read_entries(label: str, state: Mapping[str, Any]) -> LocalState:
+    """Return the state that was read for this process's tensors."""
+    local: LocalState = {}
     for path, name, key in _split(state, label):
-        own.setdefault(name, {})[key] = state[path]
-    return own
+        local.setdefault(name, {})[key] = state[path]
+    return local
 
 
 def _split(paths: Iterable[str], label: str) -> Iterator[tuple[str, str, str]]:
@@ -178,15 +179,15 @@ def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer])
     groups: Names = {label: [] for label in optimizers}
     for label, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
-            real = [parameter for parameter in group["params"] if parameter.numel()]  # without any: a placeholder
-            foreign = [parameter for parameter in real if id(parameter) not in names]
+            nonempty = [parameter for parameter in group["params"] if parameter.numel()]  # empty ones are placeholders
+            foreign = [parameter for parameter in nonempty if id(parameter) not in names]
             if foreign:
                 raise ArgumentError(
                     f"{label}: group {index} has a parameter of shape {tuple(foreign[0].shape)} that is not one of "
                     "the pipeline's; make the pipeline first, and the optimizer from pipe.parameters() or "
                     "pipe.named_parameters()"
                 )
-            groups[label].append(tuple(names[id(parameter)] for parameter in real))
+            groups[label].append(tuple(names[id(parameter)] for parameter in nonempty))
     return groups
 
 
@@ -200,45 +201,45 @@ def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> Names:
         counts = [len(part[label]) if label in part else None for part in parts]
         for rank, count in enumerate(counts):
             if count != counts[0]:
-                one, other = ("no optimizer" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
+                base, other = ("no optimizer" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
                 raise ArgumentError(
-                    f"{label}: {one} on rank 0, but {other} on rank {rank}; make the same groups on every rank: a "
+                    f"{label}: {base} on rank 0, but {other} on rank {rank}; make the same groups on every rank: a "
                     "group may be empty"
                 )
-        together = zip(*(part[label] for part in parts), strict=True)
-        merged[label] = [tuple(dict.fromkeys(name for names in group for name in names)) for group in together]
+        aligned = zip(*(part[label] for part in parts), strict=True)
+        merged[label] = [tuple(dict.fromkeys(name for names in group for name in names)) for group in aligned]
     return merged
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return each group's options: everything but its parameters and their names."""
-    return [{key: value for key, value in group.items() if key not in _OF_RANK} for group in optimizer.param_groups]
+    return [{key: value for key, value in group.items() if key not in _RANK_KEYS} for group in optimizer.param_groups]
 
 
-def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer, label: str) -> Own:
+def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer, label: str) -> LocalState:
     """Return the optimizer's state for this process's parameters. Tensors are the live ones, not copies.
 
     Raises ArgumentError if `state_dict` has other entries than those of torch's optimizers: a container's, say.
     """
-    state, numbers = optimizer.state_dict().get("state"), _numbers(pipe, optimizer)
-    if state is None or state.keys() - numbers.keys():
+    state, names = optimizer.state_dict().get("state"), _names_by_number(pipe, optimizer)
+    if state is None or state.keys() - names.keys():
         raise ArgumentError(
             f"{label}: {type(optimizer).__name__}.state_dict() has other entries than a state for each parameter, and "
             "they cannot be divided by rank; pass the optimizers of torch.optim that it contains, in a list"
         )
-    return {numbers[number]: values for number, values in state.items() if numbers[number]}
+    return {names[number]: values for number, values in state.items() if names[number]}
 
 
-def load_optimizer(pipe: Pipeline, optimizer: torch.optim.Optimizer, groups: Groups, own: Own) -> None:
+def load_optimizer(pipe: Pipeline, optimizer: torch.optim.Optimizer, groups: Groups, local: LocalState) -> None:
     """Load into an optimizer its groups' options and the state of this process's parameters."""
     packed = optimizer.state_dict()
-    state = {number: own[name] for number, name in _numbers(pipe, optimizer).items() if name in own}
+    state = {number: local[name] for number, name in _names_by_number(pipe, optimizer).items() if name in local}
     pairs = zip(packed["param_groups"], groups, strict=True)
     optimizer.load_state_dict({**packed, "state": state, "param_groups": [{**p, **o} for p, (_, o) in pairs]})
-    _restore_dtypes(optimizer, {parameter: own.get(name, {}) for name, parameter in pipe.named_parameters()})
+    _restore_dtypes(optimizer, {parameter: local.get(name, {}) for name, parameter in pipe.named_parameters()})
 
 
-def _numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def _names_by_number(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """Return the parameter's name for each number of a parameter in an optimizer's state dict."""
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     packed = optimizer.state_dict().get("param_groups", [])

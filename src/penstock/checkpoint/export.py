@@ -22,11 +22,11 @@ from torch import Tensor
 from penstock._base.errors import ArgumentError
 from penstock._base.files import atomic
 from penstock.checkpoint import folders
-from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
+from penstock.checkpoint.collective import CHECKPOINT_IO, attempt, run_on_all_ranks
 from penstock.checkpoint.contents import model_key, model_tensors
-from penstock.checkpoint.storage import Around, Reader
+from penstock.checkpoint.storage import Reader, WorkContext
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import whole
+from penstock.runtime.gradients.distribution import gather_full
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -68,30 +68,32 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         CheckpointError: on every rank, if the file cannot be written.
     """
     path = Path(path)
-    model = set(pipe.session.split.names().values())  # and nothing of the loss
-    own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
-    held = pipe.all_gather_object([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
-    entries = in_order(held, pipe.session.split.all_names())
-    ties = {name: first for name, first in pipe.session.ties().items() if first in own}
-    notes = {name: first for part in pipe.all_gather_object(ties) for name, first in part.items()} | dict(
+    model_names = set(pipe.session.split.names().values())  # without those of the loss
+    local = {name: tensor for name, tensor in pipe.state_dict().items() if name in model_names}
+    by_rank = pipe.all_gather_object(
+        [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in local.items()]
+    )
+    entries = order_entries(by_rank, pipe.session.split.all_names())
+    ties = {name: first for name, first in pipe.session.ties().items() if first in local}
+    file_metadata = {name: first for part in pipe.all_gather_object(ties) for name, first in part.items()} | dict(
         metadata or {}
     )
-    fails = f"cannot write {path}"
-    together(pipe, lambda: _check(entries, notes), fails)
+    failure = f"cannot write {path}"
+    run_on_all_ranks(pipe, lambda: _check(entries, file_metadata), failure)
 
     def stream() -> None:
-        left = iter(entries)
+        remaining = iter(entries)
         try:
             if pipe.is_main_process:
-                data = (_bring(pipe, entry, own) for entry in left)
-                write_file(path, entries, notes, data, partial(pipe.session.control.working, OWN_PART))
+                data = (_transfer(pipe, entry, local) for entry in remaining)
+                write_file(path, entries, file_metadata, data, partial(pipe.session.control.working, CHECKPOINT_IO))
         finally:
-            for entry in left:  # on the other ranks; and on the first, if it failed: they still send the rest
-                _bring(pipe, entry, own)
+            for entry in remaining:  # on the other ranks; and on the first, if it failed: they still send the others
+                _transfer(pipe, entry, local)
 
     with pipe.session.control.waiting("the weights"):
-        done = attempt(stream)
-    together(pipe, done.result, fails)
+        future = attempt(stream)
+    run_on_all_ranks(pipe, future.result, failure)
     return path
 
 
@@ -110,33 +112,33 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
         CheckpointError: the checkpoint is damaged.
         OSError: the file cannot be written.
     """
-    found = folders.find(Path(folder))
-    if found is None:
+    checkpoint = folders.find(Path(folder))
+    if checkpoint is None:
         raise ArgumentError(f"{folder}: expected a checkpoint, or a folder of checkpoints")
-    reader = Reader(found, weights_only=weights_only)
-    like = model_tensors(reader.metadata)
-    held = [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in like.items()]
-    entries = in_order([held], sorted(like))
-    ties = {name: first for name, first in reader.rest().ties.items() if first in like}
+    reader = Reader(checkpoint, weights_only=weights_only)
+    tensors = model_tensors(reader.metadata)
+    unordered = [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = order_entries([unordered], sorted(tensors))
+    ties = {name: first for name, first in reader.global_state().ties.items() if first in tensors}
     _check(entries, ties)
 
     def read(name: str) -> Tensor:
-        tensor = torch.empty_like(like[name], device="cpu")
+        tensor = torch.empty_like(tensors[name], device="cpu")
         reader.read({model_key(name): tensor})
-        return bytes_of(tensor)
+        return to_bytes(tensor)
 
     write_file(Path(path), entries, ties, (read(entry.name) for entry in entries))
     return Path(path)
 
 
-def _bring(pipe: Pipeline, entry: FileEntry, own: Mapping[str, Tensor]) -> Tensor:
+def _transfer(pipe: Pipeline, entry: FileEntry, local: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor's bytes on the first rank, to which its owner sends them; on the others, what they sent. Every
     rank calls it: a sharded tensor needs all that hold a part."""
     group = pipe.session.control.control_group
     rank = 0 if group is None else dist.get_rank(group)
-    tensor = whole(own[entry.name]) if entry.name in own else None
+    tensor = gather_full(local[entry.name]) if entry.name in local else None
     if entry.owner == rank and tensor is not None:
-        data = bytes_of(tensor)
+        data = to_bytes(tensor)
         if rank and entry.bytes:
             dist.send(data, group=group, group_dst=0)
         return data
@@ -149,45 +151,49 @@ def _bring(pipe: Pipeline, entry: FileEntry, own: Mapping[str, Tensor]) -> Tenso
 def write_file(
     path: Path,
     entries: Sequence[FileEntry],
-    notes: Mapping[str, str],
+    metadata: Mapping[str, str],
     data: Iterable[Tensor],
-    alone: Around = nullcontext,
+    working: WorkContext = nullcontext,
 ) -> None:
     """Write a `safetensors` file under a temporary name, then rename it.
 
     Args:
         path: the file.
         entries: its tensors, in order.
-        notes: strings for its metadata, by name.
+        metadata: strings to store, by name.
         data: the bytes of each entry.
-        alone: makes a context for the work between two items of `data`, which waits for no other rank.
+        working: makes a context for the work between two items of `data`, which waits for no other rank.
 
     Raises:
         OSError: the file cannot be written.
     """
     with ExitStack() as stack:
-        with alone():
+        with working():
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(stack.enter_context(atomic(path)).open("wb"))
-            file.write(_header(entries, notes))
+            file.write(_header(entries, metadata))
         for tensor in data:
-            with alone():
+            with working():
                 file.write(tensor.numpy().data)
-        with alone():
+        with working():
             file.flush()
             os.fsync(file.fileno())
 
 
-def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
+def order_entries(by_rank: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
     """Return every tensor once, from the first process that holds it. Larger dtypes come first, so that all are
     aligned."""
-    found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
-    return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
+    first_entries = {
+        entry.name: replace(entry, owner=owner) for owner in reversed(range(len(by_rank))) for entry in by_rank[owner]
+    }
+    return sorted(
+        (first_entries[name] for name in names if name in first_entries), key=lambda entry: -entry.dtype.itemsize
+    )
 
 
-def _header(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> bytes:
+def _header(entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for entry in entries:
         begin, end = end, end + entry.bytes
@@ -197,17 +203,17 @@ def _header(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
+def _check(entries: Sequence[FileEntry], metadata: Mapping[str, str]) -> None:
     for entry in entries:
         if entry.dtype not in _DTYPES:
             raise ArgumentError(
                 f"{entry.name} is of {entry.dtype}, for which a safetensors file has no name; save a checkpoint instead"
             )
-    for name, text in notes.items():
+    for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ArgumentError(f"metadata: expected texts by name, not {name!r}: {text!r}")
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def to_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes on the CPU. A collective if it is sharded."""
-    return whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return gather_full(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept, and how one appears atomically. Nothing here knows what they contain.
+"""The folders of checkpoints, which appear atomically. Nothing here depends on their contents.
 
     .step-N.new    being written; if a crash leaves one behind, the next save deletes it
     step-N         complete: it got this name in a single rename
@@ -21,18 +21,18 @@ from penstock._base.errors import ArgumentError
 METADATA = ".metadata"
 """The file that `torch.distributed.checkpoint` writes last."""
 
-_WHOLE = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
+_COMPLETE = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     """Return the name of the checkpoint taken after this many steps."""
     return f"step-{step:08d}"
 
 
 def latest(folder: str | Path) -> Path | None:
     """Return the checkpoint with the highest step in a folder of checkpoints; None if there is none."""
-    found = _found(Path(folder))
-    return found[max(found)] if found else None
+    checkpoints = _complete_checkpoints(Path(folder))
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def find(path: Path) -> Path | None:
@@ -40,18 +40,18 @@ def find(path: Path) -> Path | None:
 
     Raises ArgumentError if the path names a single checkpoint and that does not exist.
     """
-    if is_whole(path):
+    if is_complete(path):
         return path
-    if match := _WHOLE.fullmatch(path.name):
-        there = _found(path.parent)
-        if int(match[1] or match[2]) in there:
-            return there[int(match[1] or match[2])]
-        names = ", ".join(there[step].name for step in sorted(there)) or "none"
+    if match := _COMPLETE.fullmatch(path.name):
+        checkpoints = _complete_checkpoints(path.parent)
+        if int(match[1] or match[2]) in checkpoints:
+            return checkpoints[int(match[1] or match[2])]
+        names = ", ".join(checkpoints[step].name for step in sorted(checkpoints)) or "none"
         raise ArgumentError(f"there is no complete checkpoint {path}; its folder has {names}")
     return latest(path)
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether a folder is a complete checkpoint."""
     return (path / METADATA).is_file()
 
@@ -62,20 +62,20 @@ def prepare(parent: Path, step: int) -> Path:
     Raises OSError.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    for left in (*parent.glob(".step-*.new"), *parent.glob(".step-*.gone")):
-        shutil.rmtree(left)
+    for leftover in (*parent.glob(".step-*.new"), *parent.glob(".step-*.gone")):
+        shutil.rmtree(leftover)
     for old in parent.glob(".step-*.old"):
         final = parent / old.name.removeprefix(".").removesuffix(".old")
         if final.exists():
             _delete(old)
         else:
             old.rename(final)
-    aside = parent / f".{name_of(step)}.new"
-    aside.mkdir()
-    return aside
+    temporary = parent / f".{folder_name(step)}.new"
+    temporary.mkdir()
+    return temporary
 
 
-def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
+def publish(temporary: Path, keep: int | None, files: Iterable[str]) -> Path:
     """Turn a fully written folder into a checkpoint, and delete all but the last `keep` checkpoints.
 
     Args:
@@ -85,43 +85,43 @@ def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
 
     Raises OSError, and ArgumentError if a file is missing.
     """
-    missing = [name for name in (*files, METADATA) if not (aside / name).is_file()]
+    missing = [name for name in (*files, METADATA) if not (temporary / name).is_file()]
     if missing:
         raise ArgumentError(
-            f"{aside.parent} must be a folder that all ranks see: {missing[0]} was written by another rank, but is not "
-            "there for the first"
+            f"{temporary.parent} must be a folder that all ranks see: {missing[0]} was written by another rank, but is "
+            "not there for the first"
         )
-    final = aside.parent / aside.name.removeprefix(".").removesuffix(".new")
-    old = aside.parent / f".{final.name}.old"
-    _sync(aside)
+    final = temporary.parent / temporary.name.removeprefix(".").removesuffix(".new")
+    old = temporary.parent / f".{final.name}.old"
+    _sync(temporary)
     if final.exists():
         final.rename(old)
-    aside.rename(final)
+    temporary.rename(final)
     _sync(final.parent)
     if old.exists():
         _delete(old)
     if keep is not None:
-        found = _found(final.parent)
-        for step in sorted(found)[:-keep]:
-            if found[step] != final:
-                _delete(found[step])
+        checkpoints = _complete_checkpoints(final.parent)
+        for step in sorted(checkpoints)[:-keep]:
+            if checkpoints[step] != final:
+                _delete(checkpoints[step])
     return final
 
 
-def _found(parent: Path) -> dict[int, Path]:
+def _complete_checkpoints(parent: Path) -> dict[int, Path]:
     """Return the complete checkpoints in a folder, by step."""
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for path in sorted(parent.iterdir() if parent.is_dir() else ()):  # .step-N.old sorts before step-N, which wins
-        match = _WHOLE.fullmatch(path.name)
-        if match and is_whole(path):
-            found[int(match[1] or match[2])] = path
-    return found
+        match = _COMPLETE.fullmatch(path.name)
+        if match and is_complete(path):
+            checkpoints[int(match[1] or match[2])] = path
+    return checkpoints
 
 
 def _delete(path: Path) -> None:
-    gone = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.gone")
-    path.rename(gone)
-    shutil.rmtree(gone)
+    renamed = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.gone")
+    path.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def _sync(folder: Path) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import also
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.checkpoint import folders
-from penstock.checkpoint.all_or_none import on_first, together
-from penstock.checkpoint.averages import Divided
+from penstock.checkpoint.averages import PartitionedState
+from penstock.checkpoint.collective import run_on_all_ranks, run_on_rank0
 from penstock.checkpoint.contents import (
     LOSS,
+    GlobalState,
     Names,
     Optimizers,
-    Rest,
-    by_label,
     empty_entries,
     entries,
     group_names,
+    label_objects,
     load_optimizer,
     merge_groups,
     model_state,
@@ -51,7 +51,7 @@ class Restored:
     extra: Any
 
 
-@also(others="stateful")
+@accept_aliases(others="stateful")
 def load(
     folder: str | Path,
     pipe: Pipeline,
@@ -84,95 +84,98 @@ def load(
         CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
     wait_for_save(pipe)
-    path = on_first(pipe, partial(folders.find, Path(folder)), f"cannot read {folder}")
+    path = run_on_rank0(pipe, partial(folders.find, Path(folder)), f"cannot read {folder}")
     if path is None:
         return None
-    fails = f"cannot read {path}"
+    failure = f"cannot read {path}"
 
-    def parts() -> tuple[Reader, Rest, dict[str, Any], dict[str, Any], Names]:
+    def open_checkpoint() -> tuple[Reader, GlobalState, dict[str, Any], dict[str, Any], Names]:
         reader = Reader(path, weights_only=weights_only)
-        optimizers, items = by_label(optimizer, stateful)
-        return reader, reader.rest(), optimizers, items, group_names(pipe, optimizers)
+        optimizers, items = label_objects(optimizer, stateful)
+        return reader, reader.global_state(), optimizers, items, group_names(pipe, optimizers)
 
-    reader, rest, optimizers, items, own = together(pipe, parts, fails)
-    merge_groups(pipe.all_gather_object(own))
+    reader, saved, optimizers, items, local_names = run_on_all_ranks(pipe, open_checkpoint, failure)
+    merge_groups(pipe.all_gather_object(local_names))
 
-    def check() -> tuple[dict[str, Divided], dict[str, Any]]:
+    def check() -> tuple[dict[str, PartitionedState], dict[str, Any]]:
         _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))
-        if missing := [label for label in items if label not in rest.others]:
-            raise ArgumentError(f"{missing[0]} is not in {path}, which has {', '.join(rest.others) or 'none'}")
+        if missing := [label for label in items if label not in saved.others]:
+            raise ArgumentError(f"{missing[0]} is not in {path}, which has {', '.join(saved.others) or 'none'}")
         state = model_state(pipe)
-        for label, one in optimizers.items():
-            _check_optimizer(path, pipe, label, type(one).__name__, own[label], rest)
-        divided = {label: Divided(item, pipe) for label, item in items.items()}
-        for label in (*optimizers, *divided):
-            read = empty_entries(pipe, reader.metadata, label)
-            if label in divided and (alone := read.keys() ^ entries(label, divided[label].own).keys()):
+        for label, opt in optimizers.items():
+            _check_optimizer(path, pipe, label, type(opt).__name__, local_names[label], saved)
+        partitioned = {label: PartitionedState(item, pipe) for label, item in items.items()}
+        for label in (*optimizers, *partitioned):
+            stored = empty_entries(pipe, reader.metadata, label)
+            if label in partitioned and (extra := stored.keys() ^ entries(label, partitioned[label].local).keys()):
                 raise ArgumentError(
-                    f"{label}: {min(alone)} is only {'in ' + str(path) if min(alone) in read else 'in the object'}; "
+                    f"{label}: {min(extra)} is only {'in ' + str(path) if min(extra) in stored else 'in the object'}; "
                     "make the object from the pipeline as it was when saved, before loading"
                 )
-            state |= read
-        return divided, state
+            state |= stored
+        return partitioned, state
 
-    divided, state = together(pipe, check, fails)
-    together(pipe, lambda: reader.read(state), fails)
+    partitioned, state = run_on_all_ranks(pipe, check, failure)
+    run_on_all_ranks(pipe, lambda: reader.read(state), failure)
 
     def set_all() -> None:
-        for label, one in optimizers.items():
-            load_optimizer(pipe, one, rest.optimizers[label][1], read_entries(label, state))
-        for label, part in divided.items():
-            part.load(rest.others[label], read_entries(label, state))
+        for label, opt in optimizers.items():
+            load_optimizer(pipe, opt, saved.optimizers[label][1], read_entries(label, state))
+        for label, part in partitioned.items():
+            part.load(saved.others[label], read_entries(label, state))
 
-    together(pipe, set_all, f"cannot load {path}")
-    pipe.step_count, pipe.session.engine.streams.seed = rest.step, rest.seed  # where the random streams go on
-    return Restored(path, rest.step, rest.extra)
+    run_on_all_ranks(pipe, set_all, f"cannot load {path}")
+    pipe.step_count, pipe.session.engine.streams.seed = saved.step, saved.seed  # so that random streams continue
+    return Restored(path, saved.step, saved.extra)
 
 
 def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: Mapping[str, Tensor]) -> None:
-    own, there = pipe.state_dict(), {**model, **loss}
-    missing = [name for name in own if name not in there]
-    foreign = sorted(model.keys() - set(pipe.session.split.all_names()))  # another loss may be meant
-    if missing or foreign:
-        some = ", ".join((missing or foreign)[:4])
-        what = (
+    local, saved = pipe.state_dict(), {**model, **loss}
+    missing = [name for name in local if name not in saved]
+    unknown = sorted(model.keys() - set(pipe.session.split.all_names()))  # the loss may differ
+    if missing or unknown:
+        examples = ", ".join((missing or unknown)[:4])
+        difference = (
             f"lacks {len(missing)} of this model's tensors"
             if missing
-            else f"has {counted(len(foreign), 'tensor')} that this model does not have"
+            else f"has {pluralize(len(unknown), 'tensor')} that this model does not have"
         )
         raise ArgumentError(
-            f"{path} was saved from another model: it {what}, such as {some}. Build the model as it was when saved"
+            f"{path} was saved from another model: it {difference}, such as {examples}. "
+            "Build the model as it was when saved"
         )
-    for name, tensor in own.items():
-        shape = tuple(there[name].shape)
+    for name, tensor in local.items():
+        shape = tuple(saved[name].shape)
         if shape != tuple(tensor.shape):
             raise ArgumentError(
                 f"{path} was saved from another model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
             )
-        if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not continue as it was
+        if saved[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not continue as it was
             raise ArgumentError(
-                f"{path} has {name} in {there[name].dtype}, and here it is in {tensor.dtype}; make the model in the "
+                f"{path} has {name} in {saved[name].dtype}, and here it is in {tensor.dtype}; make the model in the "
                 "dtype in which it was saved; `import_safetensors` takes its weights alone, and casts them"
             )
 
 
-def _check_optimizer(path: Path, pipe: Pipeline, label: str, kind: str, own: list[tuple[str, ...]], rest: Rest) -> None:
-    if label not in rest.optimizers:
-        has = ", ".join(rest.optimizers) or "no optimizer"
+def _check_optimizer(
+    path: Path, pipe: Pipeline, label: str, kind: str, groups: list[tuple[str, ...]], state: GlobalState
+) -> None:
+    if label not in state.optimizers:
+        has = ", ".join(state.optimizers) or "no optimizer"
         raise ArgumentError(f"{label} is not in {path}, which has {has}; load it without, or pass optimizers as saved")
-    saved, groups = rest.optimizers[label]
-    if saved != kind:
-        raise ArgumentError(f"{path} has the state of {saved}, but the {label} is {kind}; make the same kind")
-    if len(groups) != len(own):
+    saved_kind, saved_groups = state.optimizers[label]
+    if saved_kind != kind:
+        raise ArgumentError(f"{path} has the state of {saved_kind}, but the {label} is {kind}; make the same kind")
+    if len(saved_groups) != len(groups):
         raise ArgumentError(
-            f"{path} has {len(groups)} groups of parameters, but the {label} {len(own)}; make the groups as "
+            f"{path} has {len(saved_groups)} groups of parameters, but the {label} {len(groups)}; make the groups as "
             "they were, on every rank: a group may be empty"
         )
-    then = {name: index for index, (names, _) in enumerate(groups) for name in names}
-    now = {name: index for index, names in enumerate(own) for name in names}
+    old_index = {name: index for index, (names, _) in enumerate(saved_groups) for name in names}
+    new_index = {name: index for index, names in enumerate(groups) for name in names}
     for name, _ in pipe.named_parameters():
-        if then.get(name) != now.get(name):
-            was, is_ = ("in none" if n is None else f"in group {n}" for n in (then.get(name), now.get(name)))
+        if old_index.get(name) != new_index.get(name):
+            was, now = ("in none" if n is None else f"in group {n}" for n in (old_index.get(name), new_index.get(name)))
             raise ArgumentError(
-                f"{path}: {name} was {was} of the {label}'s groups, and is {is_} now; make the groups as they were"
+                f"{path}: {name} was {was} of the {label}'s groups, and is {now} now; make the groups as they were"
             )

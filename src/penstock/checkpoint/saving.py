@@ -1,4 +1,4 @@
-"""Saves a run: every rank collects, checks and writes its part; the first one then turns the parts into a checkpoint.
+"""Saves a run: every rank collects, checks and writes its part; the first one then publishes the checkpoint.
 
 With `blocking=False` a thread writes copies while training goes on. Its collectives have their own process group: on a
 group that training uses, ranks could issue collectives in different orders and wait for each other forever.
@@ -25,20 +25,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock._base import owner
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import also
 from penstock.checkpoint import folders, storage
-from penstock.checkpoint.all_or_none import OWN_PART, attempt, in_words, on_first, together
-from penstock.checkpoint.averages import Divided, check_shared
+from penstock.checkpoint.averages import PartitionedState, check_shared
+from penstock.checkpoint.collective import CHECKPOINT_IO, attempt, describe_error, run_on_all_ranks, run_on_rank0
 from penstock.checkpoint.contents import (
-    REST,
+    GLOBAL_STATE,
+    GlobalState,
     Names,
     Optimizers,
-    Rest,
-    by_label,
     entries,
     group_names,
     group_options,
+    label_objects,
     merge_groups,
     model_state,
     optimizer_state,
@@ -46,51 +46,51 @@ from penstock.checkpoint.contents import (
 from penstock.distributed.groups import is_part_of_job, new_group
 from penstock.pipe.pipeline import Pipeline
 
-_LOOK_SECONDS = 0.1
-"""How often a rank that waits for its thread checks whether the thread is working or waiting for other ranks."""
+_POLL_SECONDS = 0.1
+"""Interval at which a rank that waits for its thread checks whether the thread is working or waiting for ranks."""
 
 
 @dataclass(slots=True)
-class Background:
-    """What a pipeline's background saves use, kept among the companions of its session.
+class AsyncSaver:
+    """The thread and process group of a pipeline's background saves, kept among its session's companions.
 
     Attributes:
         group: the process group of the thread's collectives; None: this process is alone.
-        under_way: the checkpoint that the thread is writing.
-        works: set while the thread's work waits for no other rank.
+        pending: the checkpoint that the thread is writing.
+        busy: set while the thread's work waits for no other rank.
     """
 
     thread: ThreadPoolExecutor
     group: ProcessGroup | None
-    under_way: tuple[Path, Future[None]] | None = None
-    works: threading.Event = field(default_factory=threading.Event)
+    pending: tuple[Path, Future[None]] | None = None
+    busy: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Marks, in the thread, work that waits for no other rank."""
-        self.works.set()
+        """Mark, in the thread, work that waits for no other rank."""
+        self.busy.set()
         try:
             yield
         finally:
-            self.works.clear()
+            self.busy.clear()
 
     def wait(self, pipe: Pipeline, future: Future[None]) -> None:
         """Wait for the thread's work to end, telling the other ranks meanwhile whether it is working or waiting."""
         while not future.done():
-            works = self.works.is_set()
-            with pipe.session.control.working(OWN_PART) if works else pipe.session.control.waiting("a checkpoint"):
-                while works == self.works.is_set() and wait_for([future], _LOOK_SECONDS).not_done:
+            busy = self.busy.is_set()
+            with pipe.session.control.working(CHECKPOINT_IO) if busy else pipe.session.control.waiting("a checkpoint"):
+                while busy == self.busy.is_set() and wait_for([future], _POLL_SECONDS).not_done:
                     pass
 
-    def say_what_failed(self) -> None:
+    def report_failure(self) -> None:
         """Report a failed save when a script exits without closing its pipeline. The thread has ended by then."""
-        if self.under_way is not None:
-            path, future = self.under_way
+        if self.pending is not None:
+            path, future = self.pending
             if future.done() and (error := future.exception()):
-                print(f"penstock: cannot write {path}: {in_words(error, 0)[1]}", file=sys.stderr)
+                print(f"penstock: cannot write {path}: {describe_error(error, 0)[1]}", file=sys.stderr)
 
 
-@also(others="stateful", wait="blocking", keep="keep_last")
+@accept_aliases(others="stateful", wait="blocking", keep="keep_last")
 def save(
     folder: str | Path,
     pipe: Pipeline,
@@ -129,27 +129,29 @@ def save(
         CheckpointError: on every rank, if something cannot be written. The last checkpoint is unchanged.
     """
     wait_for_save(pipe)
-    storage.hush()
+    storage.silence_warnings()
     state = _collect(pipe, optimizer, stateful, extra, keep_last)
     parent = Path(folder).absolute()  # a write in the background may outlive a chdir
-    path = parent / folders.name_of(pipe.step_count)
+    path = parent / folders.folder_name(pipe.step_count)
     if not blocking:
-        state = together(pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}")
+        state = run_on_all_ranks(
+            pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}"
+        )
 
     def prepare() -> Path:
         owner.claim(parent, pipe.session, f"checkpoints in {parent}")
         return folders.prepare(parent, pipe.step_count)
 
-    aside = on_first(pipe, prepare, f"cannot write checkpoints to {parent}")
-    act = partial(_write, aside, state, pipe.is_main_process, keep_last)
+    temporary = run_on_rank0(pipe, prepare, f"cannot write checkpoints to {parent}")
+    write = partial(_write, temporary, state, pipe.is_main_process, keep_last)
     control = pipe.session.control
     if blocking:
         with control.waiting("a checkpoint"):
-            future = attempt(partial(act, control.control_group, partial(control.working, OWN_PART)))
-        together(pipe, future.result, f"cannot write {path}")
+            future = attempt(partial(write, control.control_group, partial(control.working, CHECKPOINT_IO)))
+        run_on_all_ranks(pipe, future.result, f"cannot write {path}")
     else:
-        background = _background(pipe)
-        background.under_way = path, background.thread.submit(act, background.group, background.working)
+        saver = _async_saver(pipe)
+        saver.pending = path, saver.thread.submit(write, saver.group, saver.working)
     return path
 
 
@@ -162,105 +164,103 @@ def wait_for_save(pipe: Pipeline) -> Path | None:
         raise ArgumentError(
             f"pipe: expected a Pipeline, not a {type(pipe).__name__}; save and load take the folder before it"
         )
-    background: Background | None = pipe.session.companions.get(Background)
-    if background is None or background.under_way is None:
+    saver: AsyncSaver | None = pipe.session.companions.get(AsyncSaver)
+    if saver is None or saver.pending is None:
         return None
-    (path, future), background.under_way = background.under_way, None
-    background.wait(pipe, future)
-    together(pipe, future.result, f"cannot write {path}")
+    (path, future), saver.pending = saver.pending, None
+    saver.wait(pipe, future)
+    run_on_all_ranks(pipe, future.result, f"cannot write {path}")
     return path
 
 
 def _collect(
-    pipe: Pipeline, optimizer: Optimizers | None, others: Mapping[str, Any] | None, extra: Any, keep: int | None
+    pipe: Pipeline, optimizer: Optimizers | None, stateful: Mapping[str, Any] | None, extra: Any, keep: int | None
 ) -> dict[str, Any]:
-    """Return what this process has to write, once every rank has checked its own part. Tensors are live, not copies."""
+    """Return this process's part of a checkpoint, once every rank has checked its own. Tensors are live, not copies."""
 
-    def parts() -> tuple[dict[str, Any], dict[str, Divided], Names]:
+    def check_arguments() -> tuple[dict[str, Any], dict[str, PartitionedState], Names]:
         if keep is not None and keep < 1:
             raise ArgumentError(f"keep_last={keep}: expected an integer >= 1, or None to keep all")
-        optimizers, rest = by_label(optimizer, others)
-        divided = {label: Divided(item, pipe) for label, item in rest.items()}
-        return optimizers, divided, group_names(pipe, optimizers)
+        optimizers, objects = label_objects(optimizer, stateful)
+        partitioned = {label: PartitionedState(item, pipe) for label, item in objects.items()}
+        return optimizers, partitioned, group_names(pipe, optimizers)
 
-    optimizers, divided, names = together(pipe, parts, "cannot save")
-    of_ranks = pipe.all_gather_object((names, {label: part.digest() for label, part in divided.items()}))
-    groups = merge_groups([names for names, _ in of_ranks])
-    check_shared([digests for _, digests in of_ranks])
+    optimizers, partitioned, names = run_on_all_ranks(pipe, check_arguments, "cannot save")
+    gathered = pipe.all_gather_object((names, {label: part.digest() for label, part in partitioned.items()}))
+    groups = merge_groups([names for names, _ in gathered])
+    check_shared([digests for _, digests in gathered])
 
-    def own_state() -> dict[str, Any]:
+    def local_state() -> dict[str, Any]:
         state = model_state(pipe)
-        for label, one in optimizers.items():
-            state |= entries(label, optimizer_state(pipe, one, label))
-        for label, part in divided.items():
-            state |= entries(label, part.own)
+        for label, opt in optimizers.items():
+            state |= entries(label, optimizer_state(pipe, opt, label))
+        for label, part in partitioned.items():
+            state |= entries(label, part.local)
         if pipe.is_main_process:
-            rest = Rest(
+            global_state = GlobalState(
                 step=pipe.step_count,
                 seed=pipe.seed,
                 extra=extra,
-                others={label: part.rest for label, part in divided.items()},
+                others={label: part.shared for label, part in partitioned.items()},
                 ties=pipe.session.ties(),
                 optimizers={
-                    label: (type(one).__name__, list(zip(groups[label], group_options(one), strict=True)))
-                    for label, one in optimizers.items()
+                    label: (type(opt).__name__, list(zip(groups[label], group_options(opt), strict=True)))
+                    for label, opt in optimizers.items()
                 },
             )
-            state[REST] = pickle.dumps(vars(rest))  # bytes: torch would split a dict into one entry per item
+            state[GLOBAL_STATE] = pickle.dumps(vars(global_state))  # bytes: torch would split a dict
         return state
 
-    return together(pipe, own_state, "cannot save")
+    return run_on_all_ranks(pipe, local_state, "cannot save")
 
 
 def _write(
-    aside: Path,
+    temporary: Path,
     state: dict[str, Any],
     is_first: bool,
     keep: int | None,
     group: ProcessGroup | None,
-    alone: storage.Around,
+    working: storage.WorkContext,
 ) -> None:
     try:
-        files = storage.write(aside, state, group, alone)
+        files = storage.write(temporary, state, group, working)
         if is_first:
-            with alone():
-                folders.publish(aside, keep, files)
-    except BaseException:  # of storage.write: on every rank, once all have stopped writing
+            with working():
+                folders.publish(temporary, keep, files)
+    except BaseException:  # storage.write raises on every rank, once all have stopped writing
         if is_first:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 # -- in the background ------------------------------------------------------------------------------------------------
 
 
-def _background(pipe: Pipeline) -> Background:
+def _async_saver(pipe: Pipeline) -> AsyncSaver:
     """Return the pipeline's thread and process group: made at its first background save, closed with the pipeline."""
-    background: Background | None = pipe.session.companions.get(Background)
-    if background is None:
-        control = pipe.session.control.control_group
+    saver: AsyncSaver | None = pipe.session.companions.get(AsyncSaver)
+    if saver is None:
+        control_group = pipe.session.control.control_group
         group = None
-        if control is not None:
-            members = dist.get_process_group_ranks(control)
+        if control_group is not None:
+            members = dist.get_process_group_ranks(control_group)
             with pipe.session.control.waiting("process groups"):
                 group = new_group(members, "gloo", members_only=is_part_of_job(members))
-        background = pipe.session.companions[Background] = Background(
-            ThreadPoolExecutor(1, "penstock-checkpoint"), group
-        )
-        if pipe.is_main_process:  # which knows of every rank's error
-            atexit.register(background.say_what_failed)
-        pipe.session.before_close(partial(_close, pipe, background))
-    return background
+        saver = pipe.session.companions[AsyncSaver] = AsyncSaver(ThreadPoolExecutor(1, "penstock-checkpoint"), group)
+        if pipe.is_main_process:  # it receives every rank's error
+            atexit.register(saver.report_failure)
+        pipe.session.on_close(partial(_close, pipe, saver))
+    return saver
 
 
-def _close(pipe: Pipeline, background: Background) -> None:
+def _close(pipe: Pipeline, saver: AsyncSaver) -> None:
     try:
         wait_for_save(pipe)
     finally:
-        del pipe.session.companions[Background]
-        atexit.unregister(background.say_what_failed)
-        background.thread.shutdown()
-        group = background.group
+        del pipe.session.companions[AsyncSaver]
+        atexit.unregister(saver.report_failure)
+        saver.thread.shutdown()
+        group = saver.group
         if group is not None and not is_part_of_job(dist.get_process_group_ranks(group)):
             dist.destroy_process_group(group)
 

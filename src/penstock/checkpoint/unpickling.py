@@ -16,7 +16,7 @@ _METADATA = (
     "Metadata TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING ChunkStorageMetadata BytesStorageMetadata "
     "MetadataIndex StorageMeta"
 )
-_KNOWN = {
+_ALLOWED = {
     "builtins": "complex dict frozenset int float list set slice str tuple",
     "collections": "Counter OrderedDict defaultdict deque",
     "numpy": "dtype ndarray",
@@ -53,30 +53,30 @@ class NotAllowedError(pickle.UnpicklingError):
 
 
 class _Unpickler(pickle.Unpickler):
-    _left = MAX_VALUES
+    _remaining = MAX_VALUES
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # of a tensor, where torch would unpickle anything
-            return _storage
+            return _load_storage
         if module == "builtins" and name in ("bytearray", "range"):
-            return partial(self._bounded, super().find_class(module, name))
-        if name in _KNOWN.get(module, "").split():
+            return partial(self._build_bounded, super().find_class(module, name))
+        if name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         for allowed in torch.serialization.get_safe_globals():
-            found, path = allowed if isinstance(allowed, tuple) else (allowed, "")
-            if (path or f"{found.__module__}.{found.__qualname__}") == f"{module}.{name}":
-                return found
+            candidate, path = allowed if isinstance(allowed, tuple) else (allowed, "")
+            if (path or f"{candidate.__module__}.{candidate.__qualname__}") == f"{module}.{name}":
+                return candidate
         raise NotAllowedError(f"it calls {module}.{name}, which could run any code")
 
-    def _bounded(self, kind: Any, *args: Any) -> Any:
+    def _build_bounded(self, kind: Any, *args: Any) -> Any:
         """Build a bytearray or a range: all of a pickle together may not be much longer than it."""
-        self._left -= sum(abs(one) for one in args if isinstance(one, int))
-        if self._left < 0:
+        self._remaining -= sum(abs(arg) for arg in args if isinstance(arg, int))
+        if self._remaining < 0:
             raise pickle.UnpicklingError(f"{kind.__name__}{quoted(args)} is too long")
         return kind(*args)
 
 
-def _storage(data: bytes) -> Any:
+def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

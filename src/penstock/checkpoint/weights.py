@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError, CheckpointError, require
 from penstock._base.files import read_json, validate
-from penstock._base.second_names import also
 from penstock.checkpoint import folders
-from penstock.checkpoint.all_or_none import together
+from penstock.checkpoint.collective import run_on_all_ranks
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
 from penstock.partition.units.chain import as_module, known_names
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import copy_into
-from penstock.runtime.model.taking_over import Materialize
+from penstock.runtime.model.ownership import Materialize
 
 
-@also(otherwise="init_missing")
+@accept_aliases(otherwise="init_missing")
 def init_from_weights(
     path: str | Path,
     model: nn.Module | Sequence[nn.Module],
@@ -48,17 +48,17 @@ def init_from_weights(
         CheckpointError: a file is damaged.
     """
     root = as_module(model)
-    source = source_of(path)
-    first = known_names(root)
-    there = _match(path, root, first, source, strict)
+    source = open_source(path)
+    first_names = known_names(root)
+    file_names = _match(path, root, first_names, source, strict)
 
     def rule(module_name: str, module: nn.Module) -> None:
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         prefix = f"{module_name}." if module_name else ""
-        found = [(tensor, there.get(first[prefix + key])) for key, tensor in own]
-        if any(name is None for _, name in found):
+        matches = [(tensor, file_names.get(first_names[prefix + key])) for key, tensor in tensors]
+        if any(name is None for _, name in matches):
             _initialize(module_name, module, init_missing)
-        for tensor, name in found:
+        for tensor, name in matches:
             if name is not None:
                 source.fill(tensor, name)
 
@@ -78,55 +78,56 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
             has changed.
         CheckpointError: on every rank, if any rank cannot read a file.
     """
-    fails = f"cannot read {path}"
-    source = together(pipe, lambda: source_of(path), fails)
-    own = pipe.state_dict()
-    first = pipe.session.split.names()
-    there = together(pipe, lambda: _match(path, pipe.model, first, source, strict), fails)
+    failure = f"cannot read {path}"
+    source = run_on_all_ranks(pipe, lambda: open_source(path), failure)
+    local = pipe.state_dict()
+    first_names = pipe.session.split.names()
+    file_names = run_on_all_ranks(pipe, lambda: _match(path, pipe.model, first_names, source, strict), failure)
 
     def read() -> None:
-        for name, tensor in own.items():
-            if name in there:
-                source.fill(tensor, there[name])
+        for name, tensor in local.items():
+            if name in file_names:
+                source.fill(tensor, file_names[name])
 
-    together(pipe, read, fails)
+    run_on_all_ranks(pipe, read, failure)
 
 
 def _match(
-    path: str | Path, model: nn.Module, first: Mapping[str, str], source: Source, strict: bool
+    path: str | Path, model: nn.Module, first_names: Mapping[str, str], source: Source, strict: bool
 ) -> dict[str, str]:
     """Map the model's names to the file's, which may use any name of a tied tensor. Leaves out what the file lacks.
 
     Args:
         path: for errors.
-        first: the first name for every name in the model.
+        first_names: the first name for every name in the model.
         strict: whether the file must contain exactly the model's saved tensors.
     """
     saved = model.state_dict(keep_vars=True)
-    shapes = {first[name]: tuple(tensor.shape) for name, tensor in saved.items() if name in first}
-    there = {name: name for name in source.shapes if name in shapes}
+    shapes = {first_names[name]: tuple(tensor.shape) for name, tensor in saved.items() if name in first_names}
+    file_names = {name: name for name in source.shapes if name in shapes}
     for name in source.shapes:
-        there.setdefault(first.get(name, ""), name)
-    there.pop("", None)
-    missing = [name for name in shapes if name not in there]
-    unknown = [name for name in source.shapes if name not in first and name not in shapes]
+        file_names.setdefault(first_names.get(name, ""), name)
+    file_names.pop("", None)
+    missing = [name for name in shapes if name not in file_names]
+    unknown = [name for name in source.shapes if name not in first_names and name not in shapes]
     if strict and (missing or unknown):
-        lacks, has = (", ".join(some[:4]) or "none" for some in (missing, unknown))
+        lacks, has = (", ".join(names[:4]) or "none" for names in (missing, unknown))
         raise ArgumentError(
-            f"{path} does not fit the model (missing: {lacks}; unknown to the model: {has}); pass the weights of this "
-            "model, or strict=False to load the tensors that both have"
+            f"{path} does not fit the model (missing: {lacks}; unknown to the model: {has}); pass the weights of "
+            "this model, or strict=False to load the tensors that both have"
         )
-    for name in shapes.keys() & there.keys():
-        if source.shapes[there[name]] != shapes[name]:
+    for name in shapes.keys() & file_names.keys():
+        if source.shapes[file_names[name]] != shapes[name]:
             raise ArgumentError(
-                f"{path}: {there[name]} has shape {source.shapes[there[name]]} there and {shapes[name]} in the model"
+                f"{path}: {file_names[name]} has shape {source.shapes[file_names[name]]} there and {shapes[name]} in "
+                "the model"
             )
-    return {name: there[name] for name in shapes if name in there}
+    return {name: file_names[name] for name in shapes if name in file_names}
 
 
-def _initialize(name: str, module: nn.Module, otherwise: Materialize | None) -> None:
-    if otherwise is not None:
-        otherwise(name, module)
+def _initialize(name: str, module: nn.Module, init_missing: Materialize | None) -> None:
+    if init_missing is not None:
+        init_missing(name, module)
     elif (reset := getattr(module, "reset_parameters", None)) is not None:
         reset()
     elif any(True for _ in module.parameters(recurse=False)):
@@ -136,7 +137,7 @@ def _initialize(name: str, module: nn.Module, otherwise: Materialize | None) -> 
         )
 
 
-# -- where weights come from: files, or a checkpoint, read one tensor at a time ----------------------------------------
+# -- sources of weights: files, or a checkpoint, read one tensor at a time ---------------------------------------------
 
 _COPY = "copy the whole folder again"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -148,58 +149,58 @@ class Source:
     """Tensors by name.
 
     Attributes:
-        shapes: the shape of each.
-        fill: copies the values of the one of that name into a tensor of its shape, casting to its dtype.
+        shapes: each tensor's shape.
+        fill: copies the named tensor into a tensor of its shape, casting to its dtype.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     fill: Callable[[Tensor, str], None]
 
 
-def source_of(path: str | Path) -> Source:
-    """Open what is at a path, as for `init_from_weights`. Raise ArgumentError if that is none of these, and
+def open_source(path: str | Path) -> Source:
+    """Open the weights at a path, as for `init_from_weights`. Raise ArgumentError if it is none of these, and
     CheckpointError if a file is damaged."""
     path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():
-        return _in_files([path])
+        return _files_source([path])
     if (path / _SINGLE).is_file():
-        return _in_files([path / _SINGLE])
+        return _files_source([path / _SINGLE])
     if (path / _INDEX).is_file():
-        what = str(path / _INDEX)
+        description = str(path / _INDEX)
         try:
-            index = validate(dict[str, Any], read_json(path / _INDEX), what)
-            files = validate(dict[str, str], index.get("weight_map"), f"{what}: weight_map")
+            index = validate(dict[str, Any], read_json(path / _INDEX), description)
+            files = validate(dict[str, str], index.get("weight_map"), f"{description}: weight_map")
         except ArgumentError as error:
             raise CheckpointError(f"{error}; {_COPY}") from None
         paths = [path / name for name in sorted(set(files.values()))]
-        if missing := [one for one in paths if not one.is_file()]:
+        if missing := [p for p in paths if not p.is_file()]:
             raise CheckpointError(f"{path} lacks {missing[0].name}, which {_INDEX} names; {_COPY}")
-        return _in_files(paths)
+        return _files_source(paths)
     checkpoint = folders.find(path)
     if checkpoint is None:
         raise ArgumentError(
             f"{path}: expected a .safetensors file, a folder with {_SINGLE} or {_INDEX}, or a checkpoint"
         )
-    return _in_checkpoint(checkpoint)
+    return _checkpoint_source(checkpoint)
 
 
-def _in_files(paths: Sequence[Path]) -> Source:
+def _files_source(paths: Sequence[Path]) -> Source:
     """Return the weights in `safetensors` files. A file is open only while it is read, to free its pages."""
-    path_of: dict[str, Path] = {}
+    paths_by_name: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        with _opened(path) as file:
+        with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
-                path_of[name], shapes[name] = path, tuple(file.get_slice(name).get_shape())
+                paths_by_name[name], shapes[name] = path, tuple(file.get_slice(name).get_shape())
 
     def fill(tensor: Tensor, name: str) -> None:
-        with _opened(path_of[name]) as file:
+        with _open(paths_by_name[name]) as file:
             copy_into(tensor.detach(), file.get_tensor(name))
 
     return Source(shapes, fill)
 
 
-def _in_checkpoint(path: Path) -> Source:
+def _checkpoint_source(path: Path) -> Source:
     """Return the weights of the model in a checkpoint."""
     reader = Reader(path)
 
@@ -212,7 +213,7 @@ def _in_checkpoint(path: Path) -> Source:
     return Source({name: tuple(tensor.shape) for name, tensor in model_tensors(reader.metadata).items()}, fill)
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     require("safetensors", "safetensors", for_what=f"reading {path}")
     from safetensors import SafetensorError, safe_open
 
@@ -221,7 +222,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        what = f"{path} is not a safetensors file: {error}"
+        problem = f"{path} is not a safetensors file: {error}"
         if path.suffix != ".safetensors":
-            raise ArgumentError(f"{what}; safetensors.torch.save_file makes one of a state_dict") from None
-        raise CheckpointError(f"{what}; {_COPY}") from None
+            raise ArgumentError(f"{problem}; safetensors.torch.save_file makes one of a state_dict") from None
+        raise CheckpointError(f"{problem}; {_COPY}") from None

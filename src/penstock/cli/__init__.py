@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import typer
 
 from penstock._base import __version__
-from penstock._base.errors import ArgumentError, PartitionError, PenstockError, VerificationError, formatted
-from penstock._base.second_names import of_peer
-from penstock._base.words import printable
-from penstock.cli._as_typed import Commands, in_options, options_of, usage_error
+from penstock._base.aliases import peer_remedy
+from penstock._base.errors import ArgumentError, PartitionError, PenstockError, VerificationError, format_warning
+from penstock._base.formatting import strip_control_chars
+from penstock.cli._errors import Commands, in_options, iterate_options, usage_error
 from penstock.cli._old_names import OLD_COMMANDS, old_options
-from penstock.distributed.launch.endings import stopped_by
+from penstock.distributed.launch.endings import describe_signal
 
 VERBS = (
     *("run", "demo", "init", "inspect", "profile", "verify", "blame", "export", "schedules", "simulate", "search"),
@@ -68,7 +68,7 @@ class _Verbs(Commands):
             text, status = "user code exited before the command finished (SystemExit)", 2
         except KeyboardInterrupt as error:
             number = error.args[0] if error.args and isinstance(error.args[0], int) else signal.SIGINT
-            text, status = f"{stopped_by(number)}; {_NOTHING_LEFT}", 128 + number
+            text, status = f"{describe_signal(number)}; {_NOTHING_LEFT}", 128 + number
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
         except (PenstockError, OSError) as error:
             if isinstance(error, BrokenPipeError):  # the reader of the output has stopped, as `head` does
@@ -81,18 +81,18 @@ class _Verbs(Commands):
             if isinstance(error, ArgumentError | PartitionError) and (
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")
             ):
-                text = in_options(text, set(options_of(verb)), ctx.invoked_subcommand)
+                text = in_options(text, set(iterate_options(verb)), ctx.invoked_subcommand)
         except Exception as error:  # click's UsageError, which Typer does not export
             if not hasattr(error, "format_message"):
                 raise
             verb, name = self.get_command(ctx, ctx.invoked_subcommand or ""), getattr(error, "option_name", "")
-            remedy = in_options(of_peer(name), set(options_of(verb)) if verb else (), ctx.invoked_subcommand)
+            remedy = in_options(peer_remedy(name), set(iterate_options(verb)) if verb else (), ctx.invoked_subcommand)
             text = f"{ctx.invoked_subcommand} has no option {name}; {remedy}" if "--" in remedy else usage_error(error)
             if not text:
                 raise
             status = 2
         _flush()
-        print(f"penstock: {'error: ' if status <= 2 else ''}{printable(text)}", file=sys.stderr)
+        print(f"penstock: {'error: ' if status <= 2 else ''}{strip_control_chars(text)}", file=sys.stderr)
         raise typer.Exit(status)
 
 
@@ -130,22 +130,22 @@ def main() -> None:
 def _run() -> int:
     """Run the command and return its exit status."""
     status: Any = 0
-    lost: OSError | None = None
-    warnings.formatwarning = formatted
+    write_error: OSError | None = None
+    warnings.formatwarning = format_warning
     try:
         app(prog_name="penstock")
     except SystemExit as error:
         status = error.code
         if isinstance(getattr(error.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
-            print(f"penstock: {stopped_by(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
+            print(f"penstock: {describe_signal(signal.SIGINT)}; {_NOTHING_LEFT}", file=sys.stderr)
     except OSError as error:  # while printing help
-        lost = error
-    lost = _flush() or lost
-    if isinstance(lost, BrokenPipeError):
+        write_error = error
+    write_error = _flush() or write_error
+    if isinstance(write_error, BrokenPipeError):
         return int(status or 1)  # as rich does
-    if lost:
-        print(f"penstock: error: {_describe(lost)}", file=sys.stderr)
-    return int(status or (2 if lost else 0))
+    if write_error:
+        print(f"penstock: error: {_describe(write_error)}", file=sys.stderr)
+    return int(status or (2 if write_error else 0))
 
 
 def _flush() -> OSError | None:

@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock._base.words import counted
-from penstock.report.text import columns_of
+from penstock._base.formatting import pluralize
+from penstock.report.text import columns_table
 
 LONG_TABLE = 24
 """Number of rows above which equal ones are folded by module."""
 
 _STYLES = {"equal": "green", "close": "yellow"}
-_OF_BLOCK = ("gradient", "buffer")
+_BLOCK_KINDS = ("gradient", "buffer")
 """Values named after their module; others are named after a phase ("output 3 in evaluation")."""
 
 
@@ -33,14 +33,14 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
         "max|difference|": [f"{line['max_difference']:.3g}" for line in lines],
         "step": [line.get("step") or None for line in lines],
     }
-    table = columns_of(columns, left=4)
+    table = columns_table(columns, left=4)
     for column in table.columns:
         column.no_wrap, column.overflow = column.header != "name", "fold"
     console.print(table)
     counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
     if report["replicas"] > 1:
         counts = {"replica": report["replicas"]} | counts
-    sizes = ", ".join(counted(count, what) for what, count in counts.items())
+    sizes = ", ".join(pluralize(count, noun) for noun, count in counts.items())
     notes = "\n".join(f"note: {note}" for note in report["notes"])
     full_batch = report["full_batch"]
     explained = f"full batch: {full_batch['text']}" if full_batch and full_batch["verdict"] == "explained" else ""
@@ -52,16 +52,16 @@ def _fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Merge neighboring rows of a block that are all equal, or all undefined."""
 
     def key(row: Mapping[str, Any]) -> Any:
-        group = _block(row["name"]) if row["kind"] in _OF_BLOCK else row["name"].partition(" in ")[2]
+        group = _block(row["name"]) if row["kind"] in _BLOCK_KINDS else row["name"].partition(" in ")[2]
         foldable = row["verdict"] in ("equal", "undefined")
         return (row["kind"], group, *row["stages"], row["verdict"], row.get("step", 0)) if foldable else row
 
     for _, group in groupby(rows, key):
-        first, *others = group
-        if others:
+        first, *folded = group
+        if folded:
             name, _, phase = first["name"].partition(" in ")
-            count, of = len(others) + 1, f" in {phase}" if phase else ""
-            name = f"{_block(name)}.* ({count})" if first["kind"] in _OF_BLOCK else f"all {count}{of}"
+            count, of = len(folded) + 1, f" in {phase}" if phase else ""
+            name = f"{_block(name)}.* ({count})" if first["kind"] in _BLOCK_KINDS else f"all {count}{of}"
             first = {**first, "name": name}
         yield first
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError
-from penstock.cli._as_typed import flag
+from penstock.cli._errors import flag
 from penstock.cli._options import argument, options_on
-from penstock.cli._target import compute_as_ranks, link_of, profile_target, profiles_of
+from penstock.cli._target import compute_as_ranks, load_profiles, parse_link_cost, profile_target
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
-from penstock.costs.links import assumed, usual_link
+from penstock.costs.links import describe_link, usual_link
 from penstock.simulate import Links
-from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
+from penstock.simulate.costs import LinkCost, StageCost, check_magnitude
 
 EPILOG = "\n\n".join(
     (
@@ -87,7 +87,7 @@ class CostOptions:
         if self.links is not None:
             return costs.with_links(read_links(self.links))
         if self.link is not None:
-            return costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
+            return costs.with_links(MeasuredLinks({}, parse_link_cost(self.link), f"--link {self.link!r}"))
         return costs
 
     def _check_conflicts(self, values: Mapping[str, float], source: str) -> None:
@@ -113,14 +113,14 @@ class CostOptions:
         size = self.microbatch_size
         batch = {"microbatches": microbatches} if size is None else {"microbatch_sizes": [size]}
         files = [] if self.profile is None else [self.profile]
-        (profile,) = profiles_of(self.target, files, lambda target: [profile_target(target, **batch)])
+        (profile,) = load_profiles(self.target, files, lambda target: [profile_target(target, **batch)])
         units = units_of(profile, size, source)
         links: Links = _link(values)
         if not values and self.links is None and self.link is None:
             links = links_in(profile, source)
             if not profile.links:
                 links = usual_link(profile.device)
-                units = replace(units, said=f"{units.said}; links not measured: {assumed(links)}")
+                units = replace(units, description=f"{units.description}; links not measured: {describe_link(links)}")
         return Costs(units, links, has_memory=True, source=source)
 
     def _from_numbers(self, values: Mapping[str, float]) -> Costs:
@@ -128,9 +128,9 @@ class CostOptions:
         needs = {"memory_weight_grad": "memory_activation"}
         if not has_links:
             needs |= {"output_bytes": "bandwidth", "bandwidth": "output_bytes"}
-        for name, other in needs.items():
-            if name in values and other not in values:
-                raise ArgumentError(f"{flag(name)} has no effect without {flag(other)}; pass both")
+        for name, required in needs.items():
+            if name in values and required not in values:
+                raise ArgumentError(f"{flag(name)} has no effect without {flag(required)}; pass both")
         default = next((values[name] for name in WORK if name in values), 1.0)
         activation = values.get("memory_activation", 0.0)
         weight_grad, unsharded = values.get("memory_weight_grad", activation), values.get("memory_unsharded", 0.0)
@@ -160,4 +160,4 @@ def _check(values: Mapping[str, float]) -> None:
             raise ArgumentError(f"{option}: expected a cost of 0 or more")
         if name == "bandwidth" and not value:
             raise ArgumentError(f"{option}: expected a bandwidth above 0")
-        refuse_extreme(name, value, option)
+        check_magnitude(name, value, option)

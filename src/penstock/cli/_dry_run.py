@@ -33,13 +33,13 @@ _UNEVEN = "; for an uneven all_to_all, of each rank's input"
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
     """Print one row per group of transfers (all microbatches and replicas; in a table also similar layers), and the
     files written to `folder`."""
-    workload, written = spec.workload, [path.name for path in files]
+    workload, file_names = spec.workload, [path.name for path in files]
     totals = _busiest(spec, range(len(workload.transfers)))
     if as_json:
         about = {"version": 1, "workload": workload.name, "hosts": spec.hosts, "iterations": spec.iterations}
         rows = _traffic(spec, groups(workload))
-        where = {"folder": None if folder is None else str(folder), "files": written}
-        print_json({**about, "transfers": rows, **totals, **where})
+        output = {"folder": None if folder is None else str(folder), "files": file_names}
+        print_json({**about, "transfers": rows, **totals, **output})
         return
     console = screen()
     console.print(Text(f"{workload.name}: transfers of a trial on {spec.hosts} hosts", "bold"))
@@ -60,26 +60,26 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
     for note in (*workload.notes, _NOTE.format(uneven)):
         console.print(Text(note, "dim"))
     if folder is not None:
-        note = f"written: {', '.join(written)}" if files else "a run would be written there"
+        note = f"written: {', '.join(file_names)}" if files else "a run would be written there"
         console.print(Text(f"{folder}: {note}", "dim"))
 
 
 def _traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
-    """Return the rows. `times` counts all iterations of all transfers in the group; for the rest see `_busiest`."""
+    """Return the rows. `times` counts all iterations of all transfers in the group; for other values see `_busiest`."""
     rows = []
     for group in grouped:
-        first = spec.workload.transfers[group.places[0]]
+        first = spec.workload.transfers[group.indices[0]]
         rows.append(
             {
                 "name": group.name,
                 "kind": first.kind,
                 "collective": first.collective,
-                "algorithm": spec.algorithm_of(group.places[0]),
+                "algorithm": spec.algorithm_for(group.indices[0]),
                 "ranks": len(first.ranks) or spec.hosts,
                 "shares": list(first.shares),
                 "bytes": first.bytes,
-                "times": len(group.places) * spec.iterations,
-                **_busiest(spec, group.places),
+                "times": len(group.indices) * spec.iterations,
+                **_busiest(spec, group.indices),
             }
         )
     return rows
@@ -89,7 +89,7 @@ def _busiest(spec: Spec, indices: Iterable[int]) -> dict[str, int | None]:
     """Return the bytes that the busiest host sends and that pass the busiest port; None for the engine: unknown."""
     passed: Counter[tuple[int, bool]] = Counter()
     for index in indices:
-        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_of(index)
+        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_for(index)
         if algorithm == ENGINE:
             return {"sent_bytes": None, "port_bytes": None}
         ranks = transfer.members(spec.hosts)
@@ -113,9 +113,9 @@ def _steps(
 def _section(row: dict[str, Any]) -> str:
     """Return the heading of a row's section: kind, collective and algorithm."""
     by = "torch.distributed's own" if row["algorithm"] == ENGINE else row["algorithm"]
-    how = "send" if row["collective"] == "send" else f"{by} {row['collective']} among {row['ranks']}"
+    operation = "send" if row["collective"] == "send" else f"{by} {row['collective']} among {row['ranks']}"
     uneven = f", shares {','.join(map(str, row['shares']))}" if row["shares"] else ""
-    return f"{row['kind']}: {how}{uneven}" if row["kind"] else f"{how}{uneven}"
+    return f"{row['kind']}: {operation}{uneven}" if row["kind"] else f"{operation}{uneven}"
 
 
 def _number(value: int | None) -> str:

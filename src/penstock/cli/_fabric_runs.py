@@ -13,12 +13,12 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import write_json
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.views.facts import rate_of
+from penstock.network.fabric.views.facts import format_rate
 from penstock.network.fabric.views.numbers import digits, seconds
-from penstock.network.quantities import size_text, sizes_of
+from penstock.network.quantities import parse_sizes, size_text
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ def predict(
     from penstock.network.fabric.samples import Run
 
     numbers = HOSTS if hosts is None else integers("--hosts", hosts)
-    wanted = None if sizes is None else sizes_of(sizes)
+    requested = None if sizes is None else parse_sizes(sizes)
     run = Run.read(folder)
     summary = results(run)
     transfers = [(transfer["collective"], transfer["bytes"]) for transfer in summary["transfers"]]
     forecasts = []
     for kind in [collective] if collective else dict.fromkeys(name for name, _ in transfers):
         measured = {size for name, size in transfers if name == kind} or {size for _, size in transfers}
-        forecasts.append(forecast(run.record, summary, kind, wanted or sorted(measured), numbers))
+        forecasts.append(forecast(run.record, summary, kind, requested or sorted(measured), numbers))
     if as_json:
         about = {key: summary[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
         print_json({"version": 1, **about, "collectives": forecasts})
@@ -183,7 +183,7 @@ def predict(
 
 
 def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, Any], console: Console) -> None:
-    head = f"{summary['workload']}: {summary['hosts']} hosts, {counted(summary['trials'], 'trial')}"
+    head = f"{summary['workload']}: {summary['hosts']} hosts, {pluralize(summary['trials'], 'trial')}"
     console.print(Text(head, "bold"), soft_wrap=True)
     warnings = {
         f"the run is incomplete; missing: {summary['missing'] or 'its end'}": not summary["complete"],
@@ -194,22 +194,22 @@ def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, An
     for line, applies in warnings.items():
         if applies:
             console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
-    for each in forecasts:
+    for forecast in forecasts:
         console.print()
-        _show_fit(each["fit"], console)
-        for size in dict.fromkeys(row["bytes"] for row in each["predictions"]):
+        _show_fit(forecast["fit"], console)
+        for size in dict.fromkeys(row["bytes"] for row in forecast["predictions"]):
             console.print()
-            _show_size(int(size), [row for row in each["predictions"] if row["bytes"] == size], console)
+            _show_size(int(size), [row for row in forecast["predictions"] if row["bytes"] == size], console)
         console.print()
         console.print(Text("fastest, by size", "bold"))
-        for row in each["crossovers"]:
+        for row in forecast["crossovers"]:
             console.print(Text(f"  {row['hosts']:>5,} hosts  {_ranges(row['from'])}"), soft_wrap=True)
     console.print()
     console.print(Text(_NOTE, "dim"))
 
 
 def _show_fit(fit: dict[str, Any], console: Console) -> None:
-    alpha, rate = seconds(fit["alpha_seconds"]), rate_of(fit["bytes_per_second"])
+    alpha, rate = seconds(fit["alpha_seconds"]), format_rate(fit["bytes_per_second"])
     console.print(Text(f"{fit['collective']}: alpha {alpha}/step, 1/beta {rate}", "bold"), soft_wrap=True)
     form = fit["form"]
     line = f"from the slowest measured link: {fit['lack']}"

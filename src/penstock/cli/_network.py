@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
-from penstock.cli._as_typed import flag
+from penstock.cli._errors import flag
 from penstock.cli._options import options_on
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class NetworkOptions:
         from penstock.network.machines import Machines
         from penstock.network.parse import parse_link
         from penstock.network.scenario import read_scenario
-        from penstock.network.topology import Topology, parse_own
+        from penstock.network.topology import Topology, parse_host_links
 
         slow = parse_slow(self.slow or (), hosts)
         if self.link is None:
@@ -63,7 +63,7 @@ class NetworkOptions:
                     f"{unused[0]} needs --link: without it links are not limited; pass --link 1gbit, for example"
                 )
             return Machines(hosts, slow=slow), ()
-        topology = Topology(parse_link(self.link), parse_own(self.link_for or (), hosts), self.link_seed or 0)
+        topology = Topology(parse_link(self.link), parse_host_links(self.link_for or (), hosts), self.link_seed or 0)
         events = () if self.scenario is None else read_scenario(self.scenario, topology, hosts)
         options: dict[str, Any] = {"background": self.background or (), "slow": slow, "changes": bool(events)}
         return Machines(hosts, topology, shaper=self.shaper or "auto", **options), events

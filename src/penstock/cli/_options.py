@@ -15,14 +15,14 @@ from rich.console import Console
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import finite
-from penstock.cli._as_typed import flag
+from penstock.cli._errors import flag
 from penstock.network import MAX_HOSTS
 from penstock.schedule import MICROBATCHES
 
 CUT = "Number of microbatches"
 """Help of `--microbatches`, with the default of verbs without and with a batch."""
 USUAL = f"default {MICROBATCHES}"
-USUAL_OF_BATCH = f"{USUAL}, or the batch size if that is smaller"
+USUAL_OR_BATCH_SIZE = f"{USUAL}, or the batch size if that is smaller"
 
 REQUIRED: Any = MISSING
 """Default of a required option."""
@@ -69,7 +69,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(verb).parameters.items():
-        parameters += _of_group(groups[name]) if name in groups else [_as_typer(name, hints[name], parameter.default)]
+        parameters += _expand(groups[name]) if name in groups else [_as_typer(name, hints[name], parameter.default)]
 
     @wraps(verb)
     def call(**values: Any) -> None:
@@ -84,7 +84,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _of_group(group: Any) -> Iterator[inspect.Parameter]:
+def _expand(group: Any) -> Iterator[inspect.Parameter]:
     """Yield one parameter per field, those of the class before inherited ones."""
     hints = get_type_hints(group)
     for option in sorted(fields(group), key=lambda option: option.name not in vars(group)["__annotations__"]):

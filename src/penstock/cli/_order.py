@@ -10,8 +10,8 @@ from pathlib import Path
 
 from penstock._base.errors import ArgumentError, ScheduleError, check_counts
 from penstock._base.files import read_text
-from penstock._base.words import counted
-from penstock.cli._as_typed import flag, in_options
+from penstock._base.formatting import pluralize
+from penstock.cli._errors import flag, in_options
 from penstock.cli._options import CUT, USUAL, integers, options_on
 from penstock.schedule import (
     MICROBATCHES,
@@ -58,7 +58,7 @@ class OrderOptions:
                     raise ArgumentError(
                         f"--csv {self.csv}: the file already sets what {flag(name)} would; pass only one of the two"
                     )
-            schedule = self._windowed(_read(self.csv))
+            schedule = self._add_gathers(_read(self.csv))
             announce(sum(map(len, schedule.rows)))
             return schedule
         if self.is_many:
@@ -72,27 +72,27 @@ class OrderOptions:
         """Return the requested schedules that the numbers allow, and the requirements of the others. `several`: allow
         several numbers of ranks or microbatches."""
         name = self._name()
-        entries = [*schedule_specs()] if name == ALL else [schedule_spec(part.strip()) for part in name.split(",")]
+        specs = [*schedule_specs()] if name == ALL else [schedule_spec(part.strip()) for part in name.split(",")]
         sizes = self._sizes(several=several)
         requested = [
-            (entry, ScheduleParams(*size, entry.chunks if self.stages_per_rank is None else self.stages_per_rank))
-            for entry in entries
+            (spec, ScheduleParams(*size, spec.chunks if self.stages_per_rank is None else self.stages_per_rank))
+            for spec in specs
             for size in sizes
         ]
-        check_size((entry, numbers) for entry, numbers in requested if not entry.refusal(numbers))
+        check_size((spec, numbers) for spec, numbers in requested if not spec.refusal(numbers))
         schedules, refused = dict[Sized, Schedule](), dict[Sized, str]()
-        for entry, numbers in requested:
-            key = entry.name, numbers.ranks, numbers.microbatches
+        for spec, numbers in requested:
+            key = spec.name, numbers.ranks, numbers.microbatches
             try:
-                if reason := entry.refusal(numbers):
+                if reason := spec.refusal(numbers):
                     refused[key] = reason
                 else:
-                    schedules[key] = self._windowed(generate(*key, numbers.stages_per_rank))
+                    schedules[key] = self._add_gathers(generate(*key, numbers.stages_per_rank))
             except ArgumentError as error:
                 refused[key] = in_options(str(error), ("--unshard-window",))
         if not schedules:
             if len(requested) == 1:
-                self._windowed(generate(*key, numbers.stages_per_rank))  # raises, with the fix
+                self._add_gathers(generate(*key, numbers.stages_per_rank))  # raises, with the fix
             reasons = "; ".join(dict.fromkeys(f"{name} {reason}" for (name, *_), reason in refused.items()))
             raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
         return schedules, refused
@@ -112,7 +112,7 @@ class OrderOptions:
         """Whether there are several numbers of ranks or microbatches."""
         return self.csv is None and "," in f"{self.ranks}{self.microbatches}"
 
-    def _windowed(self, schedule: Schedule) -> Schedule:
+    def _add_gathers(self, schedule: Schedule) -> Schedule:
         """Return the schedule with the gathers of --unshard-window."""
         if self.unshard_window is None:
             return schedule
@@ -177,14 +177,14 @@ _ANNOUNCED_SECONDS = 10.0
 
 def check_size(schedules: Iterable[tuple[ScheduleSpec, ScheduleParams]]) -> None:
     """Raise ArgumentError if schedules are too large to time; announce those that take a while."""
-    announce(_total([(entry.actions(numbers), numbers) for entry, numbers in schedules], MAX_ACTIONS, "timed"))
+    announce(_total([(spec.actions(numbers), numbers) for spec, numbers in schedules], MAX_ACTIONS, "timed"))
 
 
 def check_search_size(numbers: ScheduleParams, seconds: float) -> None:
     """Check the size of a search as `check_size` does."""
     actions = 3 * numbers.ranks * numbers.stages_per_rank * numbers.microbatches
     if _total([(actions, numbers)], MAX_TO_SEARCH, "searched") > ANNOUNCED // 10 or seconds > _ANNOUNCED_SECONDS:
-        _print_note(f"searching for about {seconds:g} s, besides the time for named schedules")
+        _print_note(f"searching for about {seconds:g} s, in addition to the time for named schedules")
 
 
 def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -> int:
@@ -199,7 +199,7 @@ def _total(sizes: Sequence[tuple[int, ScheduleParams]], limit: int, verb: str) -
     for _, numbers in sizes:
         if (stages := numbers.ranks * numbers.stages_per_rank) > MAX_STAGES:
             raise ArgumentError(
-                f"--ranks {numbers.ranks} with {counted(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} "
+                f"--ranks {numbers.ranks} with {pluralize(numbers.stages_per_rank, 'stage')} per rank makes {stages:,} "
                 f"stages; the limit is {MAX_STAGES:,}; use fewer ranks or stages per rank"
             )
     return total

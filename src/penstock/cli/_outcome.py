@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.costs import Outcome
 from penstock.report.text import print_columns
 from penstock.simulate import IdleCause
@@ -37,7 +37,7 @@ def show(outcome: Outcome, console: Console, extra: Mapping[str, str] | None = N
     timeline, costs = outcome.timeline, outcome.costs
     ranks = range(outcome.schedule.ranks)
     busy = [timeline.busy_seconds(rank) for rank in ranks]
-    times = format_of(
+    times = make_format(
         [timeline.makespan_seconds, *busy, *(time for causes in outcome.idle for time in causes.values())]
     )
     unit, width = " s" if costs.are_measured else "", len(times(timeline.makespan_seconds))
@@ -55,11 +55,13 @@ def show(outcome: Outcome, console: Console, extra: Mapping[str, str] | None = N
             console.print(f"{name:<15}{text}")
     console.print()
     idle = {HEADS[cause]: [times(causes[cause]) for causes in outcome.idle] for cause in shown_causes([outcome])}
-    peaks = texts(outcome.peak_activations, max_decimals=2)
+    peaks = format_all(outcome.peak_activations, max_decimals=2)
     print_columns(console, {"rank": ranks, "busy": map(times, busy), **idle, "peak\nact.": peaks})
     if costs.has_memory:
         memory = outcome.memory_by_kind
-        sizes = sized if costs.are_measured else format_of([size for kinds in memory for size in kinds.values()])
+        sizes = (
+            format_bytes if costs.are_measured else make_format([size for kinds in memory for size in kinds.values()])
+        )
         console.print()
         columns = {kind: [sizes(kinds[kind]) for kinds in memory] for kind in memory[0]}
         print_columns(console, {"memory of rank": ranks, **columns})
@@ -87,7 +89,7 @@ _MIN, _MAX = 1e-12, 1e18
 """Range of the largest number for which no exponent is written."""
 
 
-def format_of(values: Sequence[float], max_decimals: int | None = None) -> Callable[[float], str]:
+def make_format(values: Sequence[float], max_decimals: int | None = None) -> Callable[[float], str]:
     """Return the format for some numbers, with the decimals that they need.
 
     `max_decimals` defaults to five significant digits of the largest number. Numbers that are too small or large for
@@ -104,9 +106,9 @@ def format_of(values: Sequence[float], max_decimals: int | None = None) -> Calla
     return lambda value: f"{value:,.{decimals}f}"
 
 
-def texts(values: Sequence[float], max_decimals: int | None = None) -> list[str]:
-    """Format each number by the common `format_of` them all."""
-    return [*map(format_of(values, max_decimals), values)]
+def format_all(values: Sequence[float], max_decimals: int | None = None) -> list[str]:
+    """Format each number in the common format of all."""
+    return [*map(make_format(values, max_decimals), values)]
 
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[IdleCause]:

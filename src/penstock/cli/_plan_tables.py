@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from penstock._base.words import counted, in_ranges, sized
-from penstock.cli._outcome import format_of, texts
+from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
+from penstock.cli._outcome import format_all, make_format
 from penstock.report.text import pairs, print_columns
 from penstock.simulate import IdleCause
 
@@ -37,8 +37,8 @@ _MAX_RANKS = 16
 def show(result: PlanResult, console: Console, cluster: Cluster) -> None:
     """Print the best plans, the rank layout of the first, and the reasons for rejecting others."""
     best = result.best[0]
-    tried = counted(len(result.best) + len(result.rejected), "plan")
-    console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
+    tried = pluralize(len(result.best) + len(result.rejected), "plan")
+    console.print(f"[bold]{_describe(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
     if note := _pipeline_note(result, best):
         console.print(note)
     console.print()
@@ -77,10 +77,10 @@ def _pipeline_note(result: PlanResult, best: Plan) -> str:
     piped = next((plan for plan in plans if plan.choice.ranks > 1 and not plan.lacking_bytes), None)
     if piped is None:
         return "It has no pipeline; no plan with one fits, or none was requested."
-    slower = f"{'at least ' if piped.bubble is None else ''}{_slower(piped, best)}"
+    slower = f"{'at least ' if piped.bubble is None else ''}{_compare_speed(piped, best)}"
     if abs(piped.step_seconds - best.step_seconds) <= result.equal * best.step_seconds:
         slower = "equivalent"
-    return f"It has no pipeline; the best with one is {_named(piped.choice)}, {slower}."
+    return f"It has no pipeline; the best with one is {_describe(piped.choice)}, {slower}."
 
 
 def _equal_plans(plans: Sequence[Plan]) -> list[list[Plan]]:
@@ -105,11 +105,11 @@ def _show_plans(groups: Sequence[Sequence[Plan]], console: Console) -> None:
         "vpp": [choice.chunks for choice in choices],
         "micro-\nbatches": [choice.microbatches for choice in choices],
         "mbs": [choice.rows for choice in choices],
-        "step s": texts([plan.step_seconds for plan in plans]),
-        "samples/s": texts([plan.rows_per_second for plan in plans], max_decimals=2),
+        "step s": format_all([plan.step_seconds for plan in plans]),
+        "samples/s": format_all([plan.rows_per_second for plan in plans], max_decimals=2),
         "bubble": [f"{plan.bubble:.1%}" for plan in plans],
         "grad\nreduce s": [f"{plan.reduce_seconds:.2g}" if has_reduce else None for plan in plans],
-        "memory": [sized(max(plan.memory_bytes)) for plan in plans],
+        "memory": [format_bytes(max(plan.memory_bytes)) for plan in plans],
     }
     print_columns(console, columns)
 
@@ -126,12 +126,12 @@ def _show_idle(plans: Sequence[Plan], console: Console) -> None:
 
 def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
     """Print what each rank runs, its time and its memory."""
-    from penstock.plan.predict import order_of_plan
+    from penstock.plan.predict import schedule_for_plan
 
-    placement, names = order_of_plan(plan).placement, ("the input", *plan.cuts)
+    placement, names = schedule_for_plan(plan).placement, ("the input", *plan.cuts)
     by_rank = [sorted({stage % placement.depth for stage in stages}) for stages in placement.by_rank]
     seconds = [sum(plan.stage_seconds[stage] for stage in stages) for stages in by_rank]
-    times, mean = format_of(seconds), sum(seconds) / len(seconds)
+    times, mean = make_format(seconds), sum(seconds) / len(seconds)
     static = plan.held_bytes or [0.0] * len(by_rank)
     ranks, half = range(plan.choice.ranks), _MAX_RANKS // 2
     shown = [*ranks] if len(ranks) <= _MAX_RANKS else sorted({*ranks[:half], plan.fullest, *ranks[1 - half :]})
@@ -141,9 +141,9 @@ def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
         "first modules": [_shorten([names[stage] for stage in by_rank[rank]]) for rank in shown],
         "F + B": [times(seconds[rank]) for rank in shown],
         "vs\nmean": [f"{seconds[rank] / mean:.2f}" if mean else "-" for rank in shown],
-        "activ-\nations": [sized(plan.memory_bytes[rank] - static[rank]) for rank in shown],
-        "memory": [sized(plan.memory_bytes[rank]) for rank in shown],
-        "limit": [sized(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
+        "activ-\nations": [format_bytes(plan.memory_bytes[rank] - static[rank]) for rank in shown],
+        "memory": [format_bytes(plan.memory_bytes[rank]) for rank in shown],
+        "limit": [format_bytes(limit) if (limit := plan.limit_bytes[rank]) < math.inf else None for rank in shown],
         "recompute /\noffload": [_policies(plan, by_rank[rank]) for rank in shown],
     }
     print_columns(console, columns, left=3)
@@ -152,7 +152,7 @@ def _show_ranks(plan: Plan, cluster: Cluster, console: Console) -> None:
 def _devices(devices: Sequence[int], cluster: Cluster) -> str:
     """Return the numbers of devices and, if there are several, their types."""
     kinds = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
-    return _shorten(in_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
+    return _shorten(collapse_ranges(map(str, devices))) + (f" ({', '.join(kinds)})" if len(cluster.kinds) > 1 else "")
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -169,14 +169,14 @@ def _reasons(result: PlanResult) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     best, equal = result.best[0], f"Equivalent (within {result.equal:.1%}), less simple:"
     slower, pruned, too_large = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
     lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], too_large: []}
-    for lost in sorted(_typical(result), key=lambda plan: plan.lacking_bytes):
-        if lost.lacking_bytes:
-            reason, detail = too_large, f"the peak-memory rank needs {sized(lost.lacking_bytes)} more"
-        elif lost.bubble is None:
-            reason, detail = pruned, f"at least {_slower(lost, best)}"
+    for plan in sorted(_typical(result), key=lambda plan: plan.lacking_bytes):
+        if plan.lacking_bytes:
+            reason, detail = too_large, f"the peak-memory rank needs {format_bytes(plan.lacking_bytes)} more"
+        elif plan.bubble is None:
+            reason, detail = pruned, f"at least {_compare_speed(plan, best)}"
         else:
-            reason, detail = equal if lost.step_seconds < best.step_seconds else slower, _why(lost, best)
-        lines[reason].append((_named(lost.choice), detail))
+            reason, detail = equal if plan.step_seconds < best.step_seconds else slower, _describe_rejection(plan, best)
+        lines[reason].append((_describe(plan.choice), detail))
     for head, plans in lines.items():
         if plans:
             omitted = [(f"and {len(plans) - _MAX_LINES} more", "")] if len(plans) > _MAX_LINES else []
@@ -189,58 +189,59 @@ def _typical(result: PlanResult) -> list[RejectedConfig]:
     """
     ranks = result.best[0].choice.ranks
     seen = {(plan.choice.ranks, plan.choice.schedule) for plan in result.best}
-    other_ranks: set[int] = set()
+    seen_ranks: set[int] = set()
     typical = []
-    for lost in result.rejected:
-        kind, same = (lost.choice.ranks, lost.choice.schedule), lost.choice.ranks == ranks
-        if kind not in seen and (same or lost.choice.ranks not in other_ranks or lost.choice.schedule == _USUAL):
+    for plan in result.rejected:
+        kind, same_ranks = (plan.choice.ranks, plan.choice.schedule), plan.choice.ranks == ranks
+        if kind not in seen and (same_ranks or plan.choice.ranks not in seen_ranks or plan.choice.schedule == _USUAL):
             seen.add(kind)
-            other_ranks.add(lost.choice.ranks)
-            typical.append(lost)
+            seen_ranks.add(plan.choice.ranks)
+            typical.append(plan)
     return typical
 
 
-def _named(choice: ParallelConfig) -> str:
+def _describe(choice: ParallelConfig) -> str:
     chunks = f" vpp={choice.chunks}" if choice.chunks > 1 else ""
-    microbatches = counted(choice.microbatches, "microbatch")
+    microbatches = pluralize(choice.microbatches, "microbatch")
     return f"{choice.schedule}: dp={choice.replicas} pp={choice.ranks}{chunks}, {microbatches} of {choice.rows}"
 
 
-def _slower(lost: RejectedConfig | Plan, best: Plan) -> str:
+def _compare_speed(plan: RejectedConfig | Plan, best: Plan) -> str:
     if not best.step_seconds:
         return "no faster"
-    change = lost.step_seconds / best.step_seconds - 1
+    change = plan.step_seconds / best.step_seconds - 1
     return f"{abs(change):.1%} {'faster' if change < 0 else 'slower'}"
 
 
-def _why(lost: RejectedConfig, best: Plan) -> str:
+def _describe_rejection(plan: RejectedConfig, best: Plan) -> str:
     details = [
-        f"bubble {lost.bubble:.1%}" if lost.bubble else "",
-        f"{lost.recomputed} recomputed" if lost.recomputed else "",
-        f"{lost.offloaded} offloaded" if lost.offloaded else "",
-        f"reduce {lost.reduce_seconds / lost.step_seconds:.1%}" if lost.reduce_seconds else "",
+        f"bubble {plan.bubble:.1%}" if plan.bubble else "",
+        f"{plan.recomputed} recomputed" if plan.recomputed else "",
+        f"{plan.offloaded} offloaded" if plan.offloaded else "",
+        f"reduce {plan.reduce_seconds / plan.step_seconds:.1%}" if plan.reduce_seconds else "",
     ]
-    return ": ".join(filter(None, (_slower(lost, best), ", ".join(filter(None, details)))))
+    return ": ".join(filter(None, (_compare_speed(plan, best), ", ".join(filter(None, details)))))
 
 
-def show_lack(
+def show_shortfall(
     result: PlanResult, cluster: Cluster, remedies: Sequence[Remedy], console: Console, group: int = 1
 ) -> None:
     """Print which memory is missing and which changes fit. `group`: number of devices per device of the cluster."""
     closest = result.closest
     assert closest is not None  # without any plan the planner has raised
     rank = closest.fullest
-    needed, static = closest.memory_bytes[rank], closest.held_bytes[rank]
+    required, static = closest.memory_bytes[rank], closest.held_bytes[rank]
     console.print(
-        f"[bold]Nothing fits[/] into {sized(closest.limit_bytes[rank])} per device. {_named(closest.choice)}, with "
-        f"{len(closest.recompute)} of {closest.choice.stages} stages recomputed, is closest: rank {rank} needs "
-        f"{sized(needed)}, {sized(closest.lacking_bytes)} too much: {sized(static)} for parameters, gradients "
-        f"and the optimizer, and {sized(needed - static)} for activations."
+        f"[bold]Nothing fits[/] into {format_bytes(closest.limit_bytes[rank])} per device. "
+        f"{_describe(closest.choice)}, with {len(closest.recompute)} of {closest.choice.stages} stages recomputed, is "
+        f"closest: rank {rank} needs {format_bytes(required)}, {format_bytes(closest.lacking_bytes)} too much: "
+        f"{format_bytes(static)} for parameters, gradients and the optimizer, and "
+        f"{format_bytes(required - static)} for activations."
     )
     if remedies:
         console.print("\nAny of these changes fits:")
     for remedy in remedies:
-        console.print(f"  {_change(remedy, cluster, group)}: {_named(remedy.plan.choice)}")
+        console.print(f"  {_change(remedy, cluster, group)}: {_describe(remedy.plan.choice)}")
 
 
 def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
-from penstock.cli._options import CUT, REQUIRED, USUAL_OF_BATCH, argument, option
+from penstock.cli._options import CUT, REQUIRED, USUAL_OR_BATCH_SIZE, argument, option
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ TARGET = argument(
     metavar="TARGET",
     default=REQUIRED,
 )
-OF_BATCH = option(f"{CUT}; {USUAL_OF_BATCH}.")
+OF_BATCH = option(f"{CUT}; {USUAL_OR_BATCH_SIZE}.")
 SPLIT_INSIDE = option("Modules that cuts may split, besides those found automatically: a,b,c.")
 LEAF_MODULES = option("Modules to run as a whole: a,b,c, for code that cannot be recorded.")
 
@@ -51,7 +51,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def link_of(text: str | None) -> LinkCost | None:
+def parse_link_cost(text: str | None) -> LinkCost | None:
     """Return the costs of a link, given as for `--link`. Raise ArgumentError unless it is a rate and a delay only."""
     if text is None:
         return None
@@ -66,7 +66,7 @@ def link_of(text: str | None) -> LinkCost | None:
     return LinkCost(delay, rate)
 
 
-def names(text: str | None) -> list[str] | None:
+def parse_names(text: str | None) -> list[str] | None:
     """Split `a,b,c` into names. Return None if the option was omitted."""
     return [name.strip() for name in text.split(",")] if text is not None else None
 
@@ -98,17 +98,17 @@ class SplitOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return these options as arguments of `penstock.pipeline`."""
-        from penstock.network.quantities import size_of
+        from penstock.network.quantities import parse_size
 
         return {
             "schedule": self.schedule,
             "stages_per_rank": self.stages_per_rank,
             "balance": self.balance,
-            "cuts": names(self.cuts),
-            "leaf_modules": names(self.leaf_modules),
-            "split_inside": names(self.split_inside),
-            "memory_limit": None if self.memory_limit is None else size_of(self.memory_limit),
-            "link_cost": link_of(self.link),
+            "cuts": parse_names(self.cuts),
+            "leaf_modules": parse_names(self.leaf_modules),
+            "split_inside": parse_names(self.split_inside),
+            "memory_limit": None if self.memory_limit is None else parse_size(self.memory_limit),
+            "link_cost": parse_link_cost(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,
             "grad_dtype": dtype_named(self.gradient_dtype),
         }
@@ -118,15 +118,15 @@ def compute_as_ranks(ranks: int) -> None:
     """Set the number of threads to that of a rank when `penstock run` starts `ranks` on this machine."""
     import torch
 
-    from penstock.distributed.launch.processes import cores_for
+    from penstock.distributed.launch.processes import thread_environment
 
-    for number in cores_for(ranks, None).values():
+    for number in thread_environment(ranks, None).values():
         torch.set_num_threads(int(number))
 
 
 @contextlib.contextmanager
-def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
-    """Call TARGET with seed 0 and yield its result. Inside the block, output goes to stderr, and errors of `what`
+def load_target(name: str, subject: str, *, weights: bool = True) -> Iterator[Target]:
+    """Call TARGET with seed 0 and yield its result. Inside the block, output goes to stderr, and errors of `subject`
     ("the model", say) become an ArgumentError.
 
     `weights`: False if only shapes are needed: a model from a configuration is then built on the meta device.
@@ -135,7 +135,7 @@ def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
 
     with contextlib.redirect_stdout(sys.stderr):
         loaded_target = load(name, weights=weights)
-        with user_code(f"{what} of {name}"):
+        with user_code(f"{subject} of {name}"):
             yield loaded_target
 
 
@@ -146,7 +146,7 @@ def profile_target(target: Target, /, **options: Any) -> Profile:
     return profile(target.model, target.args, target.kwargs, **target.dividing, **options)
 
 
-def profiles_of(
+def load_profiles(
     target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]], *, weights: bool = True
 ) -> list[Profile]:
     """Return the profiles in the files, checked against TARGET if there is one; without files, measure TARGET."""
@@ -155,12 +155,12 @@ def profiles_of(
     profiles = [read_profile(file) for file in files]
     if target is None:
         return profiles
-    with loaded(target, "the model", weights=weights and not files) as loaded_target:
+    with load_target(target, "the model", weights=weights and not files) as loaded_target:
         if not files:
             return measure(loaded_target)
-        from penstock.pipe.profiling import made_here
+        from penstock.pipe.profiling import fingerprint_for
 
-        fingerprint = made_here(loaded_target.model, loaded_target.args, loaded_target.kwargs)
+        fingerprint = fingerprint_for(loaded_target.model, loaded_target.args, loaded_target.kwargs)
         for profile, file in zip(profiles, files, strict=True):
             profile.check_for(fingerprint, f"--profile {file}", ", or omit TARGET to use it as it is")
     return profiles

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.words import counted
-from penstock.cli._as_typed import flag
-from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
-from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
+from penstock._base.formatting import pluralize
+from penstock.cli._errors import flag
+from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
+from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, load_target, parse_names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, dtype_of, op_of, preset
-from penstock.network.quantities import size_of, sizes_of
+from penstock.network.fabric.workload import BYTES, Workload, parse_dtype, parse_op, preset
+from penstock.network.quantities import parse_size, parse_sizes
 
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
@@ -43,7 +43,7 @@ class TrafficOptions:
     split_inside: str | None = _of_model("Modules that cuts may split, besides those found automatically: a,b,c.")
     ranks: int | None = _of_model("Ranks per pipeline; hosts / ranks is the number of replicas. Default 1.")
     schedule: str | None = _of_model("Schedule of the pipeline; default 1f1b.")
-    microbatches: int | None = _of_model(f"{CUT}; {USUAL_OF_BATCH}, and 1 without a pipeline.")
+    microbatches: int | None = _of_model(f"{CUT}; {USUAL_OR_BATCH_SIZE}, and 1 without a pipeline.")
     traffic: Literal["gradients", "pipeline", "tensor", "sharded"] | None = _of_model(
         "gradients: those of each layer, as in data-parallel training; pipeline: all messages of a pipeline and its "
         "replicas; tensor: activations of layers that are split over all hosts; sharded: gradients, with --sharded. "
@@ -83,20 +83,20 @@ class TrafficOptions:
 
     def _by_size(self) -> Workload:
         """Return the workload of explicit sizes, or of a sweep."""
-        dtype = dtype_of(self.dtype or "float32")
-        op = op_of(self.reduce_op or "sum", dtype)
+        dtype = parse_dtype(self.dtype or "float32")
+        op = parse_op(self.reduce_op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
-            workload = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
+            workload = Workload.from_sizes(parse_sizes(self.sizes), collective, element_bytes)
         elif self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
         else:
             factor = 2 if self.factor is None else self.factor
-            workload = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
+            workload = Workload.sweep(parse_size(self.first), parse_size(self.last), factor, collective, element_bytes)
         return replace(workload, dtype=dtype, op=op)
 
     def _of_model(self, target: str, hosts: int) -> Workload:
-        from penstock._base.trees import unflatten
+        from penstock._base.pytree import unflatten
         from penstock.network.fabric.traffic import from_model
         from penstock.runtime.batch.cutting import Cutting
 
@@ -117,10 +117,12 @@ class TrafficOptions:
                 raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
         traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
         check_counts(required=False, microbatches=self.microbatches)
-        with loaded(target, "the model") as loaded_target:
+        with load_target(target, "the model") as loaded_target:
             batch = loaded_target.args, dict(loaded_target.kwargs)
             cutting = Cutting.of(**{"batch_dims": None, **loaded_target.cutting})
-            microbatches = self.microbatches or (cutting.usual(batch) if ranks > 1 or traffic == "pipeline" else 1)
+            microbatches = self.microbatches or (
+                cutting.default_count(batch) if ranks > 1 or traffic == "pipeline" else 1
+            )
             cut = cutting.batch(batch, microbatches, "the batch", 1)
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)
@@ -130,8 +132,8 @@ class TrafficOptions:
                 kwargs,
                 hosts=hosts,
                 ranks=ranks,
-                cuts=names(self.cuts),
-                split_inside=names(self.split_inside),
+                cuts=parse_names(self.cuts),
+                split_inside=parse_names(self.split_inside),
                 schedule="1f1b" if self.schedule is None else self.schedule,
                 microbatches=len(sizes),
                 traffic=traffic,
@@ -140,7 +142,7 @@ class TrafficOptions:
                 grad_dtype=dtype_named(self.gradient_dtype),
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the {sum(sizes)} samples of the batch do not divide evenly"
-        pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'sample')}"
+        pieces = f"{pluralize(len(sizes), 'microbatch')} of {pluralize(sizes[0], 'sample')}"
         note = f"{pieces}, from TARGET's batch per replica{uneven}"
         return replace(workload, name=f"{target}, {workload.name}", notes=(*workload.notes, note))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from penstock._base.errors import VerificationError, check_counts
 from penstock._base.files import check_writable, write_text
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
-from penstock.cli._target import TARGET, loaded
+from penstock.cli._target import TARGET, load_target
 
 
 def blame(
@@ -40,8 +40,8 @@ def blame(
     check_suffix("--out", out, ".html", ".htm")
     check_writable(out, f"--out {out}")
     command = command[1:] if command[:1] == ["--"] else command
-    job.checked(command)  # raises before anything is loaded
-    with loaded(target, "the model or the loss") as loaded_target:
+    job.resolve_command(command)  # raises before anything is loaded
+    with load_target(target, "the model or the loss") as loaded_target:
         report = job.blame(command, loaded_target, steps, timeout)
     if out is not None:
         write_text(out, page(report), "--out")
@@ -50,7 +50,7 @@ def blame(
     else:
         sizes = {"rank": report.ranks, "stage": report.stages, "microbatch": report.microbatches, "step": report.steps}
         console = screen()
-        console.print(", ".join(counted(count, what) for what, count in sizes.items()), markup=False)
+        console.print(", ".join(pluralize(count, noun) for noun, count in sizes.items()), markup=False)
         for note in report.notes:
             console.print(f"note: {note}", markup=False)
         if report.ok:

@@ -20,12 +20,12 @@ def compare(
     Percentages are relative to the first run.
     """
     from penstock.trace.runs import read_run
-    from penstock.trace.runs.summary import Summary, differences, same_steps
+    from penstock.trace.runs.summary import Summary, common_steps, differences
 
     if len(runs) < 2:
         raise ArgumentError(f"compare {runs[0]}: expected two runs or more")
-    summaries = [Summary.of(read_run(path)) for path in runs]
-    settings, steps = differences(summaries), same_steps(summaries)
+    summaries = [Summary.from_run(read_run(path)) for path in runs]
+    settings, steps = differences(summaries), common_steps(summaries)
     loss_by_step = [{record.step: record.loss for record in run.steps} for run in summaries]
     losses = [[losses.get(step) for step in steps] for losses in loss_by_step]
     if as_json:
@@ -39,11 +39,11 @@ def compare(
     lines.add_section()
     times = [run.progress.seconds if run.progress else None for run in summaries]
     for name, first in figures(summaries[0]).items():
-        others = [figures(run)[name] for run in summaries[1:]]
+        other_values = [figures(run)[name] for run in summaries[1:]]
         if name == "step time" and times[0] is not None:
             changes = ["" if time is None else f" ({time / times[0] - 1:+.1%})" for time in times[1:]]
-            others = [*map("{}{}".format, others, changes)]
-        lines.add_row(name, first, *others)
+            other_values = [*map("{}{}".format, other_values, changes)]
+        lines.add_row(name, first, *other_values)
     lines.add_section()
     for step, *values in zip(steps, *losses, strict=True):
         lines.add_row(f"loss at step {step:,}", *("-" if value is None else f"{value:.6g}" for value in values))

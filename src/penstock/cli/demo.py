@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import CUT, option
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.distributed.launch.processes import launch
@@ -43,15 +43,15 @@ def introduction(settings: Settings) -> str:
     """Describe the demo in 80 columns. Raise ArgumentError if an option is out of range."""
     schedule = settings.order()
     p, m = settings.ranks, settings.microbatches
-    where = "in one process" if p == 1 else f"split over {p} processes"
+    split = "in one process" if p == 1 else f"split over {p} processes"
     return f"""\
-penstock demo: a small GPT learns Python, {where}
+penstock demo: a small GPT learns Python, {split}
 
   model     {LAYERS} transformer blocks, {PARAMETERS / 1e6:.1f} million parameters, dropout 0.1;
             it reads bytes; embedding and output layer share their weights
   text      the source files of Python's standard library, 8 MB
-  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {counted(m, "microbatch")}
-  pipeline  p = {counted(p, "rank")} (processes), schedule {settings.schedule}; in slots of equal length:
+  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {pluralize(m, "microbatch")}
+  pipeline  p = {pluralize(p, "rank")} (processes), schedule {settings.schedule}; in slots of equal length:
 
 {grid(schedule, width=80)}
 

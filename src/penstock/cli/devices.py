@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.cli._options import argument, output_option, print_json, screen
 from penstock.report.text import print_columns
 
@@ -35,9 +35,9 @@ def devices(
     `penstock plan --device NAME` plans for many.
     """
     from penstock.costs.hardware import device
-    from penstock.costs.hardware import devices as known
+    from penstock.costs.hardware import devices as all_devices
 
-    specs = [device(name)] if name is not None else list(known().values())
+    specs = [device(name)] if name is not None else list(all_devices().values())
     if as_json:
         print_json([asdict(spec) for spec in specs])
         return
@@ -47,7 +47,7 @@ def devices(
         peaks = [spec.flops_per_second.get(dtype) for spec in specs]
         columns[head] = ["-" if peak is None else f"{peak / 1e12:,.4g}" for peak in peaks]
     columns |= {
-        "memory": [sized(spec.memory_bytes) for spec in specs],
+        "memory": [format_bytes(spec.memory_bytes) for spec in specs],
         "GB/s": [f"{spec.bytes_per_second / 1e9:,.0f}" for spec in specs],
         "link": [_rate(spec.link) for spec in specs],
         "joins": [f"{spec.link.devices:,}" if spec.link and spec.link.devices else "-" for spec in specs],

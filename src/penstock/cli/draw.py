@@ -13,16 +13,16 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import write_text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
+from penstock.cli._grid import Palette, legend, on_one_axis, slots
 from penstock.cli._options import JSON, output_option, print_json, screen
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import costs_of_stages, texts
-from penstock.cli._picture import Palette, legend, on_one_axis, slots
+from penstock.cli._outcome import costs_of_stages, format_all
 from penstock.costs import Outcome, with_one_model
-from penstock.report.svg import WIDTH, make_panel, unit_of
+from penstock.report.svg import WIDTH, drawing_unit, make_panel
 from penstock.report.svg import svg as drawing
-from penstock.report.web.picture import browser, write_drawing
+from penstock.report.web.screenshot import browser, write_drawing
 from penstock.schedule import Schedule, add_communication
-from penstock.schedule.grid import in_slots
+from penstock.schedule.grid import slot_timeline
 from penstock.simulate.figures import chunks, title
 
 Background = Literal["light", "dark"]
@@ -70,16 +70,16 @@ def draw(
     if files:
         raise ArgumentError(f"{files[0]}: a file shows the figure; omit --text, --with-messages and --json")
     schedule = order.one()
-    written = add_communication(schedule) if with_messages else schedule
+    schedule_to_print = add_communication(schedule) if with_messages else schedule
     if as_json:
-        print_json(_times(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), written))
+        print_json(_times(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), schedule_to_print))
         return
     if costs != CostOptions() or width is not None:
         raise ArgumentError(
             f"{'--with-messages' if with_messages else '--text'}: the text has no times and no width; omit those "
             "options, or pass --json"
         )
-    print(written)
+    print(schedule_to_print)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Figure:
             panels = [make_panel(outcome.schedule, outcome.timeline) for outcome in self.outcomes]
             unit = "s" if self.outcomes[0].costs.are_measured else "time"
         else:
-            panels, unit = [make_panel(schedule) for schedule in self.schedules], unit_of(self.schedules[0])
+            panels, unit = [make_panel(schedule) for schedule in self.schedules], drawing_unit(self.schedules[0])
         picture = drawing(panels, unit, background=background or "auto", width=width)
         if svg is not None:
             write_text(svg, picture, f"--svg {svg}")
@@ -133,7 +133,9 @@ class _Figure:
         if width < minimum:
             raise ArgumentError(f"--width {width}: pass at least {minimum}")
         in_grid = alone and not self.outcomes
-        timelines = [outcome.timeline for outcome in self.outcomes] or [in_slots(schedule) for schedule in schedules]
+        timelines = [outcome.timeline for outcome in self.outcomes] or [
+            slot_timeline(schedule) for schedule in schedules
+        ]
         if in_grid:
             pictures = [slots(schedules[0], width, palette)]
         else:
@@ -153,7 +155,7 @@ class _Figure:
 
 def _note(outcome: Outcome) -> str:
     """Describe the costs and the makespan of a timeline."""
-    (makespan,), origin = texts([outcome.timeline.makespan_seconds]), costs_of_stages(outcome)
+    (makespan,), origin = format_all([outcome.timeline.makespan_seconds]), costs_of_stages(outcome)
     lines = [
         f"Assumed: {outcome.costs.assumption}." if outcome.costs.assumed else "",
         f"Costs: {origin}." if origin else "",
@@ -162,7 +164,7 @@ def _note(outcome: Outcome) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _times(outcome: Outcome, written: Schedule) -> dict[str, Any]:
+def _times(outcome: Outcome, schedule: Schedule) -> dict[str, Any]:
     """Return the times of each action, in the costs' unit, and the schedule's text, for JSON."""
     rows = [
         {"actions": [*map(str, track.actions)], "start": [*track.start], "end": [*track.end]}
@@ -170,12 +172,12 @@ def _times(outcome: Outcome, written: Schedule) -> dict[str, Any]:
     ]
     assumed = {"assumed": dict(outcome.costs.assumed)} if outcome.costs.assumed else {}
     return {
-        "name": written.name,
-        "ranks": written.ranks,
-        "microbatches": written.microbatches,
-        "chunks": chunks(written),
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "chunks": chunks(schedule),
         "makespan": outcome.timeline.makespan_seconds,
         "rows": rows,
-        "text": str(written),
+        "text": str(schedule),
         **assumed,
     }

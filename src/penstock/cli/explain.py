@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
-from penstock.cli._outcome import format_of
+from penstock.cli._outcome import make_format
 from penstock.report.text import pairs, print_columns
 from penstock.report.web.contents import duration
 from penstock.schedule import names
@@ -101,7 +101,7 @@ def _check_plan(plan: Plan, run: TraceSteps, folder: RecordedRun | None, file: P
 
 
 def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
-    counts = ", ".join(map(counted, sizes, ("rank", "stage", "microbatch")))
+    counts = ", ".join(map(pluralize, sizes, ("rank", "stage", "microbatch")))
     return f"{schedule} with {counts}" + ("" if cuts is None else f", cut at {', '.join(cuts) or 'nothing'}")
 
 
@@ -136,7 +136,7 @@ def explain(
     from penstock.plan.explain import explain as explain_run
     from penstock.plan.explain import load_trace, steps_of_trace
 
-    folder, trace = folder_of(run), steps_of_trace(load_trace(run, pattern))
+    folder, trace = read_run_folder(run), steps_of_trace(load_trace(run, pattern))
     if step is not None and step != "all" and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = int(step) if step and step != "all" else None
@@ -147,7 +147,7 @@ def explain(
         (show_steps if step == "all" else show)(explanation, screen())
 
 
-def folder_of(paths: Sequence[Path]) -> RecordedRun | None:
+def read_run_folder(paths: Sequence[Path]) -> RecordedRun | None:
     """Read the directory of a run, if `paths` is one."""
     from penstock.trace.runs import is_run, read_run
 
@@ -197,12 +197,12 @@ def show_steps(explanation: Explanation, console: Console) -> None:
 
 def _step_variation(explanation: Explanation) -> list[str]:
     """Describe how the steps of the run differ; return nothing for a single step."""
-    from penstock.plan.explain.stragglers import in_words
+    from penstock.plan.explain.stragglers import describe
 
     if len(explanation.steps) < 2:
         return []
     times = [step.seconds for step in explanation.steps]
-    return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *in_words(explanation.steps)]
+    return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *describe(explanation.steps)]
 
 
 def _stragglers(explanation: Explanation) -> list[str]:
@@ -234,7 +234,7 @@ def _vs_prediction(stage: StageTime) -> float:
 
 def _show_head(explanation: Explanation, console: Console) -> None:
     step, run = explanation.step, explanation.run
-    replicas = f", {counted(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
+    replicas = f", {pluralize(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
     origin = explanation.origin
     if origin != "measured":
         origin += ", with its costs' unit for a second"
@@ -253,9 +253,9 @@ def _show_head(explanation: Explanation, console: Console) -> None:
     parts = [f"{name} {share:+.1%}" for name, share in added.items() if abs(share) >= 0.002]
     balanced = f"{duration(explanation.where.even_seconds)} if perfectly balanced"
     console.print(f"of the pipeline's {duration(step.pipeline_seconds)}: {', '.join([balanced, *parts])}")
-    whole = f"; of whole steps: {explanation.whole_error:.2%}" if explanation.whole_error else ""
+    whole_steps = f"; of whole steps: {explanation.whole_error:.2%}" if explanation.whole_error else ""
     console.print(
-        f"replay error: {explanation.replay_error:+.2%} of the step (worst {explanation.worst_error:.2%}{whole})"
+        f"replay error: {explanation.replay_error:+.2%} of the step (worst {explanation.worst_error:.2%}{whole_steps})"
     )
     for text in (*_stragglers(explanation), *_step_variation(explanation)):
         console.print(text)
@@ -282,7 +282,7 @@ def _show_ranks(explanation: Explanation, unit: float, console: Console) -> None
         ranks = sorted([*busiest[: _MAX_RANKS // 2], *busiest[-_MAX_RANKS // 2 :]], key=lambda time: time.rank)
     by_rank = [[stage for stage in explanation.stages if stage.rank == time.rank] for time in ranks]
     predicted = [sum(stage.predicted_seconds or 0.0 for stage in stages) for stages in by_rank]
-    seconds = format_of([total / unit], max_decimals=3 if total < 100 * unit else 1)
+    seconds = make_format([total / unit], max_decimals=3 if total < 100 * unit else 1)
     columns: dict[str, Iterable[object]] = {
         "rank": [time.rank for time in ranks],
         "stages": [", ".join(str(stage.stage) for stage in stages) for stages in by_rank],

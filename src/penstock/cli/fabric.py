@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock._base.errors import ArgumentError, FabricError, require
-from penstock.cli._as_typed import Commands
 from penstock.cli._dry_run import show_traffic
+from penstock.cli._errors import Commands
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, predict, prepare, report, show_run
 from penstock.cli._network import NetworkOptions
 from penstock.cli._options import JSON, option, output_option, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.emulation.spec import Spec, Watch, usual_algorithm
+from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm
 from penstock.network.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RunOptions:
         return Spec(
             workload=workload,
             hosts=hosts,
-            algorithm=self.algorithm or usual_algorithm(workload),
+            algorithm=self.algorithm or default_algorithm(workload),
             trials=trials,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
@@ -79,7 +79,7 @@ class RunOptions:
 def fabric(
     ctx: typer.Context,
     traffic: TrafficOptions,
-    how: RunOptions,
+    run_options: RunOptions,
     network: NetworkOptions,
     counts: CountOptions,
     out: Path | None = output_option("Directory of the run; default runs/fabric-<n>."),
@@ -99,13 +99,13 @@ def fabric(
         _refuse_options(ctx)
         return
     require("fabric", "jinja2", "scipy", for_what="penstock fabric")
-    by_torchrun = "RANK" in os.environ and how.hosts is None
-    hosts = DEFAULT_HOSTS if how.hosts is None else how.hosts
+    by_torchrun = "RANK" in os.environ and run_options.hosts is None
+    hosts = DEFAULT_HOSTS if run_options.hosts is None else run_options.hosts
     if by_torchrun:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
-        from penstock.network.fabric.emulation.joining import started
+        from penstock.network.fabric.emulation.rendezvous import read_torchrun_env
 
-        hosts = started()[1]
+        hosts = read_torchrun_env()[1]
     if by_torchrun and network.given():
         raise ArgumentError(
             f"{network.given()[0]} is for hosts created here; torchrun's hosts have their own network: omit it"
@@ -117,7 +117,7 @@ def fabric(
 
         if (reason := why_not()) is not None:
             raise FabricError(f"{reason}. Without --link and --slow, hosts are plain processes of this machine")
-    spec = how.spec(traffic.workload(hosts), hosts, machines, counts.count())
+    spec = run_options.spec(traffic.workload(hosts), hosts, machines, counts.count())
     _check(spec, 1 if by_torchrun else hosts)
     first = not by_torchrun or os.environ["RANK"] == "0"
     if dry_run:
@@ -142,7 +142,7 @@ app.command("clean")(spread(clean_up))
 def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
     """Check the options as a run does, and show its transfers. Write nothing but requested traces."""
     if machines is not None:
-        machines.settle()
+        machines.check_support()
     folder, files = _folder(out, make=False), tuple[Path, ...]()
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
@@ -164,11 +164,11 @@ def _check(spec: Spec, hosts_here: int) -> None:
         from penstock.network.fabric.emulation.collectives import check_backend
 
         check_backend(spec.backend)
-    needed = _BUFFERS * hosts_here * sum(transfer.bytes for transfer in spec.workload.transfers)
+    required = _BUFFERS * hosts_here * sum(transfer.bytes for transfer in spec.workload.transfers)
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > available:
+    if required > available:
         raise ArgumentError(
-            f"the transfers take {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, but this machine has "
+            f"the transfers take {required / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, but this machine has "
             f"{available / 1024**3:,.1f}: pass smaller sizes, or fewer hosts"
         )
 
@@ -183,7 +183,7 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
     try:
         with hosts or nullcontext() as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
-                spec = replace(spec, network=machines.described())
+                spec = replace(spec, network=machines.describe())
             emulate(spec, output.folder, machines, watch, events=events)
     except FabricError as error:
         failure = error

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from penstock._base.words import counted, in_ranges, sized
+from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
 from penstock.cli._options import JSON, option, print_json, screen
-from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, loaded
+from penstock.cli._target import OF_BATCH, TARGET, SplitOptions, load_target
 from penstock.report.text import print_columns
 from penstock.schedule import schedule_spec
 
@@ -38,7 +38,7 @@ def inspect(
     values.
     """
     schedule_spec(split.schedule)  # raises before anything is loaded
-    with loaded(target, "the model or the loss", weights=split.balance == "time") as loaded_target:
+    with load_target(target, "the model or the loss", weights=split.balance == "time") as loaded_target:
         from penstock.pipe.inspection import inspect as inspect_model
 
         inspection = inspect_model(
@@ -61,8 +61,8 @@ def inspect(
 
 def show(inspection: Inspection, console: Console) -> None:
     """Print the tables."""
-    size = f"{inspection.parameters:,} parameters, {sized(inspection.parameter_bytes)}"
-    console.print(Text(f"{inspection.model}: {size}, {counted(len(inspection.stages), 'stage')}", "bold"))
+    size = f"{inspection.parameters:,} parameters, {format_bytes(inspection.parameter_bytes)}"
+    console.print(Text(f"{inspection.model}: {size}, {pluralize(len(inspection.stages), 'stage')}", "bold"))
     piece = "the batch" if inspection.microbatches == 1 else f"one of {inspection.microbatches} microbatches"
     console.print(f"activations and transfers: for {piece}", end="\n\n")
     _show_stages(inspection, console)
@@ -72,7 +72,7 @@ def show(inspection: Inspection, console: Console) -> None:
     if inspection.memory:
         console.print("\nmemory per rank under the schedule")
         kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
-        columns = {kind: [sized(getattr(rank, kind)) for rank in inspection.memory] for kind in kinds}
+        columns = {kind: [format_bytes(getattr(rank, kind)) for rank in inspection.memory] for kind in kinds}
         columns = {"workspace" if kind == "working" else kind: sizes for kind, sizes in columns.items()}
         print_columns(console, {"rank": range(len(inspection.memory)), **columns})
     for number, line in enumerate(_remarks(inspection)):
@@ -89,10 +89,10 @@ def _show_stages(inspection: Inspection, console: Console) -> None:
         "ms": [None if stage.seconds is None else f"{1e3 * stage.seconds:.3g}" for stage in stages],
         "parameters": [f"{stage.parameters:,}" for stage in stages],
         "% params": [f"{stage.parameter_fraction:.1%}" for stage in stages],
-        "size": [sized(stage.parameter_bytes) for stage in stages],
-        "gradients": [sized(stage.gradient_bytes) if differ else None for stage in stages],
+        "size": [format_bytes(stage.parameter_bytes) for stage in stages],
+        "gradients": [format_bytes(stage.gradient_bytes) if differ else None for stage in stages],
         "activations": [
-            "unknown" if stage.activation_bytes is None else sized(stage.activation_bytes) for stage in stages
+            "unknown" if stage.activation_bytes is None else format_bytes(stage.activation_bytes) for stage in stages
         ],
     }
     print_columns(console, columns, left=2)
@@ -111,7 +111,7 @@ def _show_crossings(inspection: Inspection, console: Console) -> None:
             f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}" for crossing in inspection.crossings
         ],
         "note": map(remarks, inspection.crossings),
-        "size": [sized(crossing.bytes) for crossing in inspection.crossings],
+        "size": [format_bytes(crossing.bytes) for crossing in inspection.crossings],
     }
     print_columns(console, columns, left=5)
 
@@ -119,7 +119,7 @@ def _show_crossings(inspection: Inspection, console: Console) -> None:
 def _remarks(inspection: Inspection) -> list[str]:
     stages = inspection.stages
     return [
-        *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in stages if s.modules),
+        *(f"stage {s.index} runs {', '.join(collapse_ranges(s.modules))}" for s in stages if s.modules),
         *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are summed" for tie in inspection.ties),
         *(
             f"stage {s.index} takes no gradient: its parameters are frozen"

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
-from penstock._base.words import counted
-from penstock.cli._device_options import ClusterOptions, TransformerOptions
+from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
-from penstock.cli._plan_tables import show, show_lack
-from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
+from penstock.cli._plan_options import ClusterOptions, TransformerOptions
+from penstock.cli._plan_tables import show, show_shortfall
+from penstock.cli._target import compute_as_ranks, load_profiles, profile_target
 
 if TYPE_CHECKING:
     from penstock.costs import Profile
@@ -70,7 +70,7 @@ def plan(
     check_seconds(search_time=search_time)
     check_writable(out, f"--out {out}")
     schedules = None if schedule is None else [schedule_spec(name.strip()).name for name in schedule.split(",")]
-    wanted = FixedNumbers(schedules, replicas, pipeline, microbatches)  # raises before anything is measured
+    fixed = FixedNumbers(schedules, replicas, pipeline, microbatches)  # raises before anything is measured
     paper, notes, link_note = None, list[str](), ""
     if transformer.transformer is not None:
         if target is not None or profile:
@@ -82,18 +82,20 @@ def plan(
         profiles = _profiles(target, profile or [], cluster)
         devices, sizes, link_note = _measured(profiles, cluster)
         notes = _profile_notes(profiles)
-    result = make_plans(sizes, devices, global_batch_size, wanted, search_seconds=search_time)
+    result = make_plans(sizes, devices, global_batch_size, fixed, search_seconds=search_time)
     if out is not None and result.best:
         result.best[0].save(out)
     if as_json:
         nearest = None if result.closest is None else result.closest.to_dict()
-        lost = [asdict(plan) for plan in result.rejected]
+        rejected = [asdict(plan) for plan in result.rejected]
         plans = [plan.to_dict() for plan in result.best]
-        print_json({"plans": plans, "lost": lost, "nearest": nearest, "notes": notes})
+        print_json({"plans": plans, "lost": rejected, "nearest": nearest, "notes": notes})
     else:
         console = screen()
-        if (per_host := devices.devices_per_host) is not None and (rest := devices.devices % per_host):
-            notes.append(f"the last of {counted(devices.hosts, 'host')} has {rest} of {counted(per_host, 'device')}")
+        if (per_host := devices.devices_per_host) is not None and (extra := devices.devices % per_host):
+            notes.append(
+                f"the last of {pluralize(devices.hosts, 'host')} has {extra} of {pluralize(per_host, 'device')}"
+            )
         if result.best:
             notes += _extrapolation_note(sizes, result.best[0].choice.rows)
         for note in [*([] if paper else cluster.notes), *notes]:
@@ -101,12 +103,12 @@ def plan(
         if result.best:
             show(result, console, devices)
         elif result.closest is not None:
-            fixes = [*remedies(sizes, devices, global_batch_size, wanted, result.closest)]
-            show_lack(result, devices, fixes, console, transformer.tensor_parallel)
+            fixes = [*remedies(sizes, devices, global_batch_size, fixed, result.closest)]
+            show_shortfall(result, devices, fixes, console, transformer.tensor_parallel)
         if link_note:
             console.print(f"\n{link_note}")
         if paper is not None and result.best:
-            print(f"\n{paper.told(result.best[0])}")
+            print(f"\n{paper.describe(result.best[0])}")
         if out is not None and result.best:
             print(f"\nwritten to {out}{_usage(result.best[0], out)}")
     if not result.best:
@@ -115,7 +117,7 @@ def plan(
 
 def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Cluster, Sizes, str]:
     """Return the devices with what profiles measured of them, the costs, and a note on links that were not measured."""
-    from penstock.costs.links import assumed, slowest_link, usual_link
+    from penstock.costs.links import describe_link, slowest_link, usual_link
     from penstock.plan import Sizes
 
     measured = next(filter(None, map(slowest_link, profiles)), None)
@@ -124,16 +126,16 @@ def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Clu
     devices = cluster.read(measured or usual_link(profiles[0].device), action, update)
     if cluster.specified.link is not None or measured is not None or devices.devices == 1:
         return devices, Sizes.of(profiles), ""
-    note = f"{assumed(devices.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
+    note = f"{describe_link(devices.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
     return devices, Sizes.of(profiles), f"Links were not measured: {note}"
 
 
 def _profile_notes(profiles: Sequence[Profile]) -> list[str]:
     """Return notes on profiles that were not measured, or not on a quiet machine."""
-    from penstock.costs.sizes import doubts
+    from penstock.costs.sizes import quality_warnings
 
     notes = (note for profile in profiles for note in profile.notes)
-    return list(dict.fromkeys((*notes, *(note for profile in profiles for note in doubts(profile)))))
+    return list(dict.fromkeys((*notes, *(note for profile in profiles for note in quality_warnings(profile)))))
 
 
 def _usage(plan: Plan, file: Path) -> str:
@@ -159,11 +161,11 @@ def _extrapolation_note(sizes: Sizes, rows: int) -> list[str]:
     if measured[0] <= rows <= measured[-1]:
         return []
     covered = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
-    wanted = ",".join(map(str, sorted({rows, *measured})))
+    sizes_to_add = ",".join(map(str, sorted({rows, *measured})))
     smaller = ", and small microbatches usually take longer" if rows < measured[0] else ""
     return [
-        f"the best plan has microbatches of {counted(rows, 'sample')}, but the profile only of {covered}: times are "
-        f"extrapolated{smaller}; add --microbatch-sizes {wanted} to `penstock profile` to be sure"
+        f"the best plan has microbatches of {pluralize(rows, 'sample')}, but the profile only of {covered}: times are "
+        f"extrapolated{smaller}; add --microbatch-sizes {sizes_to_add} to `penstock profile` to be sure"
     ]
 
 
@@ -172,7 +174,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     devices, device = cluster.read().devices, cluster.kind  # raises before anything is measured
     if target is None and not files:
         raise ArgumentError("pass a TARGET to measure, or --profile")
-    from penstock.costs.sizes import rows_of
+    from penstock.costs.sizes import measured_rows
     from penstock.pipe.profiling import input_device
 
     def measure(target: Target) -> list[Profile]:
@@ -181,10 +183,10 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
         if device is None and input_device((target.args, target.kwargs), target.model).type == "cpu":
             compute_as_ranks(min(cluster.devices_per_host or devices, devices))
         full = profile_target(target, microbatches=1, **options)
-        count = min(8, rows_of(full))
+        count = min(8, measured_rows(full))
         return [full] if count == 1 else [full, profile_target(target, microbatches=count, **options)]
 
-    profiles = profiles_of(target, files, measure, weights=device is None)
+    profiles = load_profiles(target, files, measure, weights=device is None)
     for profile in profiles:
         if device is not None and profile.device != device.type:
             raise ArgumentError(

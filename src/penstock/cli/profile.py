@@ -12,9 +12,9 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
-from penstock._base.words import counted, in_ranges, sized
+from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
 from penstock.cli._options import check_count, integers, option, output_option, screen
-from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, loaded, names, profile_target
+from penstock.cli._target import LEAF_MODULES, OF_BATCH, SPLIT_INSIDE, TARGET, load_target, parse_names, profile_target
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def profile(
     With `--device h100` nothing is run: times are estimated from the operations
     and bytes of each part and the device's specifications, and marked as such.
     """
-    from penstock.pipe.profiling import specified
+    from penstock.pipe.profiling import find_device_spec
 
     prints = not links or os.environ.get("RANK", "0") == "0"
     check_writable(out if prints else None, f"--out {out}")
@@ -65,11 +65,11 @@ def profile(
     rows = None if microbatch_sizes is None else integers("--microbatch-sizes", microbatch_sizes)
     for number in rows or ():
         check_count("--microbatch-sizes", number)
-    estimate = specified(device) is not None
+    estimate = find_device_spec(device) is not None
     if estimate and (threads is not None or time_limit != TIME_LIMIT):
         unused = f"--threads {threads}" if threads is not None else f"--time-limit {time_limit:g}"
         raise ArgumentError(f"{unused}: an estimate (--device {device}) measures nothing; omit it")
-    with loaded(target, "the model", weights=not estimate) as loaded_target:
+    with load_target(target, "the model", weights=not estimate) as loaded_target:
         import torch
 
         if threads is not None:
@@ -78,8 +78,8 @@ def profile(
             loaded_target,
             microbatches=microbatches,
             microbatch_sizes=rows,
-            leaf_modules=names(leaf_modules),
-            split_inside=names(split_inside),
+            leaf_modules=parse_names(leaf_modules),
+            split_inside=parse_names(split_inside),
             device=device,
             budget_seconds=time_limit,
             calibrate=calibrate or (),
@@ -98,20 +98,20 @@ def profile(
 
 def show(profile: Profile, console: Console) -> None:
     """Print the units, their totals by microbatch size, the links, and notes on their quality."""
-    from penstock.costs.sizes import doubts
+    from penstock.costs.sizes import quality_warnings
 
     inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
-    runs = f"{counted(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
+    runs = f"{pluralize(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
     if profile.action_seconds is not None:
         runs += f"; the runtime adds {1e6 * profile.action_seconds:.0f} us to each forward and backward of a stage"
-    head = f"{counted(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
+    head = f"{pluralize(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
     console.print(Text(f"{head}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
     _show_units(profile, console)
     if (split := [unit.split for unit in profile.units]) != [*profile.units]:
         forward, inputs, weights = _times(split)
         console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
-    if len(rows_of(profile.units)) < len(_merge_equal(profile.units)):
+    if len(summarize_units(profile.units)) < len(_merge_equal(profile.units)):
         console.print("\nA row ending in * covers several units of one module; --out FILE writes each unit.")
     if profile.others:
         console.print("\nall units, by microbatch size")
@@ -123,11 +123,11 @@ def show(profile: Profile, console: Console) -> None:
             "samples/s": [
                 f"{size.rows / time:,.0f}" if time else "-" for size, time in zip(sizes, seconds, strict=True)
             ],
-            "activations": [sized(sum(unit.activation_bytes for unit in size.units)) for size in sizes],
+            "activations": [format_bytes(sum(unit.activation_bytes for unit in size.units)) for size in sizes],
         }
         print_columns(console, columns)
     if profile.links:
-        console.print(f"\nlinks between ranks, for messages of {sized(profile.links[0].message_bytes)}")
+        console.print(f"\nlinks between ranks, for messages of {format_bytes(profile.links[0].message_bytes)}")
         rates = [link.bytes_per_second for link in profile.links]
         columns = {
             "from": [link.source for link in profile.links],
@@ -136,7 +136,7 @@ def show(profile: Profile, console: Console) -> None:
             "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
         }
         print_columns(console, columns, left=0)
-    for note in (*profile.notes, *doubts(profile)):
+    for note in (*profile.notes, *quality_warnings(profile)):
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
 
@@ -154,21 +154,21 @@ def _show_units(profile: Profile, console: Console) -> None:
     """Print one row per sequence of equal units, and one for all."""
     shared = _shared([unit.name for unit in profile.units])
     total = sum(unit.seconds for unit in profile.units) or 1.0
-    rows = [*rows_of(profile.units), *([("total", list(profile.units))] if len(profile.units) > 1 else [])]
+    rows = [*summarize_units(profile.units), *([("total", list(profile.units))] if len(profile.units) > 1 else [])]
     measured, units = profile.source == "measured", [row for _, row in rows]
     columns: dict[str, Iterable[object]] = {
         f"in {shared}" if shared else "unit": [name.removeprefix(f"{shared}.") for name, _ in rows],
         **_columns(units),
         "spread": [f"{max(unit.spread for unit in row):.0%}" if measured else "-" for row in units],
         "% time": [f"{sum(unit.seconds for unit in row) / total:.1%}" for row in units],
-        "activations": [sized(sum(unit.activation_bytes for unit in row)) for row in units],
-        "parameters": [sized(sum(unit.parameter_bytes for unit in row)) for row in units],
-        "input": [sized(row[0].boundary_bytes) for row in units],
+        "activations": [format_bytes(sum(unit.activation_bytes for unit in row)) for row in units],
+        "parameters": [format_bytes(sum(unit.parameter_bytes for unit in row)) for row in units],
+        "input": [format_bytes(row[0].boundary_bytes) for row in units],
     }
     print_columns(console, columns)
 
 
-def rows_of(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, list[UnitCost]]]:
+def summarize_units(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, list[UnitCost]]]:
     """Return the rows of a table with their names, at most `max_rows` if names allow.
 
     A sequence of equal units has one row. If that makes too many rows, the units of a module have one.
@@ -182,7 +182,7 @@ def rows_of(units: Sequence[UnitCost], max_rows: int = 30) -> list[tuple[str, li
 
 
 def _name(units: Sequence[UnitCost]) -> str:
-    ranges = in_ranges(unit.name for unit in units)
+    ranges = collapse_ranges(unit.name for unit in units)
     return ranges[0] if len(ranges) == 1 else f"{_shared([f'{unit.name}.' for unit in units])}.*"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock._base.files import write_text
 from penstock.cli._options import REQUIRED, argument, option, output_option
-from penstock.cli.explain import PredictionOptions, folder_of
+from penstock.cli.explain import PredictionOptions, read_run_folder
 
 EPILOG = """\
 The page is one self-contained file: send it, or open it from disk. It shows the same analysis as penstock explain."""
@@ -34,8 +34,8 @@ def report(
     """
     from penstock.cli.draw import check_suffix
     from penstock.report.web.page import page
-    from penstock.report.web.picture import browser, write_picture
-    from penstock.report.web.sources import contents_of, is_fabric
+    from penstock.report.web.screenshot import browser, write_picture
+    from penstock.report.web.sources import is_fabric, load_contents
 
     check_suffix("--out", out, ".html", ".htm")
     check_suffix("--png", png, ".png")
@@ -49,8 +49,8 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        is_default, folder = prediction == PredictionOptions(), folder_of(run)
-        text = page(contents_of(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
+        is_default, folder = prediction == PredictionOptions(), read_run_folder(run)
+        text = page(load_contents(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")

@@ -63,7 +63,7 @@ def run(
     command: list[str] = argument(
         "Script, or a module with -m; then its arguments.", metavar="SCRIPT [ARGUMENTS]", default=REQUIRED
     ),
-    how: RankOptions,
+    rank_options: RankOptions,
     network: NetworkOptions,
     hosts: int | None = network_option(
         "Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root)."
@@ -79,20 +79,20 @@ def run(
 
     For several machines, run torchrun on each: the same script works.
     """
-    command, ranks = ["-m", *command] if how.module else command, how.count()
-    check(command, ranks, how.threads)
-    if how.verify:
+    command, ranks = ["-m", *command] if rank_options.module else command, rank_options.count()
+    check(command, ranks, rank_options.threads)
+    if rank_options.verify:
         os.environ[VERIFY] = "1"
     if hosts is None:
         if unused := [*network.given(), *(["--user"] if user else [])]:
             raise ArgumentError(
                 f"{unused[0]} needs --hosts: without it ranks are processes of this machine, without links"
             )
-        raise typer.Exit(launch(command, ranks, how.threads))
+        raise typer.Exit(launch(command, ranks, rank_options.threads))
     from penstock.network.nodes import Job
 
     machines, events = network.machines(hosts)
-    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, how.threads), machines, events, user))
+    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, rank_options.threads), machines, events, user))
 
 
 def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: str | None) -> int:
@@ -109,10 +109,10 @@ def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: s
         script = job.command[job.command[0] == "-m"]
         _print_notes([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
     with machines:
-        described, began = machines.described(), time.monotonic()
+        described, began = machines.describe(), time.monotonic()
         outcome = nodes.run(job, machines, events=events)
         happened, seconds = [str(event) for event in outcome.happened], time.monotonic() - began
-        _print_notes(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
+        _print_notes(network_lines(described, counters=machines.counters(), events=happened, elapsed_seconds=seconds))
     return outcome.report()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.cli._options import JSON, argument, option, print_json, screen
 from penstock.report.text import print_unbroken, table
 
@@ -32,8 +32,8 @@ def runs(
 ) -> None:
     """List recorded runs: model, schedule, progress, speed and state."""
     summaries, damaged = _summaries(folder)
-    wanted = words.lower().split()
-    summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in wanted)]
+    terms = words.lower().split()
+    summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in terms)]
     summaries.sort(key=lambda run: _key(run, sort))
     if as_json:
         print_json({"runs": [{"run": str(run.path), **run.to_dict()} for run in summaries], "damaged": damaged})
@@ -78,7 +78,7 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
             f"there is no folder {str(folder)!r}; penstock.pipeline(..., run_dir='{folder}/NAME') makes one"
         )
     summaries = [
-        Summary.of_one(about.parent)
+        Summary.from_folder(about.parent)
         for depth in range(_MAX_DEPTH + 1)
         for about in sorted(folder.glob("*/" * depth + ABOUT))
         if "earlier" not in about.relative_to(folder).parts and is_run(about.parent)
@@ -89,18 +89,18 @@ def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
 
 def figures(run: Summary) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
-    from penstock.trace.runs.progress import in_time
+    from penstock.trace.runs.progress import format_duration
 
     progress = run.progress
     return {
         "steps": "-" if progress is None else f"{progress.step:,}",
-        "step time": "-" if progress is None or progress.seconds is None else in_time(progress.seconds),
+        "step time": "-" if progress is None or progress.seconds is None else format_duration(progress.seconds),
         "samples/s": "-"
         if progress is None or progress.rows_per_second is None
         else f"{progress.rows_per_second:,.4g}",
         "loss": "-" if progress is None or progress.loss is None else f"{progress.loss:#.4g}".removesuffix("."),
         "bubble": "-" if progress is None or progress.bubble is None else f"{progress.bubble:.0%}",
-        "peak process memory": "-" if run.peak_bytes is None else sized(run.peak_bytes),
+        "peak process memory": "-" if run.peak_bytes is None else format_bytes(run.peak_bytes),
     }
 
 

@@ -13,7 +13,7 @@ from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import CUT, JSON, REQUIRED, options_on, output_option, print_json, screen
 from penstock.cli._order import check_search_size
-from penstock.cli._outcome import show, texts
+from penstock.cli._outcome import format_all, show
 from penstock.costs import Costs, Outcome
 from penstock.schedule import MICROBATCHES, Placement, generate, schedule_specs, write_csv
 from penstock.schedule.generators import ScheduleParams
@@ -132,7 +132,7 @@ def _shorter_elsewhere(result: SearchResult, costs: Costs, memory_limit: float |
         }
         try:
             schedule = generate(entry.name, ranks, result.schedule.microbatches)
-            option = next((option for option, place in placements.items() if place == schedule.placement), None)
+            option = next((option for option, candidate in placements.items() if candidate == schedule.placement), None)
             if option is None or schedule.placement == result.schedule.placement:
                 continue
             outcome = Outcome.simulated(schedule, rank_costs.for_model_of(schedule))
@@ -141,14 +141,14 @@ def _shorter_elsewhere(result: SearchResult, costs: Costs, memory_limit: float |
         timeline, max_activations = outcome.timeline, math.inf if memory_limit is None else memory_limit * (1 + _SLACK)
         seconds = timeline.makespan_seconds if result.objective == "makespan" else timeline.span_seconds
         if seconds < limit and max(outcome.peak_activations) <= max_activations:
-            limit, where, share = seconds, _describe(schedule.placement), per_rank / chunks(schedule)
-            best = {"name": schedule.name, "seconds": seconds, "where": where, "option": option, "share": share}
+            limit, location, share = seconds, _describe(schedule.placement), per_rank / chunks(schedule)
+            best = {"name": schedule.name, "seconds": seconds, "where": location, "option": option, "share": share}
     return best
 
 
 def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
     """Return the lines that a search adds to its schedule's metrics. `measured`: costs are cut for each placement."""
-    (bound,) = texts([result.lower_bound_seconds])
+    (bound,) = format_all([result.lower_bound_seconds])
     lines = {
         "placement": f"{_describe(result.schedule.placement)}; bound and baseline hold for this placement only",
         "lower bound": f"{bound} for the {result.objective}; gap {result.gap:.2%}",
@@ -161,7 +161,7 @@ def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured
         )
         lines["best named"] = f"{result.baseline}: {difference}"
     if elsewhere is not None:
-        saved, (seconds,) = 1 - elsewhere["seconds"] / result.objective_seconds, texts([elsewhere["seconds"]])
+        saved, (seconds,) = 1 - elsewhere["seconds"] / result.objective_seconds, format_all([elsewhere["seconds"]])
         text = f"{elsewhere['name']} {elsewhere['where']} is {saved:.1%} shorter: {seconds}; use {elsewhere['option']}"
         if elsewhere["share"] != 1 and not measured:
             text += f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, output_option, print_json, screen
 from penstock.cli._order import OrderOptions, Sized
-from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, show, shown_causes, texts
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_all, show, shown_causes
 from penstock.costs import Costs, Outcome, with_one_model
 from penstock.report import write_perfetto
 from penstock.report.text import pairs, print_columns
@@ -33,14 +33,14 @@ schedule trains the same model. With several numbers of ranks they are for the w
 {FILE_EPILOG}"""
 """Epilog of the help."""
 
-_OF_FILE = "per stage of the model, from the file; "
-_OF_ONE_SIZE = (
+_FROM_FILE = "per stage of the model, from the file; "
+_WITH_ONE_SIZE = (
     "per microbatch and rank, divided evenly among its stages",
-    f"{_OF_FILE}with fewer stages, neighbors are summed",
+    f"{_FROM_FILE}with fewer stages, neighbors are summed",
 )
-_OF_SEVERAL_SIZES = (
+_WITH_SEVERAL_SIZES = (
     "per microbatch on the whole model, divided evenly among its stages",
-    f"{_OF_FILE}with fewer stages, neighbors are summed",
+    f"{_FROM_FILE}with fewer stages, neighbors are summed",
 )
 """Scope of the costs: of numbers, and of those in a file."""
 
@@ -91,7 +91,7 @@ def _compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     by_name, refused = with_one_model(costs, *order.all())
     reasons = {name: reason for (name, *_), reason in refused.items()}
     outcomes = sorted(
-        by_name.values(), key=lambda one: (one.timeline.span_seconds, one.timeline.makespan_seconds, one.schedule.name)
+        by_name.values(), key=lambda o: (o.timeline.span_seconds, o.timeline.makespan_seconds, o.schedule.name)
     )
     if as_json:
         not_allowed = [{"name": name, "reason": reason} for name, reason in reasons.items()]
@@ -103,20 +103,20 @@ def _compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
 def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
     """Print a row per schedule, then the schedules that the numbers do not allow, with the reasons."""
     schedule = outcomes[0].schedule
-    numbers = f"p = {counted(schedule.ranks, 'rank')}, m = {counted(schedule.microbatches, 'microbatch')}"
+    numbers = f"p = {pluralize(schedule.ranks, 'rank')}, m = {pluralize(schedule.microbatches, 'microbatch')}"
     console.print(f"[bold]{numbers}; the shortest span first[/]")
-    _show_costs(outcomes[0].costs, _OF_ONE_SIZE, console)
+    _show_costs(outcomes[0].costs, _WITH_ONE_SIZE, console)
     console.print()
     columns: dict[str, Sequence[object]] = {
         "schedule": [outcome.schedule.name for outcome in outcomes],
         "vpp": [chunks(outcome.schedule) for outcome in outcomes],
-        "makespan": texts([outcome.timeline.makespan_seconds for outcome in outcomes]),
-        "span": texts([outcome.timeline.span_seconds for outcome in outcomes]),
+        "makespan": format_all([outcome.timeline.makespan_seconds for outcome in outcomes]),
+        "span": format_all([outcome.timeline.span_seconds for outcome in outcomes]),
         "bubble": [f"{outcome.timeline.bubble_rate:.1%}" for outcome in outcomes],
-        "peak\nact.": texts([max(outcome.peak_activations) for outcome in outcomes], max_decimals=2),
+        "peak\nact.": format_all([max(outcome.peak_activations) for outcome in outcomes], max_decimals=2),
     }
     for cause in shown_causes(outcomes):
-        idle = [(sum(rank[cause] for rank in one.idle), one.timeline.makespan_seconds) for one in outcomes]
+        idle = [(sum(rank[cause] for rank in o.idle), o.timeline.makespan_seconds) for o in outcomes]
         columns[HEADS[cause]] = [f"{100 * t / (makespan * schedule.ranks):.1f}" if t else "-" for t, makespan in idle]
     print_columns(console, columns)
     if reasons:
@@ -137,12 +137,12 @@ def _sweep(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
     outcomes, refused = with_one_model(costs, *order.all(several=True), whole=True)
     cells = {sized: _cell(sized, outcome, costs) for sized, outcome in outcomes.items()}
     if as_json:
-        not_allowed = [{"name": n, "ranks": p, "microbatches": m, "reason": why} for (n, p, m), why in refused.items()]
+        not_allowed = [{"name": n, "ranks": p, "microbatches": m, "reason": r} for (n, p, m), r in refused.items()]
         print_json({"sweep": [*cells.values()], "not_allowed": not_allowed})
         return
     console = screen()
     console.print("[bold]Speedup over one device (and parallel efficiency)[/]")
-    _show_costs(costs, _OF_SEVERAL_SIZES, console)
+    _show_costs(costs, _WITH_SEVERAL_SIZES, console)
     all_ranks = sorted({p for _, p, _ in (*cells, *refused)})
     all_microbatches = sorted({m for _, _, m in (*cells, *refused)})
     for name in dict.fromkeys(name for name, *_ in cells):

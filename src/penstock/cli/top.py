@@ -15,9 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock._base.words import counted, in_ranges, sized
+from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
-from penstock.report.text import columns_of, print_unbroken
+from penstock.report.text import columns_table, print_unbroken
 
 if TYPE_CHECKING:
     from penstock.trace.runs import RankState, RecordedRun
@@ -143,19 +143,23 @@ def _table(snapshot: RunSnapshot) -> Table:
         return f"{snapshot.now - state.written if quiet else _seconds(state):.1f} s" if health != "ended" else None
 
     def waiting_on(state: RankState, health: Health) -> str | None:
-        return ", ".join(in_ranges([f"rank {number}" for number in state.waits_for])) if health == "waits" else None
+        return (
+            ", ".join(collapse_ranges([f"rank {number}" for number in state.waits_for])) if health == "waits" else None
+        )
 
-    lines = columns_of(
+    lines = columns_table(
         {
             "replica": [state.replica if replicated else None for state in states],
-            "rank": [", ".join(in_ranges(map(str, state.ranks))) or None for state in states],
+            "rank": [", ".join(collapse_ranges(map(str, state.ranks))) or None for state in states],
             "state": [Text(name, _COLORS.get(name, "green")) for name in healths],
             "action": map(action, states, healths),
             "duration": map(seconds, states, healths),
             "waiting on": map(waiting_on, states, healths),
             "step": [None if state.step is None else f"{state.step:,}" for state in states],
-            "RSS": [None if state.rss_bytes is None else sized(state.rss_bytes) for state in states],
-            "GPU memory": [None if state.device_bytes is None else sized(state.device_bytes) for state in states],
+            "RSS": [None if state.rss_bytes is None else format_bytes(state.rss_bytes) for state in states],
+            "GPU memory": [
+                None if state.device_bytes is None else format_bytes(state.device_bytes) for state in states
+            ],
             "process": [f"{state.host}:{state.pid}" if state.pid else "(via rank 0)" for state in states],
         },
         left=4,
@@ -170,12 +174,12 @@ def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
     from penstock.trace.runs.summary import failure_messages
 
     about = snapshot.run.about
-    replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
-    sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
+    replicas = f"{pluralize(about.replicas, 'replica')} of " if about.replicas > 1 else ""
+    sizes = f"{replicas}{pluralize(about.ranks, 'rank')}, {pluralize(about.microbatches, 'microbatch')}"
     return [
         Text.assemble((str(snapshot.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text(
-            "no step has finished yet" if snapshot.progress is None else snapshot.progress.said(over=snapshot.is_over)
+            "no step has finished yet" if snapshot.progress is None else snapshot.progress.format(over=snapshot.is_over)
         ),
         *(Text(message, "red") for message in (*snapshot.damaged[:_MAX_DAMAGED], *failure_messages(snapshot.ranks))),
         Text(""),

@@ -21,13 +21,13 @@ from penstock._base.errors import (
     RankFailedError,
     VerificationError,
     check_counts,
-    formatted,
+    format_warning,
 )
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.cli._comparison_table import show
-from penstock.cli._options import CUT, JSON, USUAL_OF_BATCH, option, output_option, print_json, screen
+from penstock.cli._options import CUT, JSON, USUAL_OR_BATCH_SIZE, option, output_option, print_json, screen
 from penstock.cli._order import ALL, check_size
-from penstock.cli._target import TARGET, SplitOptions, loaded
+from penstock.cli._target import TARGET, SplitOptions, load_target
 from penstock.distributed.launch.processes import launch
 from penstock.schedule import MICROBATCHES, ScheduleSpec, generate, schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
@@ -48,7 +48,7 @@ class Case(SplitOptions):
 
     target: str = TARGET
     ranks: int = option("Number of ranks.", "--ranks", "-n", default=2)
-    microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
+    microbatches: int | None = option(f"{CUT} (with replicas, each one's part of it); {USUAL_OR_BATCH_SIZE}.")
     reduction: ReductionName | None = option("Reduction of the loss over the batch; default: mean.")
     replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
@@ -122,7 +122,7 @@ def _verify_all(case: Case, *, as_json: bool) -> None:
         print_json(reports)
     if failed := [report["schedule"] for report in reports if not report["ok"]]:
         raise VerificationError(
-            f"{len(failed)} of {counted(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
+            f"{len(failed)} of {pluralize(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
         )
 
 
@@ -146,11 +146,11 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those
     that do not work with these numbers and this model. Until the last one, output goes to stderr."""
     from penstock.runtime.batch.cutting import Microbatch
-    from penstock.verification.twins import twins
+    from penstock.verification.reference_copy import with_reference
     from penstock.verification.verify import Verification
 
     refusal, has_passed = "", False
-    with loaded(case.target, "the model or the loss") as target:
+    with load_target(case.target, "the model or the loss") as target:
         calls = iter([lambda: target, target.again])
 
         def make() -> tuple[Any, Any]:
@@ -171,7 +171,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
         if case.reduction is not None and target.reduction is not None:
             raise ArgumentError(f"--reduction {case.reduction}: {case.target} sets a reduction; pass only one")
         reduction = target.reduction or case.reduction or "mean"
-        verification = Verification(*twins(make, None), part, options, reduction, case.exact, case.full_batch)
+        verification = Verification(*with_reference(make, None), part, options, reduction, case.exact, case.full_batch)
         for number, schedule in enumerate(schedules, 1):
             if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
                 print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)
@@ -189,7 +189,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _choice(name: str | None) -> TransportChoice:
     """Return `transport=` of `penstock.verify`. Raise ArgumentError if there is no such choice."""
-    from penstock.distributed.launch.target import function_named
+    from penstock.distributed.launch.target import load_function
 
     if name in (None, "local", "distributed"):  # where the ranks run; the library chooses the transport
         return "auto"
@@ -200,13 +200,13 @@ def _choice(name: str | None) -> TransportChoice:
             f"--transport {name}: expected local, distributed, staged, or a factory as module:function or "
             "file.py:function"
         )
-    factory: TransportFactory = function_named(name, "--transport")
+    factory: TransportFactory = load_function(name, "--transport")
     return factory
 
 
 def _part(target: Target, replicas: int, replica: int) -> Microbatch:
     """Return a replica's part of the batch, cut as a pipeline cuts its batch."""
-    from penstock._base.trees import unflatten
+    from penstock._base.pytree import unflatten
     from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
 
     cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
@@ -246,7 +246,7 @@ def run_distributed(case: Case) -> dict[str, Any]:
 def rank_main(folder: Path) -> int:
     """Run one rank of `run_distributed` and return its exit status."""
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
-    warnings.formatwarning = formatted
+    warnings.formatwarning = format_warning
     try:
         (report,) = run_case(case, [case.schedule])
         result: dict[str, Any] = {"report": report}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.costs.costs import WORK as WORK
@@ -66,4 +66,4 @@ _HOMES = {
     ),
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, {"hardware"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES, {"hardware"})

@@ -9,11 +9,11 @@ from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs.links import MeasuredLinks
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import LinkCost, OfStage, StageCost, divided, each_of
+from penstock.simulate.costs import LinkCost, StageCost, StageCosts, as_cost_tuple, divide_cost
 
 if TYPE_CHECKING:
     from penstock.costs.profile import UnitCost
@@ -29,12 +29,12 @@ class UnitsToCut:
     Attributes:
         units: in the order in which they run.
         action_seconds: what the runtime adds to each forward and backward of a stage.
-        said: where they come from, with the microbatch and the device, for people.
+        description: where they come from, with the microbatch and the device, for people.
     """
 
     units: tuple[UnitCost, ...]
     action_seconds: float
-    said: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Costs:
         assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
 
-    stages: StageCost | tuple[OfStage, ...] | UnitsToCut
+    stages: StageCost | tuple[StageCosts, ...] | UnitsToCut
     links: Links
     has_memory: bool = False
     source: str = ""
@@ -69,7 +69,8 @@ class Costs:
     def described(self, alike: str, of_stages: str) -> str:
         """Describe costs in tables of several schedules: return one of these two texts, or where they were measured."""
         if isinstance(self.stages, UnitsToCut):
-            return f"{self.stages.said}, cut for each schedule where its slowest stage is fastest; seconds and bytes"
+            units = self.stages.description
+            return f"{units}, cut for each schedule where its slowest stage is fastest; seconds and bytes"
         return alike if self.are_alike else of_stages
 
     def origin(self, placement: Placement) -> str:
@@ -78,25 +79,25 @@ class Costs:
         if not isinstance(self.stages, UnitsToCut):
             return ""
         cuts = self.cuts(placement)
-        return f"{self.stages.said}; stages begin at {', '.join(cuts)}" if cuts else self.stages.said
+        return f"{self.stages.description}; stages begin at {', '.join(cuts)}" if cuts else self.stages.description
 
     def cuts(self, placement: Placement) -> tuple[str, ...]:
         """Return where measured units are cut for this placement; empty if costs were passed in."""
-        return self._cut(self.stages, placement.depth)[0] if isinstance(self.stages, UnitsToCut) else ()
+        return self._cut_units(self.stages, placement.depth)[0] if isinstance(self.stages, UnitsToCut) else ()
 
-    def _cut(
-        self, given: UnitsToCut, stages: int, name: str = "it", *, splits: bool = False
+    def _cut_units(
+        self, uncut: UnitsToCut, stages: int, name: str = "it", *, splits: bool = False
     ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
-        """Measured units as the stages of a schedule of that name: see `stages_of_units`."""
-        from penstock.costs.stage_costs import stages_of_units  # loads numpy
+        """Measured units as the stages of a schedule of that name: see `cut_into_stages`."""
+        from penstock.costs.stage_costs import cut_into_stages  # loads numpy
 
-        if stages > len(given.units):
+        if stages > len(uncut.units):
             raise ArgumentError(
-                f"{self.source} has {counted(len(given.units), 'unit')}, at most one stage each, but {name} needs "
-                f"{stages} stages; take fewer, or open modules: penstock profile --split-inside"
+                f"{self.source} has {pluralize(len(uncut.units), 'unit')}, at most one stage each, but {name} needs "
+                f"{stages} stages; use fewer, or split modules: penstock profile --split-inside"
             )
-        units = tuple(unit.split for unit in given.units) if splits else given.units
-        return stages_of_units(units, stages, LinkCost.slowest(self._each_link), given.action_seconds)
+        units = tuple(unit.split for unit in uncut.units) if splits else uncut.units
+        return cut_into_stages(units, stages, LinkCost.slowest(self._link_costs), uncut.action_seconds)
 
     @property
     def assumption(self) -> str:
@@ -104,11 +105,11 @@ class Costs:
         if not self.assumed:
             return ""
         missing = [letter for name, letter in WORK.items() if name in self.assumed]
-        given = [letter for name, letter in WORK.items() if name not in self.assumed]
+        present = [letter for name, letter in WORK.items() if name not in self.assumed]
         value = next(iter(self.assumed.values()))
-        which = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
-        were = "was" if len(missing) == 1 else "were"
-        return f"{' = '.join([*missing, *given[:1]])} = {value:g}, as {which} {were} not given"
+        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        verb = "was" if len(missing) == 1 else "were"
+        return f"{' = '.join([*missing, *present[:1]])} = {value:g}, as {names} {verb} not given"
 
     def with_links(self, links: MeasuredLinks) -> Costs:
         """Return these costs on a measured network. Raise ArgumentError if they have links already, or no message
@@ -124,35 +125,35 @@ class Costs:
         if isinstance(self.stages, UnitsToCut):
             return
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
-        if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in each_of(stage)):
-            how = "--output-bytes, or output_bytes in the file of --costs"
-            raise ArgumentError(f"{source}: the time of a message depends on its size; pass {how}")
+        if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in as_cost_tuple(stage)):
+            options = "--output-bytes, or output_bytes in the file of --costs"
+            raise ArgumentError(f"{source}: the time of a message depends on its size; pass {options}")
 
     @property
-    def _each_link(self) -> list[LinkCost]:
+    def _link_costs(self) -> list[LinkCost]:
         if isinstance(self.links, LinkCost):
             return [self.links]
         return self.links.known if isinstance(self.links, MeasuredLinks) else [*self.links.values()]
 
     @property
     def has_bandwidth(self) -> bool:
-        return any(link.bytes_per_second < math.inf for link in self._each_link)
+        return any(link.bytes_per_second < math.inf for link in self._link_costs)
 
-    def of(self, schedule: Schedule) -> list[OfStage]:
+    def of(self, schedule: Schedule) -> list[StageCosts]:
         """Return the cost of each of the schedule's stages. Raise ArgumentError if the number of costs differs from the
         number of stages, or a link is of a rank that does not exist."""
         return self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
 
-    def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
+    def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[StageCosts]:
         """Return the cost of each stage, copies included. `splits`: of split backwards. Raise the same errors as `of`,
         with this `name`."""
-        depth, given = placement.depth, self.stages
-        if isinstance(given, UnitsToCut):
-            _, given = self._cut(given, depth, name, splits=splits)
-        stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
+        depth, costs = placement.depth, self.stages
+        if isinstance(costs, UnitsToCut):
+            _, costs = self._cut_units(costs, depth, name, splits=splits)
+        stages: list[StageCosts] = [costs] * depth if isinstance(costs, StageCost) else list(costs)
         if len(stages) != depth:
-            has = counted(len(stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: list that many")
+            count = pluralize(len(stages), "stage")
+            raise ArgumentError(f"{self.source} has {count}, but {name} needs {depth}: list that many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 
@@ -164,14 +165,14 @@ class Costs:
             if max(start, end) >= ranks:
                 raise ArgumentError(
                     f"{self.source} has a link from rank {shortened(start)} to rank {shortened(end)}, but the last "
-                    f"rank of {name} is {ranks - 1}: correct the link or leave it out"
+                    f"rank of {name} is {ranks - 1}: correct or remove the link"
                 )
 
     def of_ranks(self, chunks: int) -> Costs:
         """Turn costs per stage into costs per rank, which `for_model_of` divides again. A file's costs stay."""
         if not isinstance(self.stages, StageCost):
             return self
-        return replace(self, stages=divided(self.stages, 1 / chunks))
+        return replace(self, stages=divide_cost(self.stages, 1 / chunks))
 
     def for_model_of(self, schedule: Schedule, *, whole: bool = False) -> Costs:
         """Return the costs with which a schedule trains the same model as every other schedule.
@@ -185,28 +186,28 @@ class Costs:
         """
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
-            return replace(self, stages=divided(self.stages, depth if whole else depth // schedule.ranks))
+            return replace(self, stages=divide_cost(self.stages, depth if whole else depth // schedule.ranks))
         if isinstance(self.stages, UnitsToCut):
             return self
-        size, rest = divmod(len(self.stages), depth)
-        if rest or not size:
-            has = counted(len(self.stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, which cannot be combined into {depth}")
-        joined = (_joined(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
-        return replace(self, stages=tuple(joined))
+        size, remainder = divmod(len(self.stages), depth)
+        if remainder or not size:
+            count = pluralize(len(self.stages), "stage")
+            raise ArgumentError(f"{self.source} has {count}, which cannot be combined into {depth}")
+        merged = (_merge(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
+        return replace(self, stages=tuple(merged))
 
 
-def _joined(stages: Sequence[OfStage]) -> OfStage:
+def _merge(stages: Sequence[StageCosts]) -> StageCosts:
     """Merge neighboring stages into one, for each microbatch if one of them differs by it. Raise ArgumentError: two of
     them have costs for different numbers of microbatches."""
     if all(isinstance(stage, StageCost) for stage in stages):
-        return _sum([cost for stage in stages for cost in each_of(stage)])
+        return _sum([cost for stage in stages for cost in as_cost_tuple(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
     if len(lengths) > 1:
         raise ArgumentError(
-            f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; expected as many in each"
+            f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; expected one length"
         )
-    return tuple(_sum([(each_of(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
+    return tuple(_sum([(as_cost_tuple(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
 
 
 def _sum(stages: Sequence[StageCost]) -> StageCost:

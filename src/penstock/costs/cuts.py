@@ -27,7 +27,7 @@ Table = Callable[[int], Floats]
 """For each stage, what it costs if it has k units and ends before unit j, at [k, j]."""
 
 ROUNDING = 1 + 1e-12
-"""Sums in another order may exceed a bound by this."""
+"""Sums in another order may exceed a bound by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class CutProblem:
 
     def bytes_again(self, stage: int, begins: Ints) -> Floats:
         """Return the memory on this stage of units from `begins` up to each one if it recomputes forwards."""
-        before = self._bytes_before(1) + self.waiting[stage] * _totals(np.asarray(self.waiting_bytes))
+        before = self._bytes_before(1) + self.waiting[stage] * _prefix_sums(np.asarray(self.waiting_bytes))
         received: Floats = self.in_flight[stage] * _column(self.received_bytes, len(self.seconds))[begins]
         return before[None, :] - before[begins] + received
 
@@ -81,41 +81,41 @@ class CutProblem:
         """Return the same for the balanced cost, without what crosses; without a stage: on the cheapest one."""
         if self.balanced == "seconds":
             speed = max(self.speeds, default=1.0) if stage is None or not self.speeds else self.speeds[stage]
-            return _totals(_column(self.seconds, len(self.seconds))[:-1]) / speed
+            return _prefix_sums(_column(self.seconds, len(self.seconds))[:-1]) / speed
         return self._bytes_before(min(self.in_flight, default=1)) if stage is None else self.bytes_before(stage)
 
     def together(self, begins: Ints, ends: Ints) -> Floats:
         """Return the memory that units from `begins` to before `ends` take as one stage beyond the sum of theirs: ties
         are held once, and one unit runs at a time. Both may have any shape."""
-        found = np.zeros(np.broadcast(begins, ends).shape)
-        for one, other, size in self.ties:
-            found -= size * ((begins <= one) & (other < ends))
-        return found + self._working(begins, ends) if any(self.working_bytes) else found
+        excess = np.zeros(np.broadcast(begins, ends).shape)
+        for first, second, size in self.ties:
+            excess -= size * ((begins <= first) & (second < ends))
+        return excess + self._working(begins, ends) if any(self.working_bytes) else excess
 
     def _working(self, begins: Ints, ends: Ints) -> Floats:
         """While one unit runs, later ones keep nothing of this microbatch."""
         units = len(self.seconds)
-        kept = _totals(_column(self.activation_bytes, units)[:-1])
-        most = kept[1:] + _column(self.working_bytes, units)[:-1]
+        kept_before = _prefix_sums(_column(self.activation_bytes, units)[:-1])
+        peaks = kept_before[1:] + _column(self.working_bytes, units)[:-1]
         longest = int(np.max(ends - begins, initial=1))
-        ranges = np.full((longest + 1, units + 1), -np.inf)
+        range_peaks = np.full((longest + 1, units + 1), -np.inf)
         for length in range(1, longest + 1):
-            ranges[length, length:] = np.maximum(ranges[length - 1, length:], most[: units - length + 1])
-        found: Floats = np.maximum(ranges[np.maximum(ends - begins, 0), ends] - kept[ends], 0.0)
-        return found
+            range_peaks[length, length:] = np.maximum(range_peaks[length - 1, length:], peaks[: units - length + 1])
+        excess: Floats = np.maximum(range_peaks[np.maximum(ends - begins, 0), ends] - kept_before[ends], 0.0)
+        return excess
 
     def crossing(self) -> Floats:
         """Return what a cut before each unit costs each of its two stages."""
         if self.balanced == "bytes":
             return np.zeros(len(self.seconds) + 1)
-        found = _column(self.crossing_seconds, len(self.seconds))
-        found[0] = found[-1] = 0.0
-        return found
+        costs = _column(self.crossing_seconds, len(self.seconds))
+        costs[0] = costs[-1] = 0.0
+        return costs
 
     def _bytes_before(self, microbatches: int) -> Floats:
         units = len(self.seconds)
-        held, kept = _column(self.held_bytes, units), _column(self.activation_bytes, units)
-        return _totals((held + microbatches * kept)[:-1])
+        static, activations = _column(self.held_bytes, units), _column(self.activation_bytes, units)
+        return _prefix_sums((static + microbatches * activations)[:-1])
 
 
 def best_cuts(problem: CutProblem, stages: int) -> list[int]:
@@ -127,47 +127,46 @@ def best_cuts(problem: CutProblem, stages: int) -> list[int]:
     units = len(problem.seconds)
     if not 1 <= stages <= units:
         raise ArgumentError(f"stages={stages}: expected from 1 to {units}, the number of units")
-    least = problem.costs_before()
-    bound = 2 * least[-1] / stages
-    saves = problem.balanced == "bytes" and bool(problem.ties)  # a stage may then cost less than its units do
+    before = problem.costs_before()
+    bound = 2 * before[-1] / stages
+    ties_save = problem.balanced == "bytes" and bool(problem.ties)  # a stage may then cost less than its units do
     while True:
-        longest = int(np.max(np.arange(units + 1) - np.searchsorted(least, least - bound * ROUNDING)))
-        longest = units if saves else longest
+        longest = int(np.max(np.arange(units + 1) - np.searchsorted(before, before - bound * ROUNDING)))
+        longest = units if ties_save else longest
         table = _table(problem, longest)
-        dearest = _dearest(table, stages, units)
-        if dearest <= bound or (longest == units and math.isfinite(dearest)):
-            return _even(table, dearest * ROUNDING, stages, units)
+        bottleneck = _min_bottleneck(table, stages, units)
+        if bottleneck <= bound or (longest == units and math.isfinite(bottleneck)):
+            return _most_even_cuts(table, bottleneck * ROUNDING, stages, units)
         if longest == units:
-            raise ArgumentError(_nothing_fits(problem, stages))
-        bound = max(2 * bound, float(np.diff(least).max()))
+            raise ArgumentError(_describe_shortfall(problem, stages))
+        bound = max(2 * bound, float(np.diff(before).max()))
 
 
 def stage_loads(problem: CutProblem, starts: Sequence[int]) -> list[float]:
     """Return the balanced cost of each of these stages."""
-    crossing, found = problem.crossing(), []
+    crossing, loads = problem.crossing(), []
     if problem.balanced == "bytes":
         return stage_bytes(problem, starts)
     for stage, (start, end) in enumerate(pairwise((*starts, len(problem.seconds)))):
         before = problem.costs_before(stage)
-        found.append(float(before[end] - before[start] + crossing[start] + crossing[end]))
-    return found
+        loads.append(float(before[end] - before[start] + crossing[start] + crossing[end]))
+    return loads
 
 
 def stage_bytes(problem: CutProblem, starts: Sequence[int]) -> list[float]:
     """Return the memory of each of these stages, in bytes."""
-    runs = enumerate(pairwise((*starts, len(problem.seconds))))
-    found = []
-    for stage, (start, end) in runs:
+    sizes = []
+    for stage, (start, end) in enumerate(pairwise((*starts, len(problem.seconds)))):
         before = problem.bytes_before(stage)
-        found.append(float(before[end] - before[start] + problem.together(np.array(start), np.array(end))))
-    return found
+        sizes.append(float(before[end] - before[start] + problem.together(np.array(start), np.array(end))))
+    return sizes
 
 
-def _nothing_fits(problem: CutProblem, stages: int) -> str:
-    freely = replace(problem, crossing_seconds=(), limit_bytes=math.inf, balanced="bytes", speeds=())
-    loads = stage_loads(freely, best_cuts(freely, stages))
+def _describe_shortfall(problem: CutProblem, stages: int) -> str:
+    unlimited = replace(problem, crossing_seconds=(), limit_bytes=math.inf, balanced="bytes", speeds=())
+    loads = stage_loads(unlimited, best_cuts(unlimited, stages))
     return (
-        f"memory_limit={problem.limit_bytes:,.0f} bytes: no cut into {stages} stages fits. The least that any needs is "
+        f"memory_limit={problem.limit_bytes:,.0f} bytes: no cut into {stages} stages fits. The best one needs "
         f"{max(loads):,.0f} bytes, on stage {int(np.argmax(loads))}. Pass more memory, more stages, smaller "
         "microbatches, or recompute="
     )
@@ -182,33 +181,33 @@ def _table(problem: CutProblem, longest: int) -> Table:
     begins = ends - lengths
     exists = (begins >= 0) & (lengths > 0)
     begins = np.maximum(begins, 0)
-    together = problem.together(begins, ends)
-    crossing = problem.crossing()
-    crossings = np.where(exists, crossing[begins] + crossing[None, :], np.inf)
+    extra_bytes = problem.together(begins, ends)
+    cut_costs = problem.crossing()
+    crossing_costs = np.where(exists, cut_costs[begins] + cut_costs[None, :], np.inf)
 
     def costs(stage: int) -> Floats:
         before = problem.costs_before(stage)
-        found: Floats = before[None, :] - before[begins] + crossings
+        by_range: Floats = before[None, :] - before[begins] + crossing_costs
         if problem.balanced == "bytes":
-            found += together
+            by_range += extra_bytes
         if math.isfinite(problem.limit_bytes):
-            taken = problem.bytes_before(stage)
-            over = taken[None, :] - taken[begins] + together > problem.limit_bytes * ROUNDING
+            bytes_before = problem.bytes_before(stage)
+            too_large = bytes_before[None, :] - bytes_before[begins] + extra_bytes > problem.limit_bytes * ROUNDING
             if any(problem.again_seconds):
                 speed = problem.speeds[stage] if problem.speeds else 1.0
-                again = _totals(np.asarray(problem.again_seconds)) / speed
-                found += np.where(over, again[None, :] - again[begins], 0.0)
-                over &= problem.bytes_again(stage, begins) + together > problem.limit_bytes * ROUNDING
-            found[over] = np.inf
-        return found
+                recompute_before = _prefix_sums(np.asarray(problem.again_seconds)) / speed
+                by_range += np.where(too_large, recompute_before[None, :] - recompute_before[begins], 0.0)
+                too_large &= problem.bytes_again(stage, begins) + extra_bytes > problem.limit_bytes * ROUNDING
+            by_range[too_large] = np.inf
+        return by_range
 
     if problem.balanced == "seconds" and math.isinf(problem.limit_bytes) and not problem.speeds:
-        same = costs(0)
-        return lambda stage: same
+        every_stage = costs(0)
+        return lambda stage: every_stage
     return costs
 
 
-def _dearest(table: Table, stages: int, units: int) -> float:
+def _min_bottleneck(table: Table, stages: int, units: int) -> float:
     """Return the least cost of the most expensive stage; infinite if no cuts are allowed."""
     best = _at_start(units)
     for stage in range(stages):
@@ -217,7 +216,7 @@ def _dearest(table: Table, stages: int, units: int) -> float:
     return float(best[-1])
 
 
-def _even(table: Table, bound: float, stages: int, units: int) -> list[int]:
+def _most_even_cuts(table: Table, bound: float, stages: int, units: int) -> list[int]:
     """Return the cuts within the bound with the least sum of squares; among equal ones, those with later cuts."""
     best = _at_start(units)
     lengths: list[NDArray[Any]] = []
@@ -250,11 +249,11 @@ def _by_length(best: Floats, lengths: int) -> Floats:
 
 def _column(values: Sequence[float], units: int) -> Floats:
     """Return one value for each unit, and one for the end; zeros if there are none."""
-    found = np.zeros(units + 1)
-    found[: len(values)] = values
-    return found
+    column = np.zeros(units + 1)
+    column[: len(values)] = values
+    return column
 
 
-def _totals(values: Floats) -> Floats:
+def _prefix_sums(values: Floats) -> Floats:
     """Return the sums of the values before each one, and before the end."""
     return np.concatenate([[0.0], np.cumsum(values)])

@@ -29,10 +29,10 @@ def estimate(counted: Profile, device: DeviceSpec, efficiency: Efficiency = DEFA
     Raises:
         ArgumentError: the profile has no operations, or the device no peak for a dtype of theirs.
     """
-    sizes = [replace(other, units=_units(other.units, device, efficiency), runs=0) for other in counted.others]
+    sizes = [replace(size, units=_estimate_units(size.units, device, efficiency), runs=0) for size in counted.others]
     return replace(
         counted,
-        units=_units(counted.units, device, efficiency),
+        units=_estimate_units(counted.units, device, efficiency),
         others=tuple(sizes),
         device=device.type,
         device_name=device.name,
@@ -40,7 +40,7 @@ def estimate(counted: Profile, device: DeviceSpec, efficiency: Efficiency = DEFA
         runs=0,
         links=(),
         optimizer_byte_seconds=_MOVED / OPTIMIZER_VALUES / (device.bytes_per_second * efficiency.bandwidth_efficiency),
-        notes=(*counted.notes, f"not measured: an estimate from what {device.name} can do at most: {efficiency.text}"),
+        notes=(*counted.notes, f"not measured: an estimate from {device.name}'s specifications: {efficiency.text}"),
     )
 
 
@@ -52,37 +52,37 @@ def fit_efficiency(
     Raises:
         ArgumentError: a profile is an estimate itself, is of another kind of device, or has no operations.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for profile in measured:
-        name, of = profile.device_name or profile.device, device_by_reported_name(profile.device_name)
+        name, reported = profile.device_name or profile.device, device_by_reported_name(profile.device_name)
         if profile.source != "measured":
-            raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
-        if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
+            raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass a measured one")
+        if profile.device != device.type or (reported is not None and device.sources and reported.key != device.key):
             raise ArgumentError(
-                f"calibrate: the profile was measured on {name} ({profile.device}), which is no {device.name} "
+                f"calibrate: the profile was measured on {name} ({profile.device}), not on {device.name} "
                 f"({device.type}); measure on one, or describe that device in a .toml file of its own"
             )
-        for each in profile.each_size:
-            found += _measurements(each.units)
-    return calibrate(found, device, start)
+        for size in profile.each_size:
+            measurements += _measurements(size.units)
+    return calibrate(measurements, device, start)
 
 
-def _units(units: Sequence[UnitCost], device: DeviceSpec, efficiency: Efficiency) -> tuple[UnitCost, ...]:
+def _estimate_units(units: Sequence[UnitCost], device: DeviceSpec, efficiency: Efficiency) -> tuple[UnitCost, ...]:
     times: dict[str, dict[str, Any]] = {}
     for unit in units:
         if not unit.like or unit.operations is not None:
-            times[unit.name] = _times(_operations_of(unit), device, efficiency)
+            times[unit.name] = _estimate_seconds(_require_operations(unit), device, efficiency)
     return tuple(replace(u, **times[u.like or u.name], recompute_seconds=None, spread=0.0) for u in units)
 
 
-def _times(done: OpCounts, device: DeviceSpec, efficiency: Efficiency) -> dict[str, float]:
+def _estimate_seconds(counts: OpCounts, device: DeviceSpec, efficiency: Efficiency) -> dict[str, float]:
     """F, I and W: what the whole backward takes besides I."""
 
     def seconds(operations: Sequence[Operation]) -> float:
         return seconds_of(operations, device, efficiency) + efficiency.run_seconds if operations else 0.0
 
-    forward, backward = seconds(done.forward) or efficiency.run_seconds, seconds(done.backward)
-    inputs = min(seconds(done.input_gradient), backward)
+    forward, backward = seconds(counts.forward) or efficiency.run_seconds, seconds(counts.backward)
+    inputs = min(seconds(counts.input_gradient), backward)
     return {
         "forward_seconds": forward,
         "input_gradient_seconds": inputs,
@@ -92,23 +92,23 @@ def _times(done: OpCounts, device: DeviceSpec, efficiency: Efficiency) -> dict[s
 
 def _measurements(units: Sequence[UnitCost]) -> list[Measurement]:
     """Return what each kind of unit did in its forward, its backward and the I part of it, and how long that took."""
-    found = []
+    measured = []
     for unit in units:
         if unit.like:
             continue
-        done = _operations_of(unit)
+        counts = _require_operations(unit)
         backward = unit.input_gradient_seconds + unit.weight_gradient_seconds
-        pairs = [(done.forward, unit.forward_seconds), (done.backward, backward)]
+        pairs = [(counts.forward, unit.forward_seconds), (counts.backward, backward)]
         if unit.weight_gradient_seconds:
-            pairs.append((done.input_gradient, unit.input_gradient_seconds))
-        found += [Measurement(operations, seconds) for operations, seconds in pairs if operations and seconds > 0]
-    return found
+            pairs.append((counts.input_gradient, unit.input_gradient_seconds))
+        measured += [Measurement(operations, seconds) for operations, seconds in pairs if operations and seconds > 0]
+    return measured
 
 
-def _operations_of(unit: UnitCost) -> OpCounts:
+def _require_operations(unit: UnitCost) -> OpCounts:
     if unit.operations is None:
         raise ArgumentError(
-            f"unit {unit.name!r}: the profile does not say what it does, only what it took, so that nothing can be "
-            "estimated from it; make it again with penstock.profile(...) or `penstock profile`"
+            f"unit {unit.name!r}: the profile has its times but no operations to estimate from; make a new one "
+            "with penstock.profile(...) or `penstock profile`"
         )
     return unit.operations

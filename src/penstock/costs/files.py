@@ -12,9 +12,9 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, quoted, read_json, validate
 from penstock.costs.costs import Costs
 from penstock.costs.links import ANY_PAIR, MeasuredLinks
-from penstock.simulate.costs import LinkCost, OfStage, StageCost, check_bandwidth, check_cost
+from penstock.simulate.costs import LinkCost, StageCost, StageCosts, check_bandwidth, check_cost
 
-_MEMORY = ("activation", "parameters", "gradients", "optimizer", "unsharded")
+_MEMORY_KEYS = ("activation", "parameters", "gradients", "optimizer", "unsharded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,78 +68,78 @@ class _Link:
 
 def read_costs(path: Path) -> Costs:
     """Read the file given to --costs. Raise ArgumentError if it is not valid."""
-    where = f"--costs {path}"
-    data = read_json(path, where)
-    given = validate(_CostsFile, data if isinstance(data, dict) else {"stages": data}, where)
-    if not given.stages:
-        raise ArgumentError(f"{where}: expected a list with an object for each stage; see --help")
-    made = tuple(_stage(entry, f"{where}, stage {index}") for index, entry in enumerate(given.stages))
-    has_memory = any(key in entry for entry in given.stages for key in _MEMORY)
-    are_each = isinstance(given.links, list)
-    links = _links(given.links, where) if are_each else _link(given.links, f"{where}, links")
-    costs = Costs(made, links, has_memory, source=where)
+    source = f"--costs {path}"
+    data = read_json(path, source)
+    parsed = validate(_CostsFile, data if isinstance(data, dict) else {"stages": data}, source)
+    if not parsed.stages:
+        raise ArgumentError(f"{source}: expected a list with an object for each stage; see --help")
+    stages = tuple(_parse_stage(entry, f"{source}, stage {index}") for index, entry in enumerate(parsed.stages))
+    has_memory = any(key in entry for entry in parsed.stages for key in _MEMORY_KEYS)
+    has_pairs = isinstance(parsed.links, list)
+    links = _parse_links(parsed.links, source) if has_pairs else _parse_link(parsed.links, f"{source}, links")
+    costs = Costs(stages, links, has_memory, source=source)
     costs.check_sizes(costs.source)
     return costs
 
 
 def read_links(path: Path) -> MeasuredLinks:
     """Read the file given to --links. Raise ArgumentError if it is not valid."""
-    where = f"--links {path}"
-    given = validate(_LinksFile, read_json(path, where), where)
-    every = None if given.all is None else _link(given.all, f"{where}, all")
-    if not given.links and every is None:
-        raise ArgumentError(f"{where} has no links: add some, or {ANY_PAIR}")
-    return MeasuredLinks(_links(given.links, where), every, where)
+    source = f"--links {path}"
+    parsed = validate(_LinksFile, read_json(path, source), source)
+    default = None if parsed.all is None else _parse_link(parsed.all, f"{source}, all")
+    if not parsed.links and default is None:
+        raise ArgumentError(f"{source} has no links: add some, or {ANY_PAIR}")
+    return MeasuredLinks(_parse_links(parsed.links, source), default, source)
 
 
-def _stage(entry: Mapping[str, Any], where: str) -> OfStage:
+def _parse_stage(entry: Mapping[str, Any], location: str) -> StageCosts:
     """Parse a stage's cost, or one for each microbatch if some of its numbers are lists."""
     lists = {key: value for key, value in entry.items() if isinstance(value, list)}
     if not lists:
-        return _cost(entry, where)
+        return _parse_cost(entry, location)
     lengths = sorted({len(value) for value in lists.values()})
     if len(lengths) > 1 or not lengths[0]:
         raise ArgumentError(
-            f"{where}: lists of {' and '.join(map(str, lengths))} numbers: a list has one number for each microbatch, "
-            "so give all of a stage's lists the same length"
+            f"{location}: lists of {' and '.join(map(str, lengths))} numbers: a list has one number per microbatch, so "
+            "all lists of a stage need the same length"
         )
     return tuple(
-        _cost({**entry, **{key: value[k] for key, value in lists.items()}}, f"{where}, microbatch {k}")
+        _parse_cost({**entry, **{key: value[k] for key, value in lists.items()}}, f"{location}, microbatch {k}")
         for k in range(lengths[0])
     )
 
 
-def _cost(entry: Mapping[str, Any], where: str) -> StageCost:
-    given = validate(_Stage, {"weight_grad": entry.get("activation", 0), **entry}, where)
-    return StageCost(*(getattr(given, name) for name in given.__slots__))
+def _parse_cost(entry: Mapping[str, Any], location: str) -> StageCost:
+    parsed = validate(_Stage, {"weight_grad": entry.get("activation", 0), **entry}, location)
+    return StageCost(*(getattr(parsed, name) for name in parsed.__slots__))
 
 
-def _links(entries: Sequence[Any], where: str) -> dict[tuple[int, int], LinkCost]:
+def _parse_links(entries: Sequence[Any], location: str) -> dict[tuple[int, int], LinkCost]:
     links: dict[tuple[int, int], LinkCost] = {}
     for index, entry in enumerate(entries):
-        ends, cost = _link_between(entry, f"{where}, link {index}")
+        ends, cost = _parse_pair(entry, f"{location}, link {index}")
         if ends in links:
             first = list(links).index(ends)
             raise ArgumentError(
-                f"{where}, link {index}: link {first} is also from rank {quoted(ends[0])} to rank {quoted(ends[1])}; "
-                "keep one of them"
+                f"{location}, link {index}: link {first} is also from rank {quoted(ends[0])} to rank "
+                f"{quoted(ends[1])}; keep one of them"
             )
         links[ends] = cost
     return links
 
 
-def _link_between(entry: Any, where: str) -> tuple[tuple[int, int], LinkCost]:
+def _parse_pair(entry: Any, location: str) -> tuple[tuple[int, int], LinkCost]:
     if not isinstance(entry, dict) or "from" not in entry or "to" not in entry:
-        raise ArgumentError(f'{where}: expected ranks, as in {{"from": 0, "to": 1, "latency": 2}}')
+        raise ArgumentError(f'{location}: expected ranks, as in {{"from": 0, "to": 1, "latency": 2}}')
     for key in ("from", "to"):
         if type(entry[key]) is not int or entry[key] < 0:
-            raise ArgumentError(f"{where}: {key}={quoted(entry[key])}: expected a rank, an integer >= 0")
+            raise ArgumentError(f"{location}: {key}={quoted(entry[key])}: expected a rank, an integer >= 0")
     start, end = entry["from"], entry["to"]
     if start == end:
-        raise ArgumentError(f"{where}: from and to are both rank {quoted(start)}; name two ranks, or leave it out")
-    return (start, end), _link({key: value for key, value in entry.items() if key not in ("from", "to")}, where)
+        raise ArgumentError(f"{location}: from and to are both rank {quoted(start)}; name two ranks, or remove it")
+    return (start, end), _parse_link({k: v for k, v in entry.items() if k not in ("from", "to")}, location)
 
 
-def _link(entry: Any, where: str) -> LinkCost:
-    given = validate(_Link, entry, where)
-    return LinkCost(given.latency, given.bandwidth)
+def _parse_link(entry: Any, location: str) -> LinkCost:
+    parsed = validate(_Link, entry, location)
+    return LinkCost(parsed.latency, parsed.bandwidth)

@@ -32,10 +32,10 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
     source: str
 
     def __getitem__(self, ends: tuple[int, int]) -> LinkCost:
-        found = self.pairs.get(ends, self.every)
-        if found is None:
+        link = self.pairs.get(ends, self.every)
+        if link is None:
             raise KeyError(ends)
-        return found
+        return link
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self.pairs)
@@ -58,7 +58,7 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
 
 
 USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
-"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
+"""Default links between ranks, by device type: the shared memory of one machine, ..."""
 
 USUAL_LINK = LinkCost(10e-6, 25e9)
 """... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
@@ -69,7 +69,7 @@ def usual_link(device: str) -> LinkCost:
     return USUAL_LINKS.get(device, USUAL_LINK)
 
 
-def assumed(link: LinkCost) -> str:
+def describe_link(link: LinkCost) -> str:
     """Describe the costs assumed for links that were not measured."""
     return f"assuming {1e6 * link.latency_seconds:.4g} us latency and {link.bytes_per_second / 1e9:.4g} GB/s"
 
@@ -84,7 +84,7 @@ def link_cost(link: MeasuredLink) -> LinkCost:
     return LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
 
 
-def link_of(profile: Profile) -> LinkCost:
+def link_for(profile: Profile) -> LinkCost:
     """Between any two ranks: the slowest link that the profile measured, or what is usual for its device."""
     return slowest_link(profile) or usual_link(profile.device)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 from penstock.costs.hardware import Operation
 
 VERSION = 1
@@ -125,8 +125,8 @@ class UnitCost:
     @property
     def split(self) -> UnitCost:
         """The unit in a schedule that splits the backward."""
-        given = {name.removeprefix("split_"): getattr(self, name) for name in SPLIT_SECONDS}
-        return replace(self, **{name: seconds for name, seconds in given.items() if seconds is not None})
+        split_seconds = {name.removeprefix("split_"): getattr(self, name) for name in SPLIT_SECONDS}
+        return replace(self, **{name: seconds for name, seconds in split_seconds.items() if seconds is not None})
 
     @property
     def in_flight_bytes(self) -> float:
@@ -165,7 +165,7 @@ def tied_bytes_overcount(units: Iterable[UnitCost]) -> tuple[float, float, float
     """Return the `parameter_bytes`, `gradient_bytes` and `optimizer_bytes` that these units count more than once if
     they are all on one device, which holds tied parameters once."""
     parameters, gradients, states = (
-        sum(column) for column in zip((0.0,) * 3, *(p for *_, p in _ties(units)), strict=True)
+        sum(column) for column in zip((0.0,) * 3, *(p for *_, p in _find_ties(units)), strict=True)
     )
     return parameters, gradients, states
 
@@ -173,16 +173,16 @@ def tied_bytes_overcount(units: Iterable[UnitCost]) -> tuple[float, float, float
 def ties_of(units: Iterable[UnitCost]) -> list[tuple[int, int, float]]:
     """Return, for each tied parameter, each two consecutive units that hold it, and the bytes that a device with both
     would count twice."""
-    return [(one, other, sum(parts)) for one, other, parts in _ties(units)]
+    return [(first, second, sum(parts)) for first, second, parts in _find_ties(units)]
 
 
-def _ties(units: Iterable[UnitCost]) -> Iterator[tuple[int, int, tuple[float, float, float]]]:
+def _find_ties(units: Iterable[UnitCost]) -> Iterator[tuple[int, int, tuple[float, float, float]]]:
     last: dict[str, int] = {}
     for index, unit in enumerate(units):
         for tied in unit.tied:
             if tied.name in last:
-                share = tied.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 0.0
-                parts = tied.parameter_bytes, tied.gradient_bytes, share * unit.optimizer_bytes
+                fraction = tied.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 0.0
+                parts = tied.parameter_bytes, tied.gradient_bytes, fraction * unit.optimizer_bytes
                 yield last[tied.name], index, parts
             last[tied.name] = index
 
@@ -291,34 +291,34 @@ class Profile:
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
         if not names or len({*names}) < len(names):
-            raise ArgumentError(f"units: expected at least one, each of another name, not {shortened(names)}")
+            raise ArgumentError(f"units: expected at least one, with unique names, not {list_names(names)}")
         check_numbers("the profile", self)
-        for unit in (*self.units, *(unit for other in self.others for unit in other.units)):
+        for unit in (*self.units, *(unit for size in self.others for unit in size.units)):
             check_numbers(f"unit {unit.name!r}", unit)
         for link in self.links:
             check_numbers(f"link from rank {link.source} to rank {link.target}", link)
-        for other in self.others:
-            if [unit.name for unit in other.units] != names:
+        for size in self.others:
+            if [unit.name for unit in size.units] != names:
                 raise ArgumentError(
-                    f"microbatches of {other.rows} and {self.rows} rows have different units; make the profile with "
+                    f"microbatches of {size.rows} and {self.rows} rows have different units; make the profile with "
                     "split_inside= or leaf_modules= that are the same for both"
                 )
-        sizes = [self.rows, *(other.rows for other in self.others)]
+        sizes = [self.rows, *(size.rows for size in self.others)]
         if len({*sizes}) < len(sizes) or (self.others and min(sizes) < 1):
-            raise ArgumentError(f"rows: expected sizes of 1 or more, each of another number of rows, not {sizes}")
+            raise ArgumentError(f"rows: expected distinct sizes >= 1, not {sizes}")
 
     @property
     def each_size(self) -> tuple[Profile, ...]:
         """A profile for each size of a microbatch, in ascending order of rows."""
-        same = [
-            replace(self, units=each.units, rows=each.rows, inputs=each.inputs, runs=each.runs, others=())
-            for each in self.others
+        profiles = [
+            replace(self, units=size.units, rows=size.rows, inputs=size.inputs, runs=size.runs, others=())
+            for size in self.others
         ]
-        return tuple(sorted([*same, replace(self, others=())], key=lambda one: one.rows))
+        return tuple(sorted([*profiles, replace(self, others=())], key=lambda profile: profile.rows))
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """Return this profile together with those of other microbatch sizes."""
-        sizes = (OtherSize(one.rows, one.units, one.inputs, one.runs) for one in others)
+        sizes = (OtherSize(profile.rows, profile.units, profile.inputs, profile.runs) for profile in others)
         return replace(self, others=(*self.others, *sizes))
 
     @property
@@ -364,10 +364,10 @@ class Profile:
                 raise ArgumentError(f"{what}: this is a plan; expected a profile, as `penstock profile` writes it")
             version = quoted(given.get("version") if isinstance(given, dict) else given)
             raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not of {version}; make a new one")
-        found = validate(cls, {key: value for key, value in given.items() if key not in ("version", "identity")}, what)
-        if given.get("identity", found.identity) != found.identity:
-            raise ArgumentError(f"{what}: its parameters are not those that it was made of; make a new one")
-        return found
+        loaded = validate(cls, {key: value for key, value in given.items() if key not in ("version", "identity")}, what)
+        if given.get("identity", loaded.identity) != loaded.identity:
+            raise ArgumentError(f"{what}: its parameters do not match its identity; make a new one")
+        return loaded
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON. Raise ArgumentError if the file cannot be written."""
@@ -376,23 +376,23 @@ class Profile:
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile from a JSON file. Raise ArgumentError if there is none."""
-    what = f"profile {os.fspath(path)!r}"
-    return Profile.from_dict(read_json(path, what), what)
+    label = f"profile {os.fspath(path)!r}"
+    return Profile.from_dict(read_json(path, label), label)
 
 
-def amounts(cost: Any) -> dict[str, Any]:
+def quantity_fields(cost: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that are seconds or bytes, with their defaults."""
-    return {each.name: each.default for each in fields(cost) if "seconds" in each.name or "bytes" in each.name}
+    return {entry.name: entry.default for entry in fields(cost) if "seconds" in entry.name or "bytes" in entry.name}
 
 
-def check_numbers(what: str, value: Any) -> None:
+def check_numbers(owner: str, value: Any) -> None:
     """Raise ArgumentError if one of a dataclass's seconds or bytes is not a number of 0 or more."""
-    for name, default in amounts(type(value)).items():
+    for name, default in quantity_fields(type(value)).items():
         number = getattr(value, name)
         if number is None and default is None:
             continue
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            raise ArgumentError(f"{what}: {name}={quoted(number)}; expected a number of 0 or more")
+            raise ArgumentError(f"{owner}: {name}={quoted(number)}; expected a number of 0 or more")
 
 
 def first_difference(made: ModelFingerprint, here: ModelFingerprint) -> str:
@@ -406,8 +406,8 @@ def first_difference(made: ModelFingerprint, here: ModelFingerprint) -> str:
     for name in made.parameters:
         if name not in here.parameters:
             return f"the model has no parameter {name!r}"
-    for what in ("device", "dtype"):
-        mine, given = getattr(made, what), getattr(here, what)
-        if mine != given:
-            return f"it was made for {what} {mine!r}, and this is {given!r}"
+    for attribute in ("device", "dtype"):
+        expected, actual = getattr(made, attribute), getattr(here, attribute)
+        if expected != actual:
+            return f"it was made for {attribute} {expected!r}, and this is {actual!r}"
     return ""

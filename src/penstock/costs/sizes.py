@@ -1,5 +1,5 @@
-"""What a model's units cost with microbatches of another size than those that were measured, and what the numbers of a
-profile say against themselves."""
+"""What a model's units cost with microbatches of other sizes than those measured, and warnings on a profile's
+quality."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from itertools import pairwise
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs.costs import UnitsToCut
-from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, amounts
+from penstock.costs.profile import SPLIT_SECONDS, Profile, UnitCost, quantity_fields
 
-GROWING = tuple(
-    name for name in amounts(UnitCost) if name not in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+SIZE_DEPENDENT = tuple(
+    name for name in quantity_fields(UnitCost) if name not in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 )
-"""What depends on the number of rows. The rest is of the parameters."""
+"""Fields that depend on the number of rows; the others depend on the parameters."""
 
-OF_SPLITS = (*SPLIT_SECONDS, "weight_gradient_bytes")
-"""What is measured of split backwards."""
+SPLIT_FIELDS = (*SPLIT_SECONDS, "weight_gradient_bytes")
+"""Fields that are measured with split backwards."""
 
-FARTHEST = 2
-"""Up to so many times the largest measured size a line through the measurements is trusted."""
+MAX_EXTRAPOLATION = 2
+"""Sizes up to this multiple of the largest measured one are extrapolated linearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,28 @@ class Sizes:
     def __post_init__(self) -> None:
         if not self.profiles or min(self.profiles) < 1:
             raise ArgumentError("profiles: expected at least one, by the number of rows (1 or more) of its microbatch")
-        first, *others = self.profiles.values()
-        for other in others:
-            other.check_for(first.made_for)
-            if [unit.name for unit in other.units] != [unit.name for unit in first.units]:
+        first, *remaining = self.profiles.values()
+        for profile in remaining:
+            profile.check_for(first.made_for)
+            if [unit.name for unit in profile.units] != [unit.name for unit in first.units]:
                 raise ArgumentError(
                     "profiles: they have different units; make them with the same split_inside= and leaf_modules="
                 )
-        object.__setattr__(self, "profiles", _split_alike(self.profiles))
+        object.__setattr__(self, "profiles", _drop_partial_splits(self.profiles))
 
     @classmethod
     def of(cls, profiles: Iterable[Profile]) -> Sizes:
         """Profiles by the rows of the microbatches that they were made with.
 
         Raises:
-            ArgumentError: a profile does not say, or two say the same.
+            ArgumentError: a profile has no size, or two have the same.
         """
         by_rows: dict[int, Profile] = {}
-        for profile in (one for each in profiles for one in each.each_size):
-            rows = rows_of(profile)
+        for profile in (size for measured in profiles for size in measured.each_size):
+            rows = measured_rows(profile)
             if rows in by_rows:
                 raise ArgumentError(
-                    f"profiles: two are of microbatches of {counted(rows, 'row')}; pass one of each size"
+                    f"profiles: two are of microbatches of {pluralize(rows, 'row')}; pass one of each size"
                 )
             by_rows[rows] = profile
         return cls(by_rows)
@@ -83,17 +83,17 @@ class Sizes:
     @property
     def largest(self) -> int:
         """The most rows for which costs are predicted."""
-        return FARTHEST * max(self.profiles)
+        return MAX_EXTRAPOLATION * max(self.profiles)
 
     def shared_by(self, replicas: int) -> Sizes:
         """Divide the costs among this many replicas."""
         if not self.shares_optimizer or replicas == 1:
             return self
-        found = {}
+        shared = {}
         for rows, profile in self.profiles.items():
             units = (replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
-            found[rows] = replace(profile, units=tuple(units))
-        return Sizes(found)
+            shared[rows] = replace(profile, units=tuple(units))
+        return Sizes(shared)
 
     def at(self, rows: int) -> tuple[UnitCost, ...]:
         """Return the cost of each unit at this microbatch size."""
@@ -101,21 +101,21 @@ class Sizes:
             return self.profiles[rows].units
         sizes = sorted(self.profiles)
         if len(sizes) == 1:
-            return tuple(_scaled(unit, rows / sizes[0]) for unit in self.profiles[sizes[0]].units)
+            return tuple(_scale(unit, rows / sizes[0]) for unit in self.profiles[sizes[0]].units)
         upper = next((i for i, size in enumerate(sizes) if size > rows and i > 0), len(sizes) - 1)
         low, high = sizes[upper - 1], sizes[upper]
-        share = (rows - low) / (high - low)
+        fraction = (rows - low) / (high - low)
         pairs = zip(self.profiles[low].units, self.profiles[high].units, strict=True)
-        found = (_between(below, above, share) for below, above in pairs)
+        interpolated = (_interpolate(below, above, fraction) for below, above in pairs)
         if rows > high:
-            return tuple(map(_at_least, found, self.profiles[high].units))
+            return tuple(map(_raise_to, interpolated, self.profiles[high].units))
         if rows < low:
-            parts = (_scaled(unit, rows / low) for unit in self.profiles[low].units)
-            return tuple(map(_at_least, found, parts))
-        return tuple(found)
+            proportional = (_scale(unit, rows / low) for unit in self.profiles[low].units)
+            return tuple(map(_raise_to, interpolated, proportional))
+        return tuple(interpolated)
 
 
-def rows_of(profile: Profile) -> int:
+def measured_rows(profile: Profile) -> int:
     """Return the microbatch size that was measured; if the profile does not say, the first dimension of most inputs.
 
     Raises:
@@ -124,78 +124,78 @@ def rows_of(profile: Profile) -> int:
     if profile.rows:
         return profile.rows
     shapes = (re.search(r"\[([0-9]+)", text) for text in profile.inputs.values())
-    found = Counter(int(shape[1]) for shape in shapes if shape)
-    if not found:
-        raise ArgumentError("profiles: one does not say with which inputs it was made; use penstock.profile(...)")
-    return found.most_common(1)[0][0]
+    counts = Counter(int(shape[1]) for shape in shapes if shape)
+    if not counts:
+        raise ArgumentError("profiles: one has neither rows nor inputs; make it with penstock.profile(...)")
+    return counts.most_common(1)[0][0]
 
 
-def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
+def _drop_partial_splits(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
     """Drop the measurements of split backwards of units that not all sizes have."""
 
-    def known(unit: UnitCost) -> list[bool]:
-        return [getattr(unit, name) is not None for name in OF_SPLITS]
+    def measured(unit: UnitCost) -> list[bool]:
+        return [getattr(unit, name) is not None for name in SPLIT_FIELDS]
 
-    nothing: dict[str, Any] = dict.fromkeys(OF_SPLITS)
+    cleared: dict[str, Any] = dict.fromkeys(SPLIT_FIELDS)
     columns = []
     for units in zip(*(profile.units for profile in profiles.values()), strict=True):
-        is_alike = all(known(unit) == known(units[0]) for unit in units)
-        columns.append(units if is_alike else [replace(unit, **nothing) for unit in units])
-    each = zip(profiles.items(), zip(*columns, strict=True), strict=True)
-    return {rows: replace(profile, units=units) for (rows, profile), units in each}
+        is_alike = all(measured(unit) == measured(units[0]) for unit in units)
+        columns.append(units if is_alike else [replace(unit, **cleared) for unit in units])
+    pairs = zip(profiles.items(), zip(*columns, strict=True), strict=True)
+    return {rows: replace(profile, units=units) for (rows, profile), units in pairs}
 
 
-def _growing(unit: UnitCost) -> dict[str, Any]:
+def _by_size(unit: UnitCost) -> dict[str, Any]:
     """Return the fields that depend on the microbatch size, by name."""
-    known = {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
+    values = {name: getattr(unit, name) for name in SIZE_DEPENDENT} | {"recompute_seconds": unit.again_seconds}
     if unit.weight_gradient_bytes is None:  # stays unknown
-        del known["weight_gradient_bytes"]
-    return known | {name: getattr(unit.split, name.removeprefix("split_")) for name in SPLIT_SECONDS}
+        del values["weight_gradient_bytes"]
+    return values | {name: getattr(unit.split, name.removeprefix("split_")) for name in SPLIT_SECONDS}
 
 
-def _scaled(unit: UnitCost, factor: float) -> UnitCost:
-    return replace(unit, **{name: value * factor for name, value in _growing(unit).items()})
+def _scale(unit: UnitCost, factor: float) -> UnitCost:
+    return replace(unit, **{name: value * factor for name, value in _by_size(unit).items()})
 
 
-def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
+def _interpolate(low: UnitCost, high: UnitCost, fraction: float) -> UnitCost:
     """Interpolate on the line through two costs; never below zero."""
-    above = _growing(high)
-    return replace(low, **{name: max(0.0, a + share * (above[name] - a)) for name, a in _growing(low).items()})
+    lower, upper = _by_size(low), _by_size(high)
+    return replace(low, **{name: max(0.0, value + fraction * (upper[name] - value)) for name, value in lower.items()})
 
 
-def _at_least(unit: UnitCost, least: UnitCost) -> UnitCost:
-    lowest = _growing(least)
-    return replace(unit, **{name: max(value, lowest[name]) for name, value in _growing(unit).items()})
+def _raise_to(unit: UnitCost, floor: UnitCost) -> UnitCost:
+    minimum = _by_size(floor)
+    return replace(unit, **{name: max(value, minimum[name]) for name, value in _by_size(unit).items()})
 
 
-BUSY = 0.25
-"""Times that spread by more than this part of their median were not measured on a quiet machine."""
-_RATIO, _SECONDS = 2.0, 1e-3
-"""A forward does much the same where backwards are split: it does not take twice as long and a millisecond."""
+MAX_VARIATION = 0.25
+"""Times that vary by more than this fraction of their median were not measured on an idle machine."""
+_SPLIT_RATIO, _SPLIT_SLACK = 2.0, 1e-3
+"""A forward takes about as long where backwards are split: not twice as long plus a millisecond."""
 
 
-def doubts(profile: Profile) -> tuple[str, ...]:
+def quality_warnings(profile: Profile) -> tuple[str, ...]:
     """Why not to trust the times of a profile; empty if nothing speaks against them, or if none were measured."""
     if profile.source != "measured":
         return ()
-    found, sizes = [], profile.each_size
-    if (varies := variation(profile)) > BUSY:
-        found.append(f"times vary by {varies:.0%} from run to run; measure again while the machine does nothing else")
+    warnings, sizes = [], profile.each_size
+    if (fraction := variation(profile)) > MAX_VARIATION:
+        warnings.append(f"times vary by {fraction:.0%} from run to run; measure again on an idle machine")
     for size in sizes:
         plain = sum(unit.forward_seconds for unit in size.units)
         split = sum(unit.split.forward_seconds for unit in size.units)
-        if max(plain, split) > _RATIO * min(plain, split) + _SECONDS:
-            found.append(
-                f"forwards of {counted(size.rows, 'row')} took {split * 1e3:.3g} ms where backwards are split, and "
+        if max(plain, split) > _SPLIT_RATIO * min(plain, split) + _SPLIT_SLACK:
+            warnings.append(
+                f"forwards of {pluralize(size.rows, 'row')} took {split * 1e3:.3g} ms where backwards are split, and "
                 f"{plain * 1e3:.3g} ms otherwise: something else ran; measure again"
             )
     for smaller, larger in pairwise(sizes):
         if _seconds(larger) < _seconds(smaller):
-            found.append(
-                f"microbatches of {counted(larger.rows, 'row')} took less time than those of {smaller.rows}: something "
-                "else ran; measure again"
+            warnings.append(
+                f"microbatches of {pluralize(larger.rows, 'row')} took less time than those of {smaller.rows}: "
+                "something else ran; measure again"
             )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _seconds(size: Profile) -> float:
@@ -221,12 +221,12 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
                 f"--microbatch-size {rows}: {source} has microbatches of {measured} rows, "
                 f"which cover 1 to {sizes.largest}; measure others: penstock profile --microbatch-sizes"
             )
-        units, size = sizes.at(rows), counted(rows, "row")
+        units, size = sizes.at(rows), pluralize(rows, "row")
         if rows not in sizes.profiles:
-            how = "between" if min(sizes.profiles) < rows < max(sizes.profiles) else "beyond"
-            size += f" ({how} those measured: {', '.join(map(str, sorted(sizes.profiles)))})"
+            relation = "between" if min(sizes.profiles) < rows < max(sizes.profiles) else "beyond"
+            size += f" ({relation} those measured: {', '.join(map(str, sorted(sizes.profiles)))})"
     elif profile.rows:
-        size = counted(profile.rows, "row")
-    made = "measured" if profile.source == "measured" else "an estimate"
-    where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
-    return UnitsToCut(units, profile.action_seconds or 0.0, f"{where}, microbatches of {size}")
+        size = pluralize(profile.rows, "row")
+    method = "measured" if profile.source == "measured" else "an estimate"
+    origin = f"{source.removeprefix('--profile ')}, {method} on {profile.device_name or profile.device}"
+    return UnitsToCut(units, profile.action_seconds or 0.0, f"{origin}, microbatches of {size}")

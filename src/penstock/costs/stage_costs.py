@@ -18,7 +18,7 @@ def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
 
 
 @lru_cache(maxsize=256)
-def stages_of_units(
+def cut_into_stages(
     units: tuple[UnitCost, ...], stages: int, link: LinkCost, action_seconds: float = 0.0
 ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
     """Cut the units where `balance="time"` does, to minimize the slowest stage: return the unit with which each stage
@@ -27,28 +27,28 @@ def stages_of_units(
     Raises:
         ArgumentError: there are fewer units than stages.
     """
-    starts = best_cuts(problem_of(units, link), stages)
-    return tuple(units[start].name for start in starts[1:]), priced(units, starts, action_seconds)
+    starts = best_cuts(build_cut_problem(units, link), stages)
+    return tuple(units[start].name for start in starts[1:]), price_stages(units, starts, action_seconds)
 
 
-def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> CutProblem:
+def build_cut_problem(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> CutProblem:
     """Build the cut problem: each unit's time, and what crosses a cut before it. `speeds`: of each stage's device."""
     return CutProblem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
 
 
-def with_memory(problem: CutProblem, units: Sequence[UnitCost], microbatches: int) -> CutProblem:
+def add_memory(problem: CutProblem, units: Sequence[UnitCost], microbatches: int) -> CutProblem:
     """Add the memory of units while this many microbatches of a step go through them."""
-    batch = [microbatches * (unit.input_bytes + unit.target_bytes) for unit in units]
+    batch_bytes = [microbatches * (unit.input_bytes + unit.target_bytes) for unit in units]
     return replace(
         problem,
-        held_bytes=[unit.held_bytes + given for unit, given in zip(units, batch, strict=True)],
+        held_bytes=[unit.held_bytes + size for unit, size in zip(units, batch_bytes, strict=True)],
         activation_bytes=[unit.in_flight_bytes for unit in units],
         working_bytes=[unit.working_bytes for unit in units],
         ties=ties_of(units),
     )
 
 
-def priced(
+def price_stages(
     units: Sequence[UnitCost], starts: Sequence[int], action_seconds: float = 0.0, speeds: Sequence[float] = ()
 ) -> tuple[StageCost, ...]:
     """Price each stage that begins with one of these units: the one price list of plans, simulations, searches and
@@ -62,8 +62,8 @@ def priced(
     """
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    each = zip(pieces, sent, speeds or [1.0] * len(pieces), strict=True)
-    return tuple(stage_cost(*one, action_seconds) for one in each)
+    stages = zip(pieces, sent, speeds or [1.0] * len(pieces), strict=True)
+    return tuple(stage_cost(*stage, action_seconds) for stage in stages)
 
 
 def stage_cost(

@@ -1,4 +1,4 @@
-"""The training text: the source of Python's standard library, which every machine that runs this has."""
+"""The training text: the source of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HELD_OUT_EVERY = 10
 """One file in this many is held out: the model never trains on it."""
 
 MAX_BYTES = 8_000_000
-"""More text than a short run needs, yet quick to read."""
+"""Maximum size of the text: more than a short run needs, yet quick to read."""
 
-_LEFT_OUT = ("test", "idlelib", "site-packages", "encodings", "pydoc_data")
+_EXCLUDED = ("test", "idlelib", "site-packages", "encodings", "pydoc_data")
 """Tests, tables, and packages that are not part of the library."""
 
 Batch = tuple[Tensor, Tensor]
@@ -32,8 +32,8 @@ class Corpus:
 
     def batch(self, step: int, rows: int, context: int) -> Batch:
         """Return the batch for a training step: windows at random positions, the same ones in every process."""
-        places = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(self.train) - context, (rows,), generator=places)
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.train) - context, (rows,), generator=generator)
         return _windows(self.train, starts.tolist(), context)
 
     def held_out_batches(self, count: int, rows: int, context: int) -> list[Batch]:
@@ -43,16 +43,16 @@ class Corpus:
         return [_windows(self.held_out, starts[i * rows : (i + 1) * rows], context) for i in range(count)]
 
 
-def standard_library(most_bytes: int = MAX_BYTES) -> Corpus:
+def standard_library(max_bytes: int = MAX_BYTES) -> Corpus:
     """Read Python's standard library: its modules in alphabetical order, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    left = most_bytes
+    remaining = max_bytes
     for index, path in enumerate(sorted(_sources(root))):
-        text = path.read_bytes()[:left]
+        text = path.read_bytes()[:remaining]
         parts[index % HELD_OUT_EVERY == 0].append(text)
-        left -= len(text)
-        if left <= 0:
+        remaining -= len(text)
+        if remaining <= 0:
             break
     return Corpus(train=_tensor(parts[False]), held_out=_tensor(parts[True]))
 
@@ -63,7 +63,7 @@ def _sources(root: Path) -> list[Path]:
         path
         for pattern in ("*.py", "*/*.py")
         for path in root.glob(pattern)
-        if path.relative_to(root).parts[0] not in _LEFT_OUT
+        if path.relative_to(root).parts[0] not in _EXCLUDED
     ]
 
 

@@ -1,4 +1,4 @@
-"""The demo's output. Each figure is explained in a few words, and everything fits into 80 columns."""
+"""The demo's output. Each metric is explained in a few words, and everything fits into 80 columns."""
 
 from __future__ import annotations
 
@@ -101,22 +101,22 @@ def result(
     before, after = held_out
     guess = f"{math.log(VOCABULARY):.2f}"
     formula = f": {bubble.formula}" if bubble.formula else ""
-    memory = ", ".join(f"{held / 1e6:.0f}" for held in memory_bytes)
+    memory = ", ".join(f"{peak / 1e6:.0f}" for peak in memory_bytes)
     lines = [
         ("loss", f"[bold]{before:.2f} -> {after:.2f}[/bold] nats per byte, on files that it was never trained on"),
         ("", f"({guess} is guessing, 0 is knowing the text by heart)"),
         ("bubble", f"[bold]{bubble.measured:.1%}[/bold] measured: the share of the time in which ranks wait"),
         ("", f"{bubble.simulated:.1%} simulated, from the time that each stage takes here"),
         ("", f"{bubble.textbook:.1%} by the textbook, if stages were alike{formula}"),
-        ("speed", f"{tokens_per_second:,.0f} bytes (tokens) a second"),
+        ("speed", f"{tokens_per_second:,.0f} bytes (tokens) per second"),
         ("memory", f"{memory} MB: the peak of each rank's process, with PyTorch"),
-        ("trace", f"{escape(str(settings.out / TIMELINE))}: who did what when; open it in ui.perfetto.dev"),
-        ("log", f"{escape(str(settings.out / STEPS))}: a line a step"),
+        ("trace", f"{escape(str(settings.out / TIMELINE))}: actions by rank; open it in ui.perfetto.dev"),
+        ("log", f"{escape(str(settings.out / STEPS))}: one line per step"),
         ("run", f"penstock report {escape(str(settings.out))} draws all of it on a page"),
     ]
     if settings.ranks > cores():
-        turns = f"({settings.ranks} processes take turns on {cores()} cores: bubble and speed say little here)"
-        lines.insert(5, ("", turns))
+        warning = f"({settings.ranks} processes take turns on {cores()} cores: bubble and speed mean little here)"
+        lines.insert(5, ("", warning))
     for label, text in lines:
         console.print(f"  {label:<8}{text}", soft_wrap=True)
 

@@ -38,8 +38,8 @@ LINE_EVERY = 10
 def main(arguments: Sequence[str] | None = None) -> None:
     """Verify one step, train, and show the result. Every process runs this; only the first one prints."""
     settings = parse(arguments)
-    first = os.environ.get("RANK", "0") == "0"
-    console = Console(quiet=not first, highlight=False)
+    is_main = os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=not is_main, highlight=False)
     settings.out.mkdir(parents=True, exist_ok=True)
     corpus = standard_library()
 
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     show.heading(console, "3", "Result")
     show.result(console, settings, (before, after), median(rates), show.compare(pipe.schedule, timelines), memory_bytes)
-    if first:
+    if is_main:
         write_perfetto(timelines[-1], settings.out / show.TIMELINE)
 
 
 def verify(settings: Settings, corpus: Corpus) -> penstock.VerificationReport:
-    """Verify, in these very processes, that a step of the pipeline equals a step of the unsplit model.
+    """Verify, in the processes that then train, that a step of the pipeline equals a step of the unsplit model.
 
     Leave out the comparison with the whole batch, which would take more memory than the training whose peak is shown.
     """
@@ -94,18 +94,18 @@ def train(
 ) -> tuple[list[float], list[Timeline]]:
     """Train; return each step's tokens per second, and the timelines of the steps that were timed."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_decay(step, settings.steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_decay(step, settings.steps))
     speeds: list[float] = []
     timelines: list[Timeline] = []
     for number in range(1, settings.steps + 1):
-        began = time.perf_counter()
+        start = time.perf_counter()
         inputs, target = feed(pipe, corpus.batch(number, ROWS, CONTEXT))
         timed = number % TIMED_EVERY == 0 or number == settings.steps
         result = pipe.step(*inputs, target=target, timeline=timed)  # forward and backward of all microbatches
         optimizer.step()
         optimizer.zero_grad()
-        rate.step()
-        speeds.append(ROWS * CONTEXT / (time.perf_counter() - began))
+        scheduler.step()
+        speeds.append(ROWS * CONTEXT / (time.perf_counter() - start))
         timelines += [] if result.timeline is None else [result.timeline]
         if number % LINE_EVERY == 0 or number in (1, settings.steps):
             step = f"{number:>{len(str(settings.steps))}}/{settings.steps}"

@@ -23,30 +23,30 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
     """Receive exactly `size` bytes. Raise ConnectionError if the other end closes first."""
     data = b""
     while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
             raise ConnectionError("the other rank closed its connection")
-        data += more
+        data += chunk
     return data
 
 
 class Broadcasts:
-    """One rank's side: `lines` has a connected socket for each other rank."""
+    """One rank's side: `sockets` has a connected one for each other rank."""
 
-    def __init__(self, rank: int, lines: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
         self._rank = rank
-        self._lines = dict(lines)
-        self._arriving: dict[int, deque[Broadcast]] = {peer: deque() for peer in lines}
+        self._sockets = dict(sockets)
+        self._arriving: dict[int, deque[Broadcast]] = {peer: deque() for peer in sockets}
         self._lock = threading.Lock()
 
     def start(self, value: Tensor, source_rank: int) -> Broadcast:
         """Start to copy a contiguous float64 tensor on the CPU, in place, from one rank to all."""
         broadcast = Broadcast(self, value, source_rank)
         if source_rank == self._rank:
-            broadcast.here = True
-            for line in self._lines.values():
+            broadcast.arrived = True
+            for connection in self._sockets.values():
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have ended already
-                    line.sendall(value.numpy().tobytes())
+                    connection.sendall(value.numpy().tobytes())
             return broadcast
         arriving = self._arriving[source_rank]
         if len(arriving) >= BROADCASTS_IN_FLIGHT:
@@ -57,14 +57,16 @@ class Broadcasts:
     def receive(self, awaited: Broadcast, source_rank: int) -> None:
         """Wait until a value from a rank has arrived. They arrive in order, whichever thread waits."""
         with self._lock:
-            while not awaited.here:
+            while not awaited.arrived:
                 self._receive_next(source_rank)
 
     def _receive_next(self, source_rank: int) -> None:
         broadcast = self._arriving[source_rank][0]
-        data = bytearray(receive_exactly(self._lines[source_rank], broadcast.value.numel() * broadcast.value.itemsize))
+        data = bytearray(
+            receive_exactly(self._sockets[source_rank], broadcast.value.numel() * broadcast.value.itemsize)
+        )
         broadcast.value.copy_(torch.frombuffer(data, dtype=broadcast.value.dtype).view_as(broadcast.value))
-        broadcast.here = True
+        broadcast.arrived = True
         self._arriving[source_rank].popleft()
 
     def close(self) -> None:
@@ -72,20 +74,20 @@ class Broadcasts:
         for arriving in self._arriving.values():
             if arriving:
                 arriving[-1].wait()
-        for line in self._lines.values():
-            line.close()
+        for connection in self._sockets.values():
+            connection.close()
 
 
 class Broadcast:
     """One value in flight."""
 
-    def __init__(self, shares: Broadcasts, value: Tensor, source_rank: int) -> None:
+    def __init__(self, broadcasts: Broadcasts, value: Tensor, source_rank: int) -> None:
         self.value = value
-        self.here = False
-        self._broadcasts = shares
+        self.arrived = False
+        self._broadcasts = broadcasts
         self._source = source_rank
 
     def wait(self) -> None:
         """Wait until the value has arrived."""
-        if not self.here:
+        if not self.arrived:
             self._broadcasts.receive(self, self._source)

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from penstock._base.words import in_a_line, line_of
+from penstock._base.formatting import one_line, printable_line
 
 Kind = Literal["raised", "lost", "left", "stalled"]
 
 _MAX_CHARACTERS = 2000
-_MAX_TOLD = 4
+_MAX_NAMED = 4
 
 
 class Position(NamedTuple):
@@ -30,10 +30,10 @@ class Position(NamedTuple):
     peers: tuple[int, ...] = ()
 
     @classmethod
-    def from_list(cls, read: Sequence[Any]) -> Position:
+    def from_list(cls, values: Sequence[Any]) -> Position:
         """Read one from JSON. Raise ValueError or TypeError for anything else."""
-        action, peers = read
-        return cls(line_of(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
+        action, peers = values
+        return cls(printable_line(str(action), _MAX_CHARACTERS), tuple(int(peer) for peer in peers))
 
     def __str__(self) -> str:
         if self.peers:
@@ -45,7 +45,7 @@ OUTSIDE = Position()
 
 
 class Watched(Protocol):
-    """Something that knows what the rank is doing, so that a watchdog can say who waits for whom."""
+    """An object with the rank's position, so that a watchdog can report which rank waits for which."""
 
     position: Position
 
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
     Attributes:
         rank: the rank at fault.
-        action: what it was doing; None outside a step. For a lost rank, what its last beat said.
+        action: what it was doing; None outside a step. For a lost rank, that of its last beat.
         error: type and message of the exception, or what is known about the lost rank, on one line.
         kind: `raised` an exception; `lost`: killed, stopped or out of reach; `left`: ended its program while another
             still waited for it; `stalled`: alive, but another waited for it for too long.
@@ -67,32 +67,32 @@ class Failure(NamedTuple):
     kind: Kind = "raised"
 
     @classmethod
-    def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
+    def of(cls, rank: int, action: str | None, error: BaseException, device: DeviceLag | None = None) -> Failure:
         """Build the failure of a rank that raised `error`, and where its device was."""
-        where = "" if device is None else f"; {device}"
-        return cls(rank, action or None, line_of(in_a_line(error), _MAX_CHARACTERS) + where, "raised")
+        suffix = "" if device is None else f"; {device}"
+        return cls(rank, action or None, printable_line(one_line(error), _MAX_CHARACTERS) + suffix, "raised")
 
     @classmethod
-    def from_list(cls, read: Sequence[Any]) -> Failure:
+    def from_list(cls, values: Sequence[Any]) -> Failure:
         """Read one from JSON. Raise ValueError or TypeError for anything else."""
-        rank, action, error, kind = read
+        rank, action, error, kind = values
         if kind not in get_args(Kind):
             raise ValueError(f"not a kind of failure: {kind!r}")
-        at = None if action is None else line_of(str(action), _MAX_CHARACTERS)
-        return cls(int(rank), at, line_of(str(error), 2 * _MAX_CHARACTERS), kind)
+        action_text = None if action is None else printable_line(str(action), _MAX_CHARACTERS)
+        return cls(int(rank), action_text, printable_line(str(error), 2 * _MAX_CHARACTERS), kind)
 
     def __str__(self) -> str:
-        where = f"at {self.action}" if self.action else "outside of a step"
-        how = {
-            "raised": f"failed {where}",
-            "lost": f"was lost, last seen {where}",
+        position_text = f"at {self.action}" if self.action else "outside of a step"
+        descriptions = {
+            "raised": f"failed {position_text}",
+            "lost": f"was lost, last seen {position_text}",
             "left": "has exited",
-            "stalled": f"stalled {where}",
+            "stalled": f"stalled {position_text}",
         }
-        return f"rank {self.rank} {how[self.kind]}: {self.error}"
+        return f"rank {self.rank} {descriptions[self.kind]}: {self.error}"
 
 
-class Behind(NamedTuple):
+class DeviceLag(NamedTuple):
     """A device that has not caught up with its host.
 
     Attributes:
@@ -107,7 +107,7 @@ class Behind(NamedTuple):
         return f"its device {self.position}" + (f", after {self.finished}" if self.finished else "")
 
 
-class Sighting(NamedTuple):
+class RankStatus(NamedTuple):
     """A rank as its last beat showed it.
 
     Attributes:
@@ -120,17 +120,17 @@ class Sighting(NamedTuple):
     position: Position = OUTSIDE
     seconds: float = 0.0
     left: bool = False
-    device: Behind | None = None
+    device: DeviceLag | None = None
 
     @classmethod
-    def from_list(cls, read: Sequence[Any]) -> Sighting:
+    def from_list(cls, values: Sequence[Any]) -> RankStatus:
         """Read one from JSON. Raise ValueError or TypeError for anything else."""
-        position, seconds, left, device = read
-        behind = None
+        position, seconds, left, device = values
+        lag = None
         if device is not None:
-            where, finished = device
-            behind = Behind(Position.from_list(where), line_of(str(finished), _MAX_CHARACTERS))
-        return cls(Position.from_list(position), float(seconds), bool(left), behind)
+            position_values, finished = device
+            lag = DeviceLag(Position.from_list(position_values), printable_line(str(finished), _MAX_CHARACTERS))
+        return cls(Position.from_list(position), float(seconds), bool(left), lag)
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -152,69 +152,69 @@ class Sighting(NamedTuple):
         return len(self.peers) <= 2 * ranks and all(0 <= peer < ranks for peer in self.peers)
 
 
-def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
+def wait_chain(rank: int, statuses: Sequence[RankStatus]) -> tuple[int, str]:
     """Follow waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
     step". A rank whose device is behind is where its device is. Of several peers it follows the first one that is not
     waiting itself, and also names others that are not. A cycle of waits ends where it closes.
     """
-    words: list[str] = []
-    seen: set[int] = set()
+    parts: list[str] = []
+    visited: set[int] = set()
     idle: list[int] = []
-    while rank not in seen:
-        seen.add(rank)
-        now = sightings[rank]
-        peers = now.doing.peers
-        if peers and not now.left:
-            waited = f"{_subject(rank, now)} has waited {now.seconds:.0f} s for {now.doing.action}"
-            words.append(f"{waited} from {name_ranks(peers)}{_aside(now)}")
-            idle = [peer for peer in peers if not sightings[peer].doing.peers]
+    while rank not in visited:
+        visited.add(rank)
+        status = statuses[rank]
+        peers = status.doing.peers
+        if peers and not status.left:
+            text = f"{_subject(rank, status)} has waited {status.seconds:.0f} s for {status.doing.action}"
+            parts.append(f"{text} from {name_ranks(peers)}{_format_notes(status)}")
+            idle = [peer for peer in peers if not statuses[peer].doing.peers]
             rank = idle[0] if idle else peers[0]
             continue
-        words += [_told(peer, sightings[peer]) for peer in (rank, *idle[1:_MAX_TOLD])]
-        if len(idle) > _MAX_TOLD:
-            words.append(f"and {len(idle) - _MAX_TOLD} more that do not wait")
+        parts += [_describe_rank(peer, statuses[peer]) for peer in (rank, *idle[1:_MAX_NAMED])]
+        if len(idle) > _MAX_NAMED:
+            parts.append(f"and {len(idle) - _MAX_NAMED} more that do not wait")
         break
-    return rank, "; ".join(words)
+    return rank, "; ".join(parts)
 
 
-def long_action(rank: int, sightings: Sequence[Sighting], partners: Sequence[int]) -> str:
+def long_action(rank: int, statuses: Sequence[RankStatus], partners: Sequence[int]) -> str:
     """Describe a rank that has been in one action for long, and does not wait as far as is known.
 
-    Of its `partners`, with which it may meet in a collective within an action, those that are elsewhere are named.
+    It names those of its `partners`, with which it may meet in a collective within an action, that are elsewhere.
     """
-    mine = sightings[rank].doing
-    elsewhere = [partner for partner in partners if sightings[partner].doing != mine][:_MAX_TOLD]
-    told = [f"{_told(partner, sightings[partner])}, with the same stages" for partner in elsewhere]
-    return "; ".join([_told(rank, sightings[rank]), *told])
+    current = statuses[rank].doing
+    elsewhere = [partner for partner in partners if statuses[partner].doing != current][:_MAX_NAMED]
+    descriptions = [f"{_describe_rank(partner, statuses[partner])}, with the same stages" for partner in elsewhere]
+    return "; ".join([_describe_rank(rank, statuses[rank]), *descriptions])
 
 
-def _told(rank: int, sighting: Sighting) -> str:
-    if sighting.left:
+def _describe_rank(rank: int, status: RankStatus) -> str:
+    if status.left:
         return f"rank {rank} has exited"
-    return f"{_subject(rank, sighting)} {sighting.doing}{_aside(sighting, f'{sighting.seconds:.0f} s so far')}"
+    return f"{_subject(rank, status)} {status.doing}{_format_notes(status, f'{status.seconds:.0f} s so far')}"
 
 
-def _subject(rank: int, sighting: Sighting) -> str:
-    return f"rank {rank}" if sighting.device is None else f"the device of rank {rank}"
+def _subject(rank: int, status: RankStatus) -> str:
+    return f"rank {rank}" if status.device is None else f"the device of rank {rank}"
 
 
-def _aside(sighting: Sighting, *more: str) -> str:
-    """Format in parentheses `more`, what a device that is behind has finished last, and where its host is."""
-    notes = [*more]
-    if sighting.device is not None:
-        notes += [f"it has finished {sighting.device.finished}"] if sighting.device.finished else []
-        notes += [f"the host {sighting.position}"] if sighting.position != sighting.doing else []
+def _format_notes(status: RankStatus, *first_notes: str) -> str:
+    """Format in parentheses `first_notes`, what a device that is behind has finished last, and where its host is."""
+    notes = [*first_notes]
+    if status.device is not None:
+        notes += [f"it has finished {status.device.finished}"] if status.device.finished else []
+        notes += [f"the host {status.position}"] if status.position != status.doing else []
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def say(words: str) -> None:
-    """Print one line for the user. What cannot be written is lost."""
+def notify(text: str) -> None:
+    """Print one line for the user. Errors of writing it are ignored."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"penstock: {words}\n")
+        sys.stderr.write(f"penstock: {text}\n")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 1, 2`."""
+    """Format `rank 1`, or `ranks 1, 2`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

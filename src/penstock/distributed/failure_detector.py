@@ -1,4 +1,4 @@
-"""Rank 0's knowledge about all ranks, and its verdicts: which ranks are lost, and which wait for which.
+"""Rank 0's view of all ranks: which are lost, and which wait for which.
 
 Everything that decides whether to give up a rank is in this file, without sockets or threads. The rules:
 
@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock._base.process import Process, ProcessState
-from penstock.distributed.failure import Failure, Sighting
+from penstock.distributed.failure import Failure, RankStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long to wait for each kind of event, in seconds.
 
     Attributes:
@@ -46,7 +46,7 @@ class Patience:
     grace_seconds: float = 60.0
     join_seconds: float = 1800.0
 
-    def overslept(self, seconds: float) -> bool:
+    def was_suspended(self, seconds: float) -> bool:
         """Whether a loop that ticks every beat was itself stopped, so its knowledge of the other ranks is outdated."""
         return seconds > max(self.stall_seconds / 2, 2 * self.beat_seconds)
 
@@ -58,11 +58,11 @@ GONE = "its process is gone"
 class _RankState:
     """What is known about one rank. Times are on the detector's clock."""
 
-    heard: float
+    heard_at: float
     process: Process | None = None
-    sighting: Sighting = field(default_factory=Sighting)
-    gone: float | None = None
-    left: float | None = None
+    status: RankStatus = field(default_factory=RankStatus)
+    closed_at: float | None = None
+    left_at: float | None = None
 
 
 class FailureDetector:
@@ -74,16 +74,16 @@ class FailureDetector:
     def __init__(
         self,
         ranks: int,
-        patience: Patience,
+        timeouts: Timeouts,
         clock: Callable[[], float] = time.monotonic,
         state: Callable[[Process], ProcessState] = Process.state,
     ) -> None:
         self.failure: Failure | None = None
-        self._patience = patience
+        self._timeouts = timeouts
         self._clock = clock
         self._state = state
-        self._judged = clock()
-        self._ranks = [_RankState(heard=self._judged) for _ in range(ranks)]
+        self._judged_at = clock()
+        self._ranks = [_RankState(heard_at=self._judged_at) for _ in range(ranks)]
 
     @property
     def absent(self) -> list[int]:
@@ -94,34 +94,36 @@ class FailureDetector:
     def remaining(self) -> list[int]:
         """The ranks that may still need this detector: those that have neither left nor are gone."""
         ranks = enumerate(self._ranks)
-        return [rank for rank, entry in ranks if entry.left is None and entry.gone is None and not self._lost(entry)]
+        return [
+            rank for rank, entry in ranks if entry.left_at is None and entry.closed_at is None and not self._lost(entry)
+        ]
 
     @property
-    def sightings(self) -> Sequence[Sighting]:
-        return [entry.sighting for entry in self._ranks]
+    def statuses(self) -> Sequence[RankStatus]:
+        return [entry.status for entry in self._ranks]
 
     def join(self, rank: int, process: Process) -> None:
         """Record that `rank` has joined, or is back after its connection broke."""
         entry = self._ranks[rank]
-        entry.process, entry.gone, entry.heard = process, None, self._clock()
+        entry.process, entry.closed_at, entry.heard_at = process, None, self._clock()
 
-    def beat(self, rank: int, sighting: Sighting) -> None:
+    def beat(self, rank: int, status: RankStatus) -> None:
         """Record a sign of life from `rank`; its last if `left`. Raise ValueError if it waits for an unknown rank."""
-        if not sighting.fits(len(self._ranks)):
-            raise ValueError(f"rank {rank} {sighting.doing}, but the ranks are 0 to {len(self._ranks) - 1}")
+        if not status.fits(len(self._ranks)):
+            raise ValueError(f"rank {rank} {status.doing}, but the ranks are 0 to {len(self._ranks) - 1}")
         entry = self._ranks[rank]
-        if entry.left is not None:
+        if entry.left_at is not None:
             return
-        entry.sighting, entry.heard = sighting, self._clock()
-        if sighting.left:
-            entry.left = entry.heard
+        entry.status, entry.heard_at = status, self._clock()
+        if status.left:
+            entry.left_at = entry.heard_at
 
-    def hang_up(self, rank: int) -> None:
+    def record_disconnect(self, rank: int) -> None:
         """Record that the connection of `rank` closed. Unless it said goodbye, its process is most likely gone."""
-        if self._ranks[rank].left is None:
-            self._ranks[rank].gone = self._clock()
+        if self._ranks[rank].left_at is None:
+            self._ranks[rank].closed_at = self._clock()
 
-    def accuse(self, failure: Failure) -> None:
+    def record_failure(self, failure: Failure) -> None:
         """Record why the run ends, unless it is known. Raise ValueError if it names an unknown rank."""
         if not 0 <= failure.rank < len(self._ranks):
             raise ValueError(f"rank {failure.rank} {failure.kind}, but the ranks are 0 to {len(self._ranks) - 1}")
@@ -130,48 +132,50 @@ class FailureDetector:
     def judge(self) -> None:
         """Record the first rank that another waits for in vain. Must be called every beat."""
         now = self._clock()
-        asleep, self._judged = self._patience.overslept(now - self._judged), now
-        if asleep:  # this process itself was stopped: what other ranks sent meanwhile is still unread
+        was_suspended, self._judged_at = self._timeouts.was_suspended(now - self._judged_at), now
+        if was_suspended:  # this process itself was stopped: what other ranks sent meanwhile is still unread
             for entry in self._ranks:
-                entry.heard = now
+                entry.heard_at = now
             return
-        beat = self._patience.beat_seconds
-        if self.absent and any(entry.gone is not None and now - entry.gone >= beat for entry in self._ranks):
-            self._accuse_first_gone()  # all wait for each other now
+        beat = self._timeouts.beat_seconds
+        if self.absent and any(entry.closed_at is not None and now - entry.closed_at >= beat for entry in self._ranks):
+            self._fail_first_disconnected()  # all wait for each other now
         for waiter, entry in enumerate(self._ranks):
-            if entry.left is None and entry.gone is None:
-                for peer in entry.sighting.peers:
+            if entry.left_at is None and entry.closed_at is None:
+                for peer in entry.status.peers:
                     self._try(waiter, peer)
 
     def _try(self, waiter: int, peer: int) -> None:
-        wait, entry = self._ranks[waiter], self._ranks[peer]
-        closed = entry.left if entry.left is not None else entry.gone
-        if closed is not None:  # its last message may still be in transit, so the wait must outlast it
-            outlasted = wait.heard - max(closed, wait.heard - wait.sighting.seconds)
-            if entry.left is None and outlasted >= self._patience.beat_seconds:
-                self._accuse_first_gone()
-            elif outlasted >= self._patience.stall_seconds:
-                waits = next(position for position in wait.sighting.positions if peer in position.peers)
-                ended = f"its program ended while rank {waiter} {waits}"
-                self.accuse(Failure(peer, None, ended, "left"))
-        elif (what := self._lost(entry)) is not None:
-            self.accuse(Failure(peer, entry.sighting.doing.action or None, what, "lost"))
+        waiting, entry = self._ranks[waiter], self._ranks[peer]
+        ended_at = entry.left_at if entry.left_at is not None else entry.closed_at
+        if ended_at is not None:  # its last message may still be in transit, so the wait must outlast it
+            waited_since_end = waiting.heard_at - max(ended_at, waiting.heard_at - waiting.status.seconds)
+            if entry.left_at is None and waited_since_end >= self._timeouts.beat_seconds:
+                self._fail_first_disconnected()
+            elif waited_since_end >= self._timeouts.stall_seconds:
+                waits = next(position for position in waiting.status.positions if peer in position.peers)
+                reason = f"its program ended while rank {waiter} {waits}"
+                self.record_failure(Failure(peer, None, reason, "left"))
+        elif (explanation := self._lost(entry)) is not None:
+            self.record_failure(Failure(peer, entry.status.doing.action or None, explanation, "lost"))
 
-    def _accuse_first_gone(self) -> None:
-        """Accuse the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
+    def _fail_first_disconnected(self) -> None:
+        """Record the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
         ranks = enumerate(self._ranks)
-        _, first = min((entry.gone, rank) for rank, entry in ranks if entry.gone is not None and entry.left is None)
-        self.accuse(Failure(first, self._ranks[first].sighting.doing.action or None, GONE, "lost"))
+        _, first = min(
+            (entry.closed_at, rank) for rank, entry in ranks if entry.closed_at is not None and entry.left_at is None
+        )
+        self.record_failure(Failure(first, self._ranks[first].status.doing.action or None, GONE, "lost"))
 
     def _lost(self, entry: _RankState) -> str | None:
         """Return what the silence of a rank that has joined means; None while it may be alive."""
-        seconds = self._clock() - entry.heard
-        if entry.process is None or seconds < self._patience.stall_seconds:
+        seconds = self._clock() - entry.heard_at
+        if entry.process is None or seconds < self._timeouts.stall_seconds:
             return None
-        return silence(seconds, self._state(entry.process), self._patience)
+        return explain_silence(seconds, self._state(entry.process), self._timeouts)
 
 
-def silence(seconds: float, state: ProcessState, patience: Patience) -> str | None:
+def explain_silence(seconds: float, state: ProcessState, timeouts: Timeouts) -> str | None:
     """Return what a rank's silence means after `stall_seconds`; None if its process may be running but unable to
     answer."""
     match state:
@@ -182,4 +186,4 @@ def silence(seconds: float, state: ProcessState, patience: Patience) -> str | No
         case "gone":
             return GONE
         case "unknown":
-            return f"no sign of life for {seconds:.0f} s" if seconds >= patience.away_seconds else None
+            return f"no sign of life for {seconds:.0f} s" if seconds >= timeouts.away_seconds else None

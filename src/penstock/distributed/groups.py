@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from penstock._base.compat import bound_to, is_bound, set_limit
+from penstock._base.compat import binding_to, is_bound, set_limit
 from penstock._base.errors import ArgumentError, PipelineClosedError
 from penstock.distributed.world import World
 
-Way = tuple[int, int]
+RankPair = tuple[int, int]
 """From one rank of the pipeline to another."""
 
 Role = Literal["control", "everyone", "weights", "losses", "up", "down", "replicas", "column"]
@@ -26,7 +26,7 @@ accelerators (losses). For tensors: a pipeline's ranks, each way (up, down); tho
 GROUP_SECONDS = 3600.0
 """How long an operation of a group may take, unless the user says otherwise.
 
-The watchdog, which knows who waits for whom, ends a wait after half of it (`Patience.timeout_seconds`), and one for a
+The watchdog, which tracks all waits, ends a wait after half of it (`Timeouts.timeout_seconds`), and one for a
 lost rank within seconds. This limit is for what it does not see, such as a device that hangs. Torch's own of ten
 minutes for NCCL would end a first step in which another rank compiles.
 """
@@ -34,11 +34,11 @@ minutes for NCCL would end a first step in which another rank compiles.
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What torch is told of each group.
+    """The options of each torch group.
 
     Attributes:
         seconds: how long one of its operations may take.
-        backend_options: what torch calls `pg_options`, for groups that exchange a device's tensors.
+        backend_options: torch's `pg_options`, for groups that exchange a device's tensors.
     """
 
     seconds: float = GROUP_SECONDS
@@ -48,16 +48,16 @@ class GroupOptions:
         """Raise ArgumentError if groups of this backend cannot have these options."""
         if self.backend_options is None:
             return
-        given = type(self.backend_options)
+        kind = type(self.backend_options)
         if backend == "gloo":
             raise ArgumentError(
-                f"pg_options: given {given.__name__}, but these ranks exchange tensors over gloo, for which torch uses "
+                f"pg_options: given {kind.__name__}, but these ranks exchange tensors over gloo, for which torch uses "
                 "none; leave it out where ranks compute on the CPU, or the transport is staged"
             )
         expected = dist.ProcessGroupNCCL.Options
         if not isinstance(self.backend_options, expected):
             raise ArgumentError(
-                f"pg_options: given {given.__name__}, expected torch.distributed.ProcessGroupNCCL.Options, as for "
+                f"pg_options: given {kind.__name__}, expected torch.distributed.ProcessGroupNCCL.Options, as for "
                 "torch.distributed.new_group"
             )
 
@@ -87,7 +87,7 @@ class Groups:
 
     Attributes:
         members: the global rank of each of the pipeline's ranks.
-        paired: whether each way gets a group of its two ranks (`pair`).
+        paired: whether each pair of ranks, by direction, gets its own group (`pair`).
     """
 
     def __init__(self, world: World, backend: str, options: GroupOptions | None = None) -> None:
@@ -100,16 +100,16 @@ class Groups:
         self._lines = world.lines
         self._is_part = is_part_of_job(world.everyone)
         self.paired = self._is_part or is_bound()
-        self._own: list[dist.ProcessGroup] = []
-        self._ways: dict[Way, dist.ProcessGroup | None] = {}  # None: between two other ranks
+        self._groups: list[dist.ProcessGroup] = []
+        self._pair_groups: dict[RankPair, dist.ProcessGroup | None] = {}  # None: of two other ranks
         self._roles: dict[Role | tuple[int, ...], dist.ProcessGroup] = {}
-        self._made: set[tuple[int, ...]] = set()
+        self._created: set[tuple[int, ...]] = set()
         roles = self._roles
-        roles["control"] = self._one_of(world.lines, "gloo")
-        alone = world.everyone == world.members
-        roles["everyone"] = roles["control"] if alone else self._one_of([world.everyone], "gloo")
+        roles["control"] = self._create_own(world.lines, "gloo")
+        is_single = world.everyone == world.members
+        roles["everyone"] = roles["control"] if is_single else self._create_own([world.everyone], "gloo")
         if len(world.replicas) > 1:
-            roles["weights"] = self._one_of(world.replica_sets, "gloo")
+            roles["weights"] = self._create_own(world.replica_sets, "gloo")
 
     def open(self, *, late: bool) -> None:
         """Create the groups that carry tensors. Call it once the ranks have agreed on the backend: with another on one
@@ -117,79 +117,79 @@ class Groups:
         so they have a group of their own."""
         roles, world = self._roles, self._world
         if late:
-            alone = len(world.replicas) == 1
-            roles["losses"] = self._one_of(world.lines if alone else [world.everyone], "gloo")
-        roles["up"] = self._one_of(world.lines, self.backend)
-        roles["down"] = self._one_of(world.lines, self.backend)
+            is_single = len(world.replicas) == 1
+            roles["losses"] = self._create_own(world.lines if is_single else [world.everyone], "gloo")
+        roles["up"] = self._create_own(world.lines, self.backend)
+        roles["down"] = self._create_own(world.lines, self.backend)
         if len(world.replicas) > 1:
-            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, self.backend)
+            roles["replicas"] = roles["column"] = self._create_own(world.replica_sets, self.backend)
         if len(world.column) > len(world.replicas):
-            roles["column"] = self._one_of(world.columns, self.backend)
+            roles["column"] = self._create_own(world.columns, self.backend)
 
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
         """Return the group in which one rank of the pipeline sends to another. It carries no other messages of the
         two."""
-        pair = self._ways.get((source_rank, target_rank))
+        pair = self._pair_groups.get((source_rank, target_rank))
         return self["up" if source_rank < target_rank else "down"] if pair is None else pair
 
-    def pair(self, ways: Iterable[Way]) -> None:
-        """Give each of these ways that has none a group of its two ranks.
+    def pair(self, pairs: Iterable[RankPair]) -> None:
+        """Give each of these pairs that has no group yet a group of its two ranks.
 
         Then nothing else is on that group's communicator, even if the whole group has only one. The ranks of all
         pipelines of the mesh call it together.
         """
-        for matching in matchings(set(ways) - self._ways.keys()):
-            self._ways.update(dict.fromkeys(matching))
-            parts = [[line[rank] for rank in way] for line in self._lines for way in matching]
-            here = next((way for way in matching if self._rank in way), None)
-            if here is None:
+        for matching in matchings(set(pairs) - self._pair_groups.keys()):
+            self._pair_groups.update(dict.fromkeys(matching))
+            parts = [[line[rank] for rank in ranks] for line in self._lines for ranks in matching]
+            local_pair = next((ranks for ranks in matching if self._rank in ranks), None)
+            if local_pair is None:
                 self._skip(parts)
             else:
-                self._ways[here] = self._one_of(parts, self.backend)
+                self._pair_groups[local_pair] = self._create_own(parts, self.backend)
 
     def make(self, holders: Sequence[int]) -> None:
         """Make the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
         key = tuple(sorted(holders))
-        if key in self._made:
+        if key in self._created:
             return
-        self._made.add(key)
+        self._created.add(key)
         parts = [[line[rank] for rank in key] for line in self._lines]
         if self._rank in key:
-            self._roles[key] = self._one_of(parts, self.backend)
+            self._roles[key] = self._create_own(parts, self.backend)
         else:
             self._skip(parts)
 
     def close(self) -> None:
         """End the use of the groups. If the mesh is the whole job, they are destroyed, and their threads end."""
         self._roles.clear()
-        self._ways.clear()
-        while self._own:
-            group = self._own.pop()
+        self._pair_groups.clear()
+        while self._groups:
+            group = self._groups.pop()
             if not self._is_part:
                 dist.destroy_process_group(group)
 
     def __getitem__(self, role: Role | tuple[int, ...]) -> dist.ProcessGroup:
         """Return the group in a role, or one of these holders of a parameter, made by `make`."""
-        if not self._own:
+        if not self._groups:
             raise PipelineClosedError("this pipeline was closed; make a new one")
         return self._roles[role]
 
-    def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
+    def _create_own(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
         """Make a group of each of these sets of global ranks if this process takes part. Return its own."""
-        own: dist.ProcessGroup | None = None
+        result: dist.ProcessGroup | None = None
         for members in parts:
-            here = dist.get_rank() in members
-            if here or not self._is_part:
+            is_member = dist.get_rank() in members
+            if is_member or not self._is_part:
                 group = new_group(members, backend, self._options, members_only=self._is_part)
-                own = group if here else own
-        assert own is not None
-        self._own.append(own)
-        return own
+                result = group if is_member else result
+        assert result is not None
+        self._groups.append(result)
+        return result
 
     def _skip(self, parts: Sequence[Sequence[int]]) -> None:
         """Take part in making groups of others, or make one of its own so that all ranks have equally many."""
         if self._is_part:
-            self._one_of([[dist.get_rank()]], "gloo")
+            self._create_own([[dist.get_rank()]], "gloo")
         else:
             for members in parts:
                 new_group(members, self.backend, self._options, members_only=False)
@@ -217,21 +217,21 @@ def new_group(
         members: global ranks.
         members_only: no others call this.
     """
-    with bound_to(None):
-        made: dist.ProcessGroup = dist.new_group(
+    with binding_to(None):
+        group: dist.ProcessGroup = dist.new_group(
             list(members), backend=backend, use_local_synchronization=members_only, **options.arguments(backend)
         )
-    return made
+    return group
 
 
-def matchings(ways: Iterable[Way]) -> list[list[Way]]:
-    """Divide ways into sets in each of which no rank occurs twice, so that their groups can be made at once."""
-    found: list[list[Way]] = []
-    for way in sorted(ways):
-        for matching in found:
-            if not any(rank in other for rank in way for other in matching):
-                matching.append(way)
+def matchings(pairs: Iterable[RankPair]) -> list[list[RankPair]]:
+    """Divide pairs into sets in each of which no rank occurs twice, so that their groups can be made at once."""
+    result: list[list[RankPair]] = []
+    for pair in sorted(pairs):
+        for matching in result:
+            if not any(rank in matched for rank in pair for matched in matching):
+                matching.append(pair)
                 break
         else:
-            found.append([way])
-    return found
+            result.append([pair])
+    return result

@@ -4,14 +4,14 @@ It does not use torch's TCPStore: if the server is stopped, TCPStore calls block
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    first, a line that is no JSON: token, space, rank
-                     join: [machine, pid, started]     beat: sighting     failure: as below
+                     join: [machine, pid, started]     beat: RankStatus   failure: as below
                      asked: nanoseconds                noted: true, the answer to a failure
     to a rank        absent: [ranks that have not joined], with every answer until it is empty
                      sightings: [...], in answer to a beat     failure: [rank, action, error, kind]
                      clock: [asked, nanoseconds here], in answer to asked
 
-Whoever reaches the port can connect. The server parses no byte of a guest, a connection that has not sent the token
-yet. What goes wrong with one connection ends only that one.
+Anyone who reaches the port can connect. The server parses nothing from a guest, a connection that has not sent the
+token yet. An error on one connection ends only that one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 
 from penstock._base.process import Process
 from penstock.distributed import host_clock
-from penstock.distributed.failure import Failure, Sighting, name_ranks, say
-from penstock.distributed.failure_detector import FailureDetector, Patience
+from penstock.distributed.failure import Failure, RankStatus, name_ranks, notify
+from penstock.distributed.failure_detector import FailureDetector, Timeouts
 
 _MAX_BYTES = 1 << 20
 _GREETING_BYTES = 512
@@ -57,7 +57,7 @@ class Connection:
         self.link = link
         self._unread = b""
         self._sending = threading.Lock()
-        self._broken: OSError | None = None
+        self._error: OSError | None = None
         self.rank: int | None = None  # whose it is, for the server; None for a guest
         self.opened = time.monotonic()
 
@@ -68,25 +68,25 @@ class Connection:
 
     def send(self, message: dict[str, Any], greeting: str = "") -> None:
         """Send a message. Raise OSError if the other side is gone, or so slow to read that its buffers are full."""
-        with self._sending, self._noting():
+        with self._sending, self._remember_error():
             self.link.sendall(f"{greeting}{json.dumps(message)}\n".encode())
 
     def receive(self) -> list[dict[str, Any]]:
         """Wait for bytes and return the messages that they complete. Raise as `receive_lines` and `parse` do."""
         return parse(self.receive_lines())
 
-    def receive_lines(self, most_bytes: int = _MAX_BYTES) -> list[bytes]:
+    def receive_lines(self, max_bytes: int = _MAX_BYTES) -> list[bytes]:
         """Wait for bytes and return the lines that they complete.
 
         Raises TimeoutError if nothing came in time, ConnectionError if the other side is gone, another OSError if it
-        cannot be reached, and ValueError if it sent more than `most_bytes` without completing one.
+        cannot be reached, and ValueError if it sent more than `max_bytes` without completing one.
         """
-        with self._noting():
+        with self._remember_error():
             data = self.link.recv(1 << 16)
         if not data:
-            raise self._broken or ConnectionResetError("the other side closed the connection")
+            raise self._error or ConnectionResetError("the other side closed the connection")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        if len(self._unread) > most_bytes and not lines:
+        if len(self._unread) > max_bytes and not lines:
             raise ValueError("a line without an end")
         return lines
 
@@ -94,16 +94,16 @@ class Connection:
         self.link.close()
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Keep the error that ended the connection: the kernel tells it once, and then only that it is closed."""
+    def _remember_error(self) -> Iterator[None]:
+        """Keep the error that ended the connection: the kernel reports it once, and then only that it is closed."""
         try:
             yield
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise
-            given_up = isinstance(error, TimeoutError)  # to callers, that class means that nothing came in time
-            self._broken = self._broken or (OSError(errno.EHOSTUNREACH, str(error)) if given_up else error)
-            raise self._broken from None
+            timed_out = isinstance(error, TimeoutError)  # to callers, that class means that nothing came in time
+            self._error = self._error or (OSError(errno.EHOSTUNREACH, str(error)) if timed_out else error)
+            raise self._error from None
 
 
 def parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -117,21 +117,21 @@ def parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 class HeartbeatServer:
     """The thread of rank 0 that owns the detector. Ends itself once every rank has left or is gone."""
 
-    def __init__(self, ranks: int, patience: Patience) -> None:
-        alone = _on_one_machine()
+    def __init__(self, ranks: int, timeouts: Timeouts) -> None:
+        local_only = _on_one_machine()
         self._ranks = ranks
-        self._detector = FailureDetector(ranks, patience)
-        self._patience = patience
+        self._detector = FailureDetector(ranks, timeouts)
+        self._timeouts = timeouts
         self._token = secrets.token_hex(16)
-        self._listener = _listen(alone)
+        self._listener = _listen(local_only)
         self._selector = selectors.DefaultSelector()
         self._open: list[Connection] = []
         self._connections: dict[int, Connection] = {}  # to each rank, the last that it joined on
         self._stopping = threading.Event()
-        self._unaware: set[int] | None = None  # the ranks that have yet to note the failure, once they were told
-        self._noted = threading.Event()
+        self._unaware: set[int] | None = None  # the ranks that have not acknowledged the failure sent to them
+        self._acknowledged = threading.Event()
         self.address: Address = {
-            "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
+            "hosts": [*([] if local_only else _local_hosts()), "127.0.0.1"],
             "port": self._listener.getsockname()[1],
             "token": self._token,
             "process": astuple(Process.here()),
@@ -142,20 +142,20 @@ class HeartbeatServer:
 
     def await_leaving(self) -> None:
         """Wait until no rank needs this server, which ends with its process, and say so if that takes long."""
-        began = warned = time.monotonic()
+        start = last_warning = time.monotonic()
         while self._thread.is_alive():
-            self._thread.join(min(1.0, self._patience.warn_seconds))
+            self._thread.join(min(1.0, self._timeouts.warn_seconds))
             now = time.monotonic()
-            if now - warned >= self._patience.warn_seconds and (ranks := self._detector.remaining):
-                warned = now
-                say(
-                    f"rank 0 has reached the end of its program, and has waited {now - began:.0f} s for "
+            if now - last_warning >= self._timeouts.warn_seconds and (ranks := self._detector.remaining):
+                last_warning = now
+                notify(
+                    f"rank 0 has reached the end of its program, and has waited {now - start:.0f} s for "
                     f"{name_ranks(ranks)} to close the pipeline"
                 )
 
-    def await_noted(self, seconds: float) -> None:
+    def await_acknowledged(self, seconds: float) -> None:
         """Wait until all ranks know why the run failed: when this process ends, its last messages may be lost."""
-        self._noted.wait(seconds)
+        self._acknowledged.wait(seconds)
 
     def stop(self) -> None:
         """End the thread even though ranks may still need it."""
@@ -165,34 +165,34 @@ class HeartbeatServer:
         with self._listener, self._selector:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
             while self._detector.remaining and not self._stopping.is_set():
-                for key, _ in self._selector.select(self._patience.beat_seconds / 2):
+                for key, _ in self._selector.select(self._timeouts.beat_seconds / 2):
                     if key.data is None:
                         self._accept()
                     elif key.data in self._open:  # not dropped meanwhile
                         self._read(key.data)
-                for guest in self._from(None):
+                for guest in self._connections_from(None):
                     if time.monotonic() - guest.opened > _GREETING_SECONDS:
                         self._drop(guest)
                 self._detector.judge()
                 if self._unaware is None and (failure := self._detector.failure) is not None:
                     self._unaware = set(self._connections) - ({failure.rank} if failure.kind == "lost" else set())
-                    self._tell(failure=failure)
+                    self._broadcast(failure=failure)
             for connection in self._open:
                 connection.close()
 
     def _accept(self) -> None:
         try:
             link, _ = self._listener.accept()
-        except OSError:  # this process has no file descriptor left, for example; the selector asks again at once
-            time.sleep(self._patience.beat_seconds / 2)
+        except OSError:  # this process has no file descriptor left, for example; the selector reports it again at once
+            time.sleep(self._timeouts.beat_seconds / 2)
             return
         link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
         self._open.append(Connection(link))
         self._selector.register(link, selectors.EVENT_READ, self._open[-1])
-        for guest in self._from(None)[:-_MAX_GUESTS]:
+        for guest in self._connections_from(None)[:-_MAX_GUESTS]:
             self._drop(guest)
 
-    def _from(self, rank: int | None) -> list[Connection]:
+    def _connections_from(self, rank: int | None) -> list[Connection]:
         """Return the open connections of a rank, or the guests; oldest first."""
         return [connection for connection in self._open if connection.rank == rank]
 
@@ -202,9 +202,9 @@ class HeartbeatServer:
             if lines and connection.rank is None:
                 self._admit(connection, lines.pop(0))
             for message in parse(lines):
-                self._take(connection, message)
+                self._handle(connection, message)
         except ConnectionError:
-            self._drop(connection, gone=True)
+            self._drop(connection, peer_closed=True)
         except Exception:
             self._drop(connection)
 
@@ -215,10 +215,10 @@ class HeartbeatServer:
             raise ValueError("not one of our ranks")
         connection.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.rank = int(number)
-        for earlier in self._from(connection.rank)[:-_CONNECTIONS_PER_RANK]:
+        for earlier in self._connections_from(connection.rank)[:-_CONNECTIONS_PER_RANK]:
             self._drop(earlier)
 
-    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
         rank, detector = connection.rank, self._detector
         assert rank is not None
         if "asked" in message:
@@ -227,41 +227,41 @@ class HeartbeatServer:
             detector.join(rank, Process(*message["join"]))
             self._connections[rank] = connection
             if not detector.absent:
-                self._tell(absent=[])
+                self._broadcast(absent=[])
         if "failure" in message:
-            detector.accuse(Failure.from_list(message["failure"]))
+            detector.record_failure(Failure.from_list(message["failure"]))
         if "noted" in message:
-            self._note(rank)
+            self._acknowledge(rank)
         if "beat" in message:
-            detector.beat(rank, Sighting.from_list(message["beat"]))
-            answer: dict[str, Any] = {"sightings": detector.sightings}
+            detector.beat(rank, RankStatus.from_list(message["beat"]))
+            answer: dict[str, Any] = {"sightings": detector.statuses}
             if detector.absent:
                 answer["absent"] = detector.absent
             if detector.failure is not None:
                 answer["failure"] = detector.failure
             connection.send(answer)
 
-    def _note(self, rank: int) -> None:
+    def _acknowledge(self, rank: int) -> None:
         if self._unaware is not None:
             self._unaware.discard(rank)
             if not self._unaware:
-                self._noted.set()
+                self._acknowledged.set()
 
-    def _tell(self, **message: Any) -> None:
+    def _broadcast(self, **message: Any) -> None:
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.send(message)
 
-    def _drop(self, connection: Connection, *, gone: bool = False) -> None:
+    def _drop(self, connection: Connection, *, peer_closed: bool = False) -> None:
         self._open.remove(connection)
         self._selector.unregister(connection.link)
         connection.close()
         rank = connection.rank
         if rank is not None and self._connections.get(rank) is connection:
             del self._connections[rank]
-            if gone:
-                self._detector.hang_up(rank)
-            self._note(rank)
+            if peer_closed:
+                self._detector.record_disconnect(rank)
+            self._acknowledge(rank)
 
 
 def connect(address: Address, rank: int, seconds: float) -> Connection:
@@ -279,7 +279,7 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
             continue
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(link)
-        with contextlib.suppress(ConnectionError):  # whoever receives learns of it
+        with contextlib.suppress(ConnectionError):  # the receiver will notice it
             connection.send({"join": astuple(process)}, f"{address['token']} {rank}\n")
         return connection
     assert problem is not None
@@ -288,12 +288,12 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
 
 def _on_one_machine() -> bool:
     """Whether the launcher's variables say that no rank runs elsewhere; torchrun sets both."""
-    ranks, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    local = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
-    return local or (ranks is not None and ranks == here)
+    ranks, local_ranks = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    is_local_master = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+    return is_local_master or (ranks is not None and ranks == local_ranks)
 
 
-def _own_hosts() -> list[str]:
+def _local_hosts() -> list[str]:
     """Return the names by which other machines may know this one, most reliable first."""
     master = os.environ.get("MASTER_ADDR", "")
     # The pipeline may have no rank on the master's machine, and a pod's host name is known only inside the pod.
@@ -303,18 +303,18 @@ def _own_hosts() -> list[str]:
 def _address_towards(host: str) -> str | None:
     """Return the address from which this machine talks to another; None if only this machine can use it."""
     try:
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing
+            probe.connect(target)  # sends nothing
             address: str = probe.getsockname()[0]
     except OSError:
         return None
     return None if ipaddress.ip_address(address).is_loopback else address
 
 
-def _listen(alone: bool) -> socket.socket:
-    if alone:
+def _listen(local_only: bool) -> socket.socket:
+    if local_only:
         return socket.create_server(("127.0.0.1", 0), backlog=512)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=512)
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=512)

@@ -1,7 +1,7 @@
 """The clock on which the times of all ranks are compared: that of rank 0's host.
 
-As in NTP (RFC 5905), a rank on another host asks for the time there. Of the latest exchanges the one with the shortest
-round trip counts, and half of that bounds the error. Exchanges go with the watchdog's beats, so no step waits for them.
+As in NTP (RFC 5905), a rank on another host requests the time there. The latest exchange with the shortest round trip
+counts, and half of that trip bounds the error. Exchanges go with the watchdog's beats, so no step waits for them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock._base.process import kernel
 
 now_ns = time.perf_counter_ns
 
-KEPT = 16
-"""How many exchanges count: with one a beat, those of eight seconds, since clocks drift apart."""
-FEWEST = 8
-"""How many follow each other without waiting for a beat, at the start."""
+MAX_EXCHANGES = 16
+"""How many exchanges count: with one per beat, those of eight seconds, since clocks drift apart."""
+INITIAL_EXCHANGES = 8
+"""How many follow each other at the start, without waiting for a beat."""
 
 
 def clock_name() -> str:
@@ -32,30 +32,30 @@ class HostOffset:
     """What to add to this host's clock to get that of rank 0's host.
 
     Args:
-        other: the name of rank 0's clock.
+        remote_name: the name of rank 0's clock.
     """
 
-    def __init__(self, other: str) -> None:
-        self._shared = clock_name() == other != ""
-        self._trips: deque[tuple[int, int]] = deque(maxlen=KEPT)
+    def __init__(self, remote_name: str) -> None:
+        self._shared = clock_name() == remote_name != ""
+        self._exchanges: deque[tuple[int, int]] = deque(maxlen=MAX_EXCHANGES)
 
     @property
     def nanoseconds(self) -> int:
         """0 if both are one clock, or before the first exchange."""
-        return min(self._trips)[1] if self._trips else 0
+        return min(self._exchanges)[1] if self._exchanges else 0
 
     @property
     def error_ns(self) -> int:
         """By how much `nanoseconds` may be wrong."""
-        return min(self._trips)[0] // 2 if self._trips else 0
+        return min(self._exchanges)[0] // 2 if self._exchanges else 0
 
     @property
-    def wants_more(self) -> bool:
-        """Whether to ask again at once."""
-        return not self._shared and len(self._trips) < FEWEST
+    def needs_more(self) -> bool:
+        """Whether to start the next exchange at once."""
+        return not self._shared and len(self._exchanges) < INITIAL_EXCHANGES
 
-    def note(self, asked: int, there: int) -> None:
-        """Take the answer to a question that was asked at `asked` by this clock: the time there."""
-        answered = now_ns()
+    def add_exchange(self, asked_ns: int, remote_ns: int) -> None:
+        """Add an exchange: the request was sent at `asked_ns` by this clock, and answered with the time there."""
+        answered_ns = now_ns()
         if not self._shared:
-            self._trips.append((answered - asked, there - (asked + answered) // 2))
+            self._exchanges.append((answered_ns - asked_ns, remote_ns - (asked_ns + answered_ns) // 2))

@@ -1,7 +1,7 @@
-"""Ends this rank when another one fails, and says who waits for whom when a run stalls.
+"""Ends this rank when another one fails, and reports which rank waits for which when a run stalls.
 
 A blocked gloo wait cannot be polled, canceled or timed out from inside. So a separate thread watches the other ranks
-over its own connections; if the main thread waits in vain, the thread says why and exits the process. The exit is what
+over its own connections; if the main thread waits in vain, it prints why and exits the process. The exit is what
 frees the neighbors.
 """
 
@@ -18,25 +18,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock._base.errors import RankFailedError
+from penstock._base.formatting import one_line
 from penstock._base.process import Process
-from penstock._base.words import in_a_line
 from penstock.distributed import heartbeat_server, host_clock
 from penstock.distributed.failure import (
     OUTSIDE,
-    Behind,
+    DeviceLag,
     Failure,
     Position,
-    Sighting,
+    RankStatus,
     long_action,
     name_ranks,
-    say,
+    notify,
     wait_chain,
 )
-from penstock.distributed.failure_detector import GONE, Patience, silence
+from penstock.distributed.failure_detector import GONE, Timeouts, explain_silence
 from penstock.distributed.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.distributed.host_clock import HostOffset
-from penstock.distributed.joining import Launcher, Meeting, Missing, Store
-from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note
+from penstock.distributed.joining import Launcher, Meeting, MissingRanks, Store
+from penstock.distributed.launch.endings import FAILURES, await_culprit, exit_status, note_failure
 
 _TELL_SECONDS = 2.0
 _FLUSH_SECONDS, _LAST_WORDS_SECONDS = 1.0, 3.0
@@ -58,15 +58,15 @@ class Watchdog:
 
     Attributes:
         failure: why the pipeline failed, once known; a cheap test before `check`.
-        device: tells where this rank's device is, if it has not caught up with the host. Asked every beat.
-        behind: what it said last.
+        device: returns where this rank's device is, if it has not caught up with the host. Called every beat.
+        device_lag: what it returned last.
         offset: from this host's clock to that of rank 0's.
-        sightings: each rank as its last beat showed it, at most a beat or two old; this one as it is.
+        statuses: each rank as its last beat showed it, at most a beat or two old; this one as it is.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
-        raised: called if something raised here, before the others are told: with that; None if it is most likely the
+        raised: called with a failure of this rank, before the others are informed; with None if it is most likely the
             effect of another rank's failure.
         members: of each rank, its number in the whole job.
-        last_words: called before this process is ended because of a failure, on any thread, which waits three seconds
+        before_exit: called before this process is ended because of a failure, on any thread, which waits three seconds
             for it: a run's last steps and files may take 2.5.
     """
 
@@ -74,7 +74,7 @@ class Watchdog:
         self,
         rank: int = 0,
         ranks: int = 1,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         address: Address | None = None,
         connection: Connection | None = None,
         *,
@@ -83,15 +83,15 @@ class Watchdog:
     ) -> None:
         self.position: Position = OUTSIDE
         self.step = 0
-        self.device: Callable[[], Behind | None] = _nothing
-        self.behind: Behind | None = None
+        self.device: Callable[[], DeviceLag | None] = _do_nothing
+        self.device_lag: DeviceLag | None = None
         self.failure: Failure | None = None
-        self.sightings: list[Sighting] = [Sighting()] * ranks
+        self.statuses: list[RankStatus] = [RankStatus()] * ranks
         self.partners: Sequence[int] = ()
         self.members: Sequence[int] = range(ranks)
-        self.raised: Callable[[Failure | None], object] = _nothing
-        self.last_words: Callable[[], object] = _nothing
-        self._rank, self._patience = rank, patience or Patience()
+        self.raised: Callable[[Failure | None], object] = _do_nothing
+        self.before_exit: Callable[[], object] = _do_nothing
+        self._rank, self._timeouts = rank, timeouts or Timeouts()
         self._address, self._connection = address or {}, connection
         self.offset = HostOffset(self._address.get("clock", ""))
         self._clock, self._leave = clock, leave
@@ -102,35 +102,35 @@ class Watchdog:
         self._all_here = threading.Event()
         self._all_here.set()
         self._closed = threading.Event()
-        self._known = threading.Event()
-        self._raising = self._odd = False
+        self._failure_known = threading.Event()
+        self._raising = self._invalid_seen = False
         self._tell_seconds = _TELL_SECONDS
-        self._status = 1
-        self._failed: float | None = None
-        self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
-        self._ticked = self._since = self._answered = clock()
-        self._down: float | None = None
-        self._asked = False
+        self._exit_status = 1
+        self._failed_at: float | None = None
+        self._activity: tuple[int, Position, DeviceLag | None] = (0, OUTSIDE, None)
+        self._ticked_at = self._activity_since = self._answered_at = clock()
+        self._down_since: float | None = None
+        self._awaiting_answer = False
         self._warned_seconds = 0.0
         self._launcher = Launcher()
 
     @classmethod
-    def connect(cls, rank: int, ranks: int, store: Store, patience: Patience | None = None) -> Watchdog:
-        """Connect the ranks of a pipeline and start to watch them. Every rank must call it, with the same patience.
+    def connect(cls, rank: int, ranks: int, store: Store, timeouts: Timeouts | None = None) -> Watchdog:
+        """Connect the ranks of a pipeline and start to watch them. Every rank must call it, with the same timeouts.
 
-        Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
+        Until all have called it, those that have print every `warn_seconds` which ranks they wait for.
 
         Args:
             store: where these ranks meet, and no others.
 
         Raises RankFailedError if the ranks do not find each other, or if one of them ends meanwhile.
         """
-        patience = patience or Patience()
-        server = HeartbeatServer(ranks, patience) if rank == 0 else None
+        timeouts = timeouts or Timeouts()
+        server = HeartbeatServer(ranks, timeouts) if rank == 0 else None
         try:
-            with Missing(rank, ranks, patience) as missing:
-                address: Address = Meeting(store, rank, ranks).give(server.address if server else None, missing)
-                watchdog = cls.join(address, rank, ranks, patience, missing)
+            with MissingRanks(rank, ranks, timeouts) as missing:
+                address: Address = Meeting(store, rank, ranks).broadcast(server.address if server else None, missing)
+                watchdog = cls.join(address, rank, ranks, timeouts, missing)
         except BaseException:
             if server:
                 server.stop()
@@ -140,29 +140,29 @@ class Watchdog:
         return watchdog
 
     @classmethod
-    def join(cls, address: Address, rank: int, ranks: int, patience: Patience, missing: Missing) -> Watchdog:
+    def join(cls, address: Address, rank: int, ranks: int, timeouts: Timeouts, missing: MissingRanks) -> Watchdog:
         """Connect to rank 0's server, start to watch, and wait until all ranks have come. Raise as `connect`."""
         try:
-            connection = heartbeat_server.connect(address, rank, patience.stall_seconds)
+            connection = heartbeat_server.connect(address, rank, timeouts.stall_seconds)
         except OSError as error:
-            where = f"{' or '.join(address['hosts'])}, port {address['port']}"
+            hosts = f"{' or '.join(address['hosts'])}, port {address['port']}"
             raise RankFailedError(
-                f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
+                f"rank {rank} cannot reach rank 0 at {hosts} ({error}), where ranks report failures to each other. "
                 f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
             ) from error
-        there = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
-        watchdog = cls(rank, ranks, patience, there, connection)
+        return_address = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
+        watchdog = cls(rank, ranks, timeouts, return_address, connection)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
         try:
             watchdog._thread.start()
-            while not watchdog._all_here.wait(patience.beat_seconds):
+            while not watchdog._all_here.wait(timeouts.beat_seconds):
                 missing.ranks = watchdog._absent or missing.ranks
                 missing.check()
                 watchdog.check()
             watchdog.check()
         except BaseException:
-            watchdog._end()  # without a goodbye
+            watchdog._end()  # without saying goodbye
             raise
         return watchdog
 
@@ -171,19 +171,19 @@ class Watchdog:
         if self.failure is not None:
             self._raising = True
             self._await_others()
-            raise RankFailedError(self._words(self.failure))
+            raise RankFailedError(self._message(self.failure))
 
     def report(self, action: str | None, error: BaseException) -> None:
         """Tell the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
         self._raising = True
         if isinstance(error, KeyboardInterrupt):
             self._tell_seconds = _INTERRUPTED_SECONDS
-        self._status = exit_status(error) or 1
-        mine = Failure.of(self._rank, action, error, self.behind)
-        if self._send(failure=mine):
-            self._known.wait(self._tell_seconds)
+        self._exit_status = exit_status(error) or 1
+        failure = Failure.of(self._rank, action, error, self.device_lag)
+        if self._send(failure=failure):
+            self._failure_known.wait(self._tell_seconds)
             self._await_others()
-        self._fail(mine)
+        self._fail(failure)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
         """Find out why a wait of this rank raised: wait for another rank's failure to become known.
@@ -197,8 +197,8 @@ class Watchdog:
             The failure; None if none became known, so that the error is this rank's own.
         """
         self._raising = True
-        if self._thread and not self._known.is_set():
-            self._known.wait(self._patience.stall_seconds + 2.0 if seconds is None else seconds)
+        if self._thread and not self._failure_known.is_set():
+            self._failure_known.wait(self._timeouts.stall_seconds + 2.0 if seconds is None else seconds)
         self._raising = self.failure is not None
         return self.failure
 
@@ -209,7 +209,7 @@ class Watchdog:
         """
         if self._closed.is_set():
             return
-        self._send(beat=Sighting(left=True))  # before the thread disconnects; the answer wakes it
+        self._send(beat=RankStatus(left=True))  # before the thread disconnects; the answer wakes it
         self._end()
         if self._server is None and self.failure is None:
             atexit.unregister(self._at_exit)
@@ -228,61 +228,63 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Note what the main thread and its device are doing, and whether this process was asleep."""
-        self.behind = self.device()
-        now, held = self._clock(), (self.step, self.position, self.behind)
-        asleep = self._patience.overslept(now - self._ticked)
-        self._ticked = now
-        if asleep:
-            self._answered = now
-            self._down = None
-        if asleep or held != self._held:
-            self._held, self._since, self._warned_seconds = held, now, 0.0
+        """Record what the main thread and its device are doing, and whether this process was suspended."""
+        self.device_lag = self.device()
+        now, activity = self._clock(), (self.step, self.position, self.device_lag)
+        was_suspended = self._timeouts.was_suspended(now - self._ticked_at)
+        self._ticked_at = now
+        if was_suspended:
+            self._answered_at = now
+            self._down_since = None
+        if was_suspended or activity != self._activity:
+            self._activity, self._activity_since, self._warned_seconds = activity, now, 0.0
 
     def _talk(self) -> None:
         """Send a beat, unless the last one is still unanswered, and listen until the next is due."""
-        until = self._clock() + self._patience.beat_seconds
+        deadline = self._clock() + self._timeouts.beat_seconds
         try:
             if self._connection is None:
-                self._connection = heartbeat_server.connect(self._address, self._rank, self._patience.beat_seconds)
-                self._asked = False
-            if not self._asked:
-                self._asked = self._send(beat=self._sighting(), asked=host_clock.now_ns())
-            while (left := until - self._clock()) > 0 and not self._closed.is_set():
-                self._connection.link.settimeout(left)
+                self._connection = heartbeat_server.connect(self._address, self._rank, self._timeouts.beat_seconds)
+                self._awaiting_answer = False
+            if not self._awaiting_answer:
+                self._awaiting_answer = self._send(beat=self._local_status(), asked=host_clock.now_ns())
+            while (remaining := deadline - self._clock()) > 0 and not self._closed.is_set():
+                self._connection.link.settimeout(remaining)
                 for message in self._connection.receive():
-                    self._take(message)
+                    self._handle(message)
         except TimeoutError:
             pass
         except Exception as error:  # whatever it sent ends the connection, never this thread
-            broke, joining = self._connection is not None, not self._all_here.is_set()
+            was_connected, joining = self._connection is not None, not self._all_here.is_set()
             if self._connection:
                 self._connection.close()
                 self._connection = None
-            if not (self._odd or isinstance(error, OSError)):
-                self._odd = True
+            if not (self._invalid_seen or isinstance(error, OSError)):
+                self._invalid_seen = True
                 if joining:
                     self._fail(Failure(0, None, f"it sent what no rank sends ({type(error).__name__})", "lost"))
                 else:
-                    say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
-            if self._down is None and isinstance(error, ConnectionError) and not (broke and joining):
-                self._down = self._clock()  # strangers may have taken the place of a connection that had just been made
-            left = until - self._clock()
-            self._closed.wait(max(0.0, min(left, self._patience.beat_seconds / 4) if broke else left))
+                    notify(
+                        f"rank {self._rank} received an invalid message from rank 0; reconnecting: {one_line(error)}"
+                    )
+            if self._down_since is None and isinstance(error, ConnectionError) and not (was_connected and joining):
+                self._down_since = self._clock()  # the peer of a connection just made may be a stranger
+            remaining = deadline - self._clock()
+            self._closed.wait(max(0.0, min(remaining, self._timeouts.beat_seconds / 4) if was_connected else remaining))
 
-    def _take(self, message: dict[str, Any]) -> None:
-        self._answered, self._down = self._clock(), None
+    def _handle(self, message: dict[str, Any]) -> None:
+        self._answered_at, self._down_since = self._clock(), None
         if "clock" in message:
-            self.offset.note(*map(int, message["clock"]))
-            if self.offset.wants_more:
+            self.offset.add_exchange(*map(int, message["clock"]))
+            if self.offset.needs_more:
                 self._send(asked=host_clock.now_ns())
         if "sightings" in message:
-            self._asked = False
-            sightings = [Sighting.from_list(sighting) for sighting in message["sightings"]]
-            ranks = len(self.sightings)
-            if len(sightings) != ranks or not all(sighting.fits(ranks) for sighting in sightings):
+            self._awaiting_answer = False
+            statuses = [RankStatus.from_list(status) for status in message["sightings"]]
+            ranks = len(self.statuses)
+            if len(statuses) != ranks or not all(status.fits(ranks) for status in statuses):
                 raise ValueError("sightings of other ranks")
-            self.sightings = sightings
+            self.statuses = statuses
         if "absent" in message:
             self._absent = tuple(map(int, message["absent"]))
             if not self._absent:
@@ -292,66 +294,68 @@ class Watchdog:
             self._send(noted=True)
 
     def _decide(self) -> None:
-        """Exit if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
+        """Exit if the pipeline failed and the main thread cannot notice. Otherwise look for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
-        self.sightings[self._rank] = self._sighting()
-        device_waits = self.behind is not None and bool(self.behind.position.peers)
-        if self.failure is None and (without := self._launcher.gone()):
-            self._record(Failure(self._rank, self._sighting().doing.action or None, without, "lost"))
-        if self.failure is None and (self.step, self.position) == self._held[:2]:
+        self.statuses[self._rank] = self._local_status()
+        device_waits = self.device_lag is not None and bool(self.device_lag.position.peers)
+        if self.failure is None and (reason := self._launcher.explain_exit()):
+            self._record(Failure(self._rank, self._local_status().doing.action or None, reason, "lost"))
+        if self.failure is None and (self.step, self.position) == self._activity[:2]:
             if waits or device_waits or not self._all_here.is_set():
-                self._suspect(now)
+                self._check_wait(now)
             elif self.position.action:  # it may wait, unseen: in a collective of FSDP, or of the user's own
-                self._mention(now, long_action(self._rank, self.sightings, self.partners))
+                self._warn(now, long_action(self._rank, self.statuses, self.partners))
         if self.failure is not None and not self._closed.is_set():
-            self._failed = now if self._failed is None else self._failed
-            seconds = now - self._failed
-            stops = waits or (device_waits and seconds >= self._patience.stall_seconds)  # the host may notice it first
-            if (stops and not self._raising) or seconds >= self._patience.grace_seconds:
+            self._failed_at = now if self._failed_at is None else self._failed_at
+            seconds = now - self._failed_at
+            stops = waits or (device_waits and seconds >= self._timeouts.stall_seconds)  # the host may notice it first
+            if (stops and not self._raising) or seconds >= self._timeouts.grace_seconds:
                 self._stop(self.failure)
 
-    def _sighting(self) -> Sighting:
+    def _local_status(self) -> RankStatus:
         """Return this rank as others may see it."""
-        _, position, behind = self._held
-        return Sighting(position, self._clock() - self._since, device=behind)
+        _, position, lag = self._activity
+        return RankStatus(position, self._clock() - self._activity_since, device=lag)
 
-    def _suspect(self, now: float) -> None:
+    def _check_wait(self, now: float) -> None:
         """Check, while the main thread or its device waits or ranks have yet to come, whether rank 0, which would know
         of a lost rank, is lost itself, and whether the wait is too long.
         """
-        action, lost = self.sightings[0].doing.action or None, None
-        if self._down is not None and now - self._down >= self._patience.beat_seconds:
-            lost = GONE
-        elif now - self._answered >= self._patience.stall_seconds:
-            lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)
-        if lost is not None and self._rank != 0:
-            self._record(Failure(0, action, lost, "lost"))
+        action, reason = self.statuses[0].doing.action or None, None
+        if self._down_since is not None and now - self._down_since >= self._timeouts.beat_seconds:
+            reason = GONE
+        elif now - self._answered_at >= self._timeouts.stall_seconds:
+            reason = explain_silence(
+                now - self._answered_at, Process(*self._address["process"]).state(), self._timeouts
+            )
+        if reason is not None and self._rank != 0:
+            self._record(Failure(0, action, reason, "lost"))
         if self.failure is not None or not self._all_here.is_set():
             return
-        root, chain = wait_chain(self._rank, self.sightings)
-        if now - self._since >= self._patience.timeout_seconds:
-            self._record(Failure(root, self.sightings[root].doing.action or None, chain, "stalled"))
+        root, chain = wait_chain(self._rank, self.statuses)
+        if now - self._activity_since >= self._timeouts.timeout_seconds:
+            self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
         else:
-            self._mention(now, chain)
+            self._warn(now, chain)
 
-    def _mention(self, now: float, words: str) -> None:
-        """Say it every `warn_seconds` for which this rank does not move on."""
-        seconds = now - self._since
-        if seconds >= self._warned_seconds + self._patience.warn_seconds:
+    def _warn(self, now: float, text: str) -> None:
+        """Print the text every `warn_seconds` for which this rank does not move on."""
+        seconds = now - self._activity_since
+        if seconds >= self._warned_seconds + self._timeouts.warn_seconds:
             self._warned_seconds = seconds
-            say(words)
+            notify(text)
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
         self._send(failure=failure)  # rank 0 may be stopped, and will read this when it wakes up
 
     def _fail(self, failure: Failure) -> None:
-        """Record the first failure that this rank learns of, for whoever launched it, too."""
+        """Record the first failure that this rank learns of, and note it for its launcher."""
         if self.failure is None:
             self.failure = failure
             if self._all_here.is_set():  # otherwise the main thread raises it, and `members` may not be known
-                note(self.members[failure.rank], str(failure))
-            self._known.set()
+                note_failure(self.members[failure.rank], str(failure))
+            self._failure_known.set()
 
     def _send(self, **message: Any) -> bool:
         connection = self._connection
@@ -364,46 +368,46 @@ class Watchdog:
 
     def _stop(self, failure: Failure) -> None:
         if FAILURES not in os.environ:  # otherwise the launcher will
-            say(self._words(failure))
-        for act, seconds in ((_flush, _FLUSH_SECONDS), (self.last_words, _LAST_WORDS_SECONDS)):
-            thread = threading.Thread(target=act, daemon=True)
+            notify(self._message(failure))
+        for function, seconds in ((_flush, _FLUSH_SECONDS), (self.before_exit, _LAST_WORDS_SECONDS)):
+            thread = threading.Thread(target=function, daemon=True)
             thread.start()
             thread.join(seconds)  # a stuck reader of our output, or a disk, must not hold us up
         self._leave_last(failure)
 
     def _leave_last(self, failure: Failure) -> None:
-        """End the process, after the others know why, and after the rank that raised."""
+        """End the process, after the others have been informed, and after the rank that raised."""
         self._await_others()
         if failure.kind == "raised":
             await_culprit(self.members[self._rank])
-        self._leave(self._status if failure.rank == self._rank else 1)
+        self._leave(self._exit_status if failure.rank == self._rank else 1)
 
     def _await_others(self) -> None:
         """Wait for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
-            self._server.await_noted(self._tell_seconds)
+            self._server.await_acknowledged(self._tell_seconds)
 
-    def _words(self, failure: Failure) -> str:
-        words = f"rank {self._rank} stops: {failure}"
+    def _message(self, failure: Failure) -> str:
+        message = f"rank {self._rank} stops: {failure}"
         if self.position.peers and failure.rank != self._rank:
             peers = name_ranks(self.position.peers)
-            words += f"; rank {self._rank} was waiting for {self.position.action} from {peers}"
-        return words if self.behind is None else f"{words}; {self.behind}"
+            message += f"; rank {self._rank} was waiting for {self.position.action} from {peers}"
+        return message if self.device_lag is None else f"{message}; {self.device_lag}"
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
         if self.failure is not None:  # destructors of a broken process group may wait for ranks that are gone
             _flush()
-            self.last_words()
+            self.before_exit()
             self._leave_last(self.failure)
         self.close()
         if self._server:
             self._server.await_leaving()
 
 
-def _nothing(*_: object) -> None:
-    """Nobody records the run; the device is the host, and never falls behind."""
+def _do_nothing(*_: object) -> None:
+    """The default callback: no recorder, and a device that is the host and never falls behind."""
 
 
 def _flush() -> None:

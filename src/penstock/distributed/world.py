@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.distributed.joining import start
 
 PIPELINE = "pp"
@@ -61,8 +61,8 @@ class World:
     def __post_init__(self) -> None:
         if self.rank is not None:
             me = (self.members[self.rank],)
-            alone = {"everyone": self.members, "replicas": me, "column": me, "lines": (self.members,)}
-            for field, value in alone.items():
+            defaults = {"everyone": self.members, "replicas": me, "column": me, "lines": (self.members,)}
+            for field, value in defaults.items():
                 object.__setattr__(self, field, getattr(self, field) or value)
 
     @property
@@ -153,10 +153,10 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
 
     def parts(*free: str) -> tuple[tuple[int, ...], ...]:
         """Divide the mesh into parts whose global ranks differ only in these dimensions."""
-        inside = [axis for axis, name in enumerate(names) if name in free]
-        outside = [axis for axis, name in enumerate(names) if name not in free]
-        size = math.prod(grid.shape[axis] for axis in inside)
-        return tuple(map(tuple, grid.permute(*outside, *inside).reshape(-1, size).tolist()))
+        varying_axes = [axis for axis, name in enumerate(names) if name in free]
+        fixed_axes = [axis for axis, name in enumerate(names) if name not in free]
+        size = math.prod(grid.shape[axis] for axis in varying_axes)
+        return tuple(map(tuple, grid.permute(*fixed_axes, *varying_axes).reshape(-1, size).tolist()))
 
     def along(*free: str) -> tuple[int, ...]:
         return next(part for part in parts(*free) if dist.get_rank() in part)
@@ -168,7 +168,7 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
                 "them to; make the mesh of ascending ranks"
             )
     members = along(PIPELINE)
-    replicas, shares = along(*DATA), along(TENSOR)
+    replicas, tensor_parallel = along(*DATA), along(TENSOR)
     me = dist.get_rank()
     return World(
         len(members),
@@ -179,7 +179,7 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
         along(TENSOR, *DATA),
         tuple(name for name in names if name in DATA and mesh.size(names.index(name)) > 1),
         replicas.index(me),
-        shares.index(me),
+        tensor_parallel.index(me),
         parts(PIPELINE),
         parts(*DATA),
         parts(TENSOR, *DATA),
@@ -191,7 +191,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def backend_of(device: torch.device) -> str:
+def backend_for(device: torch.device) -> str:
     """Return the backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
 
     gloo sends no tensors from a device: those go through the host's memory (`runtime/transport/staging.py`).
@@ -199,7 +199,7 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config().split(",") else "gloo"
 
 
-def device_named(name: str | torch.device) -> torch.device:
+def parse_device(name: str | torch.device) -> torch.device:
     """Return the device that the user names. Raise ArgumentError if torch does not know the name."""
     try:
         return torch.device(name)
@@ -210,7 +210,7 @@ def device_named(name: str | torch.device) -> torch.device:
 _DEVICES = "a device such as 'cpu', 'cuda' or 'cuda:0'"
 
 
-def device_of(
+def resolve_device(
     devices: Sequence[torch.device | str] | torch.device | str | None,
     world: World,
     rank: int,
@@ -229,10 +229,10 @@ def device_of(
         if not isinstance(devices, Sequence):
             raise ArgumentError(f"devices={devices!r}: expected {_DEVICES}, or a list with one for each rank")
         if len(devices) != world.ranks:
-            has = counted(len(devices), "entry")
-            raise ArgumentError(f"devices has {has}; expected one for each of {world.ranks} ranks")
-        return device_named(devices[rank])
-    device = current if devices is None else device_named(devices)
+            entries = pluralize(len(devices), "entry")
+            raise ArgumentError(f"devices has {entries}; expected one for each of {world.ranks} ranks")
+        return parse_device(devices[rank])
+    device = current if devices is None else parse_device(devices)
     if device.type == "meta":
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type == "cpu":
@@ -247,18 +247,19 @@ def device_of(
     return torch.device(device.type, (rank if world.is_local else int(os.environ.get("LOCAL_RANK", rank))) % count)
 
 
-def check_alike(said: Sequence[tuple[str, str]]) -> None:
+def check_same_backend(rank_backends: Sequence[tuple[str, str]]) -> None:
     """Raise ArgumentError if ranks, by the type of their device and its backend, compute on devices of different types,
     for which their recordings would differ, or would exchange tensors over different backends."""
-    kind, backend = said[0]
-    for rank, (other, its_backend) in enumerate(said):
-        if other != kind:
+    device_type, backend = rank_backends[0]
+    for rank, (other_type, other_backend) in enumerate(rank_backends):
+        if other_type != device_type:
             raise ArgumentError(
-                f"devices: rank 0 computes on {kind!r}, and rank {rank} on {other!r}. Without devices= a rank computes "
-                "where its model is, or its example if that is on an accelerator: pass the same devices= on every rank"
+                f"devices: rank 0 computes on {device_type!r}, and rank {rank} on {other_type!r}. Without devices= a "
+                "rank computes where its model is, or where its example is if that is on an accelerator; pass the same "
+                "devices= on every rank"
             )
-        if its_backend != backend:
+        if other_backend != backend:
             raise ArgumentError(
-                f"transport: rank 0 exchanges tensors over {backend}, and rank {rank} over {its_backend}; pass the "
+                f"transport: rank 0 exchanges tensors over {backend}, and rank {rank} over {other_backend}; pass the "
                 "same transport= on every rank"
             )

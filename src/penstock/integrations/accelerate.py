@@ -19,13 +19,13 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs the package accelerate ({error}): pip install penstock[accelerate]") from error
 
-_OF_ALL_RANKS = {
+_REPLACEMENTS = {
     "backward": "Pipeline.step",
     "clip_grad_norm_": "Pipeline.clip_grad_norm_",
     "save_state": "penstock.checkpoint.save",
     "load_state": "penstock.checkpoint.load",
 }
-"""Methods of an accelerator that see one rank's stages alone, and what to call in their place."""
+"""Methods of an accelerator that see one rank's stages alone, and what to call instead."""
 
 
 def ranks_as_one_device(cpu: bool = False) -> PartialState:
@@ -50,8 +50,8 @@ def ranks_as_one_device(cpu: bool = False) -> PartialState:
         raise ArgumentError("an Accelerator has already been made for several processes; call this before it is")
     state = PartialState(cpu=cpu)
     processes = max(state.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
-    for name, other in _OF_ALL_RANKS.items() if processes > 1 else ():
-        setattr(Accelerator, name, _refused(name, other))
+    for name, replacement in _REPLACEMENTS.items() if processes > 1 else ():
+        setattr(Accelerator, name, _raise_error(name, replacement))
     state.distributed_type, state.num_processes = DistributedType.NO, 1
     # Without an accelerator, and without cpu=True, Accelerate does not look at these itself.
     state.process_index = int(os.environ.get("RANK", state.process_index))
@@ -59,8 +59,8 @@ def ranks_as_one_device(cpu: bool = False) -> PartialState:
     return state
 
 
-def _refused(name: str, other: str) -> Any:
-    def refused(*_: Any, **__: Any) -> NoReturn:
-        raise ArgumentError(f"Accelerator.{name} sees the stages of one rank alone; call {other} instead")
+def _raise_error(name: str, replacement: str) -> Any:
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise ArgumentError(f"Accelerator.{name} sees the stages of one rank alone; call {replacement} instead")
 
-    return refused
+    return method

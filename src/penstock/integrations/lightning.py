@@ -70,18 +70,18 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def pipe(self) -> Pipeline:
         """The module's pipeline."""
-        found = getattr(self.lightning_module, "pipe", None)
-        if not isinstance(found, Pipeline):
+        attribute = getattr(self.lightning_module, "pipe", None)
+        if not isinstance(attribute, Pipeline):
             raise ArgumentError(
-                f"{type(self.lightning_module).__name__}.pipe is {found!r}: expected a pipeline, as "
+                f"{type(self.lightning_module).__name__}.pipe is {attribute!r}: expected a pipeline, as "
                 "penstock.pipeline returns it; make it in configure_model"
             )
-        return found
+        return attribute
 
-    # -- what Lightning asks about the processes --------------------------------------------------------------------
+    # -- properties of the processes, for Lightning ------------------------------------------------------------------
 
     is_distributed = True
-    """Without it, `self.log(sync_dist=True)` does nothing."""
+    """True, so that `self.log(sync_dist=True)` takes effect."""
 
     @property
     def root_device(self) -> torch.device:
@@ -99,10 +99,10 @@ class PipelineStrategy(ParallelStrategy):
         super().setup_environment()
         trainer: Any = self.lightning_module and self.lightning_module.trainer
         for callback in trainer.callbacks if trainer else ():
-            for instead in [CALLBACKS[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in CALLBACKS]:
+            for remedy in [CALLBACKS[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in CALLBACKS]:
                 name = type(callback).__name__
                 raise ArgumentError(
-                    f"the callback {name} does not reach the pipeline's stages; remove it, and {instead}"
+                    f"the callback {name} does not reach the pipeline's stages; remove it, and {remedy}"
                 )
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
@@ -116,8 +116,8 @@ class PipelineStrategy(ParallelStrategy):
             )
         if self.precision_plugin.precision != "32-true":
             raise ArgumentError(
-                f"Trainer(precision={self.precision_plugin.precision!r}) does not reach the pipeline's stages; leave "
-                "it out, and use torch.autocast in training_step"
+                f"Trainer(precision={self.precision_plugin.precision!r}) does not reach the pipeline's stages; omit "
+                "it, and use torch.autocast in training_step"
             )
         _ = self.pipe
         super().setup(trainer)
@@ -126,7 +126,7 @@ class PipelineStrategy(ParallelStrategy):
         """Do nothing: the pipeline has already moved its stages to their devices."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one has stopped."""
+        """Report this rank's exception to the others."""
         if isinstance(pipe := getattr(self.lightning_module, "pipe", None), Pipeline):
             pipe.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -151,8 +151,8 @@ class PipelineStrategy(ParallelStrategy):
         self._gathered(None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        given: T = self._gathered(obj)[src]
-        return given
+        value: T = self._gathered(obj)[src]
+        return value
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return torch.stack([value.to(tensor.device) for value in self._gathered(tensor.detach().cpu())])
@@ -186,10 +186,10 @@ class PipelineStrategy(ParallelStrategy):
         save(filepath, self.pipe, self.optimizers, extra=checkpoint, keep_last=1)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        restored = load(checkpoint_path, self.pipe, self.optimizers, weights_only=weights_only is not False)
-        if restored is None:
+        loaded = load(checkpoint_path, self.pipe, self.optimizers, weights_only=weights_only is not False)
+        if loaded is None:
             raise ArgumentError(f"ckpt_path={str(checkpoint_path)!r}: there is no checkpoint; pass the folder of one")
-        extra: dict[str, Any] = restored.extra
+        extra: dict[str, Any] = loaded.extra
         return extra
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Each step's figures as one record, and loggers that take it: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""Each step's metrics as one record, and loggers of it: CSV, JSON lines, TensorBoard, Weights & Biases, MLflow.
 
 with StepLogger(CsvLog("steps.csv"), WandbLog(wandb.init(project="gpt"))) as log:
     for x, y in data:
@@ -32,7 +32,7 @@ SHOWN = {
     "rows_per_second": "rate/rows",
     "tokens_per_second": "rate/tokens",
 }
-"""The names that loggers show of a step's figures."""
+"""The names under which loggers show a step's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class StepFigures:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """The figures that are known, by the names that loggers show (`SHOWN`, and part/NAME)."""
-        named = {shown: getattr(self, name) for name, shown in SHOWN.items()}
-        named |= {f"part/{name}": part for name, part in self.parts.items()}
-        return {name: figure for name, figure in named.items() if figure is not None}
+        """The known metrics, by the names that loggers show (`SHOWN`, and part/NAME)."""
+        values = {label: getattr(self, name) for name, label in SHOWN.items()}
+        values |= {f"part/{name}": part for name, part in self.parts.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Log(Protocol):
-    """Where figures go. Anything with these two methods will do."""
+    """The interface of a log: anything with these two methods."""
 
     def write(self, figures: StepFigures) -> None:
         """Write one step's metrics."""
@@ -76,11 +76,10 @@ class Log(Protocol):
 
 
 class StepLogger:
-    """Passes each step's figures to one or more logs.
+    """Passes each step's metrics to one or more logs.
 
     Make it on one rank only, any that has the loss (`pipe.is_main_process`, or all of them with `broadcast_loss`). It
-    communicates
-    with no one, so the others need not know of it.
+    does not communicate, so other ranks need not have one.
 
     Args:
         logs: where figures go.
@@ -90,7 +89,7 @@ class StepLogger:
     def __init__(self, *logs: Log, clock: Callable[[], float] = time.perf_counter) -> None:
         self._logs = logs
         self._clock = clock
-        self._ended: float | None = None
+        self._previous_time: float | None = None
 
     def add(
         self,
@@ -114,8 +113,8 @@ class StepLogger:
         """
         loss = float(result.loss)
         now = self._clock()
-        seconds = None if self._ended is None else now - self._ended
-        self._ended = now
+        seconds = None if self._previous_time is None else now - self._previous_time
+        self._previous_time = now
         timeline = result.timeline
         figures = StepFigures(
             step,
@@ -151,7 +150,7 @@ class _FileLog:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = Path(path).open("a+", encoding="utf-8", newline="")  # noqa: SIM115  (`close` does)
         if self._file.tell() and not Path(path).read_bytes().endswith(b"\n"):
-            self._file.write("\n")  # the last line is half of one, after a crash
+            self._file.write("\n")  # a crash left the last line incomplete
 
     def close(self) -> None:
         """Close the file."""
@@ -166,7 +165,7 @@ class JsonLinesLog(_FileLog):
 
     def write(self, figures: StepFigures) -> None:
         """Append a line."""
-        values = {name: one if math.isfinite(one) else str(one) for name, one in figures.scalars().items()}
+        values = {name: value if math.isfinite(value) else str(value) for name, value in figures.scalars().items()}
         self._file.write(json.dumps({"step": figures.step} | values) + "\n")
         self._file.flush()
 
@@ -187,21 +186,21 @@ class CsvLog(_FileLog):
         super().__init__(path)
         columns = ["step", *SHOWN.values(), *(f"part/{name}" for name in parts)]
         self._file.seek(0)
-        found = self._file.readline().strip()
-        if found not in ("", ",".join(columns)):
+        header = self._file.readline().strip()
+        if header not in ("", ",".join(columns)):
             self.close()
             raise ArgumentError(
-                f"{path} begins with {quoted(found)}; expected {','.join(columns)}: pass another path or these parts="
+                f"{path} begins with {quoted(header)}; expected {','.join(columns)}: pass another path or these parts="
             )
         self._lines = csv.DictWriter(self._file, columns, lineterminator="\n")
-        if not found:
+        if not header:
             self._lines.writeheader()
 
     def write(self, figures: StepFigures) -> None:
-        """Append a line; what is not known stays empty."""
+        """Append a line; unknown metrics stay empty."""
         values = {"step": figures.step} | figures.scalars()
-        if more := sorted(values.keys() - set(self._lines.fieldnames)):
-            names = tuple(name.removeprefix("part/") for name in more)
+        if unknown := sorted(values.keys() - set(self._lines.fieldnames)):
+            names = tuple(name.removeprefix("part/") for name in unknown)
             raise ArgumentError(f"the loss has parts without a column: {', '.join(names)}; pass CsvLog(parts={names})")
         self._lines.writerow(values)
         self._file.flush()
@@ -222,8 +221,8 @@ class TensorBoardLog:
 
     def write(self, figures: StepFigures) -> None:
         """Add a scalar for each figure."""
-        for name, figure in figures.scalars().items():
-            self._events.add_scalar(name, figure, figures.step)
+        for name, value in figures.scalars().items():
+            self._events.add_scalar(name, value, figures.step)
 
     def close(self) -> None:
         """Write what is still buffered."""
@@ -268,8 +267,8 @@ class MlflowLog:
 
     def write(self, figures: StepFigures) -> None:
         """Log the figures at their step."""
-        for name, figure in figures.scalars().items():
-            self._client.log_metric(self._run_id, name, figure, step=figures.step)
+        for name, value in figures.scalars().items():
+            self._client.log_metric(self._run_id, name, value, step=figures.step)
 
     def close(self) -> None:
         """Leave the run open: who began it ends it (`mlflow.end_run()`)."""

@@ -36,25 +36,25 @@ def export_spans(timeline: Timeline, *, step: int | None = None, end_ns: int | N
     if timeline.serialized:
         raise ArgumentError("timeline: ranks took turns in one process; pass one of a run with a process for each rank")
     tracer = trace.get_tracer("penstock") if tracer is None else tracer
-    zero = (time.time_ns() if end_ns is None else end_ns) - round(timeline.makespan_seconds * _NANOSECONDS)
+    start_ns = (time.time_ns() if end_ns is None else end_ns) - round(timeline.makespan_seconds * _NANOSECONDS)
 
-    def at(seconds: float) -> int:
-        return zero + round(seconds * _NANOSECONDS)
+    def to_ns(seconds: float) -> int:
+        return start_ns + round(seconds * _NANOSECONDS)
 
-    end = at(timeline.makespan_seconds)
+    finish_ns = to_ns(timeline.makespan_seconds)
     root = tracer.start_span(
-        "step", trace.set_span_in_context(trace.INVALID_SPAN), start_time=zero,
+        "step", trace.set_span_in_context(trace.INVALID_SPAN), start_time=start_ns,
         attributes={} if step is None else {"penstock.step": step},
     )  # fmt: skip
-    below = trace.set_span_in_context(root)
+    step_context = trace.set_span_in_context(root)
     ranks = [
-        tracer.start_span(f"rank {rank}", below, start_time=zero, attributes={"penstock.rank": rank})
+        tracer.start_span(f"rank {rank}", step_context, start_time=start_ns, attributes={"penstock.rank": rank})
         for rank in range(timeline.ranks)
     ]
     sends: dict[Any, Any] = {}
     for span in sorted(timeline, key=lambda span: span.action.op.is_receive):  # a link leads to a span that has begun
         action = span.action
-        sent = sends.get(action.other_end) if action.op.is_receive else None
+        send_context = sends.get(action.other_end) if action.op.is_receive else None
         attributes = {
             "penstock.rank": span.rank,
             "penstock.op": action.op.value,
@@ -63,12 +63,12 @@ def export_spans(timeline: Timeline, *, step: int | None = None, end_ns: int | N
         }
         if action.microbatch is not None:
             attributes["penstock.microbatch"] = action.microbatch
-        made = tracer.start_span(
-            str(action), trace.set_span_in_context(ranks[span.rank]), start_time=at(span.start_seconds),
-            attributes=attributes, links=[] if sent is None else [trace.Link(sent)],
+        otel_span = tracer.start_span(
+            str(action), trace.set_span_in_context(ranks[span.rank]), start_time=to_ns(span.start_seconds),
+            attributes=attributes, links=[] if send_context is None else [trace.Link(send_context)],
         )  # fmt: skip
-        made.end(at(span.end_seconds))
+        otel_span.end(to_ns(span.end_seconds))
         if action.op.is_send:
-            sends[action] = made.get_span_context()
-    for one in (*ranks, root):
-        one.end(end)
+            sends[action] = otel_span.get_span_context()
+    for parent in (*ranks, root):
+        parent.end(finish_ns)

@@ -1,7 +1,7 @@
 """The Trainer of transformers around a pipeline: loop, logs, callbacks, checkpoints. Needs `penstock[transformers]`.
 
 The Trainer has no hook for a pipeline, and is built on Accelerate, which has none either. This subclass overrides what
-touches the model: documented methods where there are any; the private ones stand together at its end.
+touches the model: documented methods where there are any; the private ones are grouped at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock import checkpoint
 from penstock._base.errors import ArgumentError
 from penstock.integrations.accelerate import ranks_as_one_device
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.step.results import Wanted
+from penstock.runtime.step.results import OutputsOption
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -68,16 +68,16 @@ class PipelineTrainer(Trainer):
     def __init__(self, pipe: Pipeline, args: TrainingArguments, **kwargs: Any) -> None:
         self.pipe = pipe
         self._count_is_used = False
-        _check(pipe, args, kwargs)
-        _ = args.device  # Accelerate finds out where it runs
+        _check_supported(pipe, args, kwargs)
+        _ = args.device  # Accelerate initializes its device state
         ranks_as_one_device()
         super().__init__(pipe.model, args, **kwargs)
-        expected, given = "sum" if self.model_accepts_loss_kwargs else "mean", pipe.session.options.reduction
-        if given != expected:
-            takes = "takes" if self.model_accepts_loss_kwargs else "does not take"
+        expected, reduction = "sum" if self.model_accepts_loss_kwargs else "mean", pipe.session.options.reduction
+        if reduction != expected:
+            verb = "takes" if self.model_accepts_loss_kwargs else "does not take"
             raise ArgumentError(
-                f"reduction={given!r}: {type(pipe.model).__name__} {takes} num_items_in_batch; for the losses of its "
-                f"microbatches, pass penstock.pipeline(reduction={expected!r})"
+                f"reduction={reduction!r}: {type(pipe.model).__name__} {verb} num_items_in_batch; for the losses of "
+                f"its microbatches, pass penstock.pipeline(reduction={expected!r})"
             )
         self.accelerator.prepare_model = lambda model, *_, **__: model  # it stays where its stages are
         self.accelerator.clip_grad_norm_ = lambda _, *norms: pipe.clip_grad_norm_(*norms)
@@ -106,32 +106,32 @@ class PipelineTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, the outputs and the labels of one batch, the same on every rank."""
         labels = [inputs[name] for name in self.label_names if inputs.get(name) is not None]
-        _, count = self.get_batch_samples(iter([inputs]), 1, self.args.device)
-        wanted: Wanted = False if prediction_loss_only else "all"
+        _, num_items = self.get_batch_samples(iter([inputs]), 1, self.args.device)
+        outputs: OutputsOption = False if prediction_loss_only else "all"
         with self.accelerator.autocast():
-            result = self.pipe.evaluate(**self._inputs(inputs, count), outputs=wanted)
+            result = self.pipe.evaluate(**self._inputs(inputs, num_items), outputs=outputs)
         loss = result.loss.detach().to(self.args.device) if labels else None
         if prediction_loss_only:
             return loss, None, None
         config = getattr(self.pipe.model, "config", None)
         ignored = ignore_keys or getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        logits = _joined(result.outputs, {"loss", *ignored})
+        logits = _concatenate_outputs(result.outputs, {"loss", *ignored})
         return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else tuple(labels) or None
 
-    def _inputs(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> dict[str, Any]:
-        """Return a batch as the model takes it. The count is a tensor: a number would be a constant of the
+    def _inputs(self, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> dict[str, Any]:
+        """Return a batch as the model takes it. `num_items` becomes a tensor: a number would be a constant of the
         recording."""
-        if count is None or not self.model_accepts_loss_kwargs:
+        if num_items is None or not self.model_accepts_loss_kwargs:
             return dict(inputs)
-        return {**inputs, "num_items_in_batch": torch.as_tensor(count)}
+        return {**inputs, "num_items_in_batch": torch.as_tensor(num_items)}
 
-    def _check_count(self, inputs: Mapping[str, Any], count: Tensor | int | None) -> None:
-        """Once: losses of microbatches add up only if the model divides them by the count, and adds nothing else."""
-        counts = (count or 1, 2 * (count or 1))
-        once, twice = (float(self.pipe.evaluate(**self._inputs(inputs, each)).loss) for each in counts)
-        if not math.isclose(once, 2 * twice, rel_tol=1e-5):
+    def _check_count(self, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> None:
+        """Check once that the model divides its loss by `num_items` and adds no other loss."""
+        counts = (num_items or 1, 2 * (num_items or 1))
+        full, half = (float(self.pipe.evaluate(**self._inputs(inputs, n)).loss) for n in counts)
+        if not math.isclose(full, 2 * half, rel_tol=1e-5):
             raise ArgumentError(
-                f"{type(self.pipe.model).__name__} has a loss of {once:.6g}, and of {twice:.6g} for twice the "
+                f"{type(self.pipe.model).__name__} has a loss of {full:.6g}, and of {half:.6g} for twice the "
                 "num_items_in_batch, where half was expected. If it ignores the number, set "
                 "model.accepts_loss_kwargs = False and pass penstock.pipeline(reduction='mean'); if it adds other "
                 "losses, switch them off"
@@ -145,13 +145,13 @@ class PipelineTrainer(Trainer):
         rank."""
         if self.optimizer is None:
             model = self.pipe.model
-            own = self.optimizer_cls_and_kwargs
-            kind, options = own or self.get_optimizer_cls_and_kwargs(self.args, cast(PreTrainedModel, model))
+            stated = self.optimizer_cls_and_kwargs
+            kind, options = stated or self.get_optimizer_cls_and_kwargs(self.args, cast(PreTrainedModel, model))
             if options.keys() & {"params", "model", "optimizer_dict"}:
                 raise ArgumentError(f"optim={self.args.optim!r} asks for the unsplit model; choose another optimizer")
-            decaying = set(self.get_decay_parameter_names(model))
+            decayed = set(self.get_decay_parameter_names(model))
             decay = self.args.weight_decay
-            groups = self.pipe.parameter_groups(lambda name, _: {"weight_decay": decay if name in decaying else 0.0})
+            groups = self.pipe.parameter_groups(lambda name, _: {"weight_decay": decay if name in decayed else 0.0})
             self.optimizer = kind(groups, **options)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -171,11 +171,11 @@ class PipelineTrainer(Trainer):
         """Do nothing: the pipeline has already moved its stages."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, others = self._state()
-        checkpoint.save(Path(output_dir, FOLDER), self.pipe, optimizer, stateful=others, keep_last=1)
+        optimizer, stateful = self._state()
+        checkpoint.save(Path(output_dir, FOLDER), self.pipe, optimizer, stateful=stateful, keep_last=1)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # all ranks draw the same
+        if self.args.should_save:  # all ranks have the same state
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -192,29 +192,29 @@ class PipelineTrainer(Trainer):
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _restore(self, folder: str) -> None:
-        optimizer, others = self._state()
-        if checkpoint.load(Path(folder, FOLDER), self.pipe, optimizer, stateful=others) is None:
+        optimizer, stateful = self._state()
+        if checkpoint.load(Path(folder, FOLDER), self.pipe, optimizer, stateful=stateful) is None:
             raise ArgumentError(f"{folder}: expected a folder {FOLDER!r} in it, as PipelineTrainer saves")
 
     def _state(self) -> tuple[torch.optim.Optimizer, dict[str, checkpoint.Stateful]]:
-        """Return what checkpoints have besides the pipeline: the optimizer, out of Accelerate's wrapper, and the
+        """Return the other contents of checkpoints: the optimizer, out of Accelerate's wrapper, and the
         scheduler."""
         assert self.optimizer is not None
         assert self.lr_scheduler is not None
-        own: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return own, {"scheduler": self.lr_scheduler}
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer, {"scheduler": self.lr_scheduler}
 
 
-def _joined(outputs: Iterable[Any], ignored: set[str]) -> tuple[Tensor, ...]:
+def _concatenate_outputs(outputs: Iterable[Any], ignored: set[str]) -> tuple[Tensor, ...]:
     """Join the microbatches' outputs to those of the batch, without what is ignored."""
     parts = [dict(output) for output in outputs]
     return tuple(torch.cat([part[name] for part in parts]) for name in parts[0] if name not in ignored)
 
 
-def _check(pipe: Pipeline, args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
-    for name, instead in REFUSED.items():
+def _check_supported(pipe: Pipeline, args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
+    for name, remedy in REFUSED.items():
         if getattr(args, name, None):
-            raise ArgumentError(f"{name}={getattr(args, name)!r} does not reach the pipeline's stages: {instead}")
+            raise ArgumentError(f"{name}={getattr(args, name)!r} does not reach the pipeline's stages: {remedy}")
     if pipe.world.data_parallel > 1:
         raise ArgumentError(
             f"the pipeline has {pipe.world.data_parallel} replicas, and Trainer would not divide batches among them; "

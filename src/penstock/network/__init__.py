@@ -12,7 +12,7 @@ What implements it
   shapers.py      chooses tbf or the switch, or refuses
   model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
   machines.py     creates the hosts and joins them
-  keeper.py       removes everything, however its maker ends
+  reaper.py       removes everything, however its maker ends
 What runs on it
   fabric/         a training job's collectives: how long each takes
   nodes.py        a torchrun job across hosts, with an agent on each
@@ -20,9 +20,9 @@ What runs on it
   conditions.py   what a run's record says about a host and its network
 """
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 MAX_HOSTS = 200
 """The most hosts in one emulation: a network like theirs has addresses for 254."""
 
-__all__, __getattr__, __dir__ = face(__name__, {}, {"fabric"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, {}, {"fabric"})

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock._base.process import cores
-from penstock.network.keeper import tool
+from penstock.network.reaper import tool
 
 _SIOCGIFMTU, _SIOCETHTOOL = 0x8921, 0x8946
 _OFFLOADS = {
@@ -36,20 +36,20 @@ def environment(interface: str | None = None) -> dict[str, Any]:
     """Describe this host as far as its network is concerned; unknown values are None. Without `interface`, the one that
     the job uses is GLOO_SOCKET_IFNAME's, or the first one besides lo."""
     names = interfaces()
-    used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
-    routes = _output("ip", "route", "show", "dev", used) if used else None
-    named = re.search(r"congctl (?:lock )?(\S+)", routes or "")  # a route may name one of its own
+    device = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
+    routes = _output("ip", "route", "show", "dev", device) if device else None
+    match = re.search(r"congctl (?:lock )?(\S+)", routes or "")  # a route may name one of its own
     return {
         "host": socket.gethostname(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
-        "congestion_control": named[1] if named else _setting("tcp_congestion_control"),
+        "congestion_control": match[1] if match else _setting("tcp_congestion_control"),
         "slow_start_after_idle": _setting("tcp_slow_start_after_idle"),
-        "interface": used,
+        "interface": device,
         "interfaces": names,
-        "mtu": names.get(used) if used else None,
-        "offloads": _offloads(used) if used is not None and used in names else None,
+        "mtu": names.get(device) if device else None,
+        "offloads": _offloads(device) if device is not None and device in names else None,
         "qdiscs": _output("tc", "-s", "qdisc", "show"),
         "cores": cores(),
         "load": list(os.getloadavg()),
@@ -59,28 +59,28 @@ def environment(interface: str | None = None) -> dict[str, Any]:
 def interfaces() -> dict[str, int]:
     """Return the MTU of each interface in this process's network namespace."""
     # Not /sys/class/net: in a namespace entered without its own mount, that shows the machine's interfaces.
-    found = {}
+    mtus = {}
     with contextlib.suppress(OSError):
         for _, name in socket.if_nameindex():
-            found[name] = int(struct.unpack_from("16si", _asked(_SIOCGIFMTU, struct.pack("16s", name.encode())))[1])
-    return found
+            mtus[name] = int(struct.unpack_from("16si", _query(_SIOCGIFMTU, struct.pack("16s", name.encode())))[1])
+    return mtus
 
 
-def _asked(request: int, of: bytes) -> bytes:
+def _query(request: int, data: bytes) -> bytes:
     """Return the kernel's answer about an interface in the calling thread's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        return fcntl.ioctl(any_socket, request, of.ljust(40, b"\0"))
+        return fcntl.ioctl(any_socket, request, data.ljust(40, b"\0"))
 
 
 def _offloads(interface: str) -> dict[str, bool]:
     """Return what an interface's driver does instead of the kernel, leaving out what cannot be queried."""
-    found = {}
-    for name, number in _OFFLOADS.items():
-        data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
+    offloads = {}
+    for name, request in _OFFLOADS.items():
+        data = ctypes.create_string_buffer(struct.pack("II", request, 0), 8)
         with contextlib.suppress(OSError):
-            _asked(_SIOCETHTOOL, struct.pack("16sP", interface.encode(), ctypes.addressof(data)))
-            found[name] = bool(struct.unpack("II", data.raw)[1])
-    return found
+            _query(_SIOCETHTOOL, struct.pack("16sP", interface.encode(), ctypes.addressof(data)))
+            offloads[name] = bool(struct.unpack("II", data.raw)[1])
+    return offloads
 
 
 def _setting(name: str) -> str | None:
@@ -93,20 +93,20 @@ def _setting(name: str) -> str | None:
 def _output(program: str, *arguments: str) -> str | None:
     """Return what a program prints; None if it does not exist or fails."""
     try:
-        done = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False, timeout=10)
+        completed = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return completed.stdout if completed.returncode == 0 else None
 
 
 def cpu_usage() -> dict[str, Any]:
     """Return the processor time used so far, for `cpu_since`."""
-    mine = resource.getrusage(resource.RUSAGE_SELF)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "cpu_seconds": mine.ru_utime + mine.ru_stime,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "wall_seconds": time.monotonic(),
-        "voluntary_switches": mine.ru_nvcsw,
-        "involuntary_switches": mine.ru_nivcsw,
+        "voluntary_switches": usage.ru_nvcsw,
+        "involuntary_switches": usage.ru_nivcsw,
         "machine": _machine_time(),
     }
 
@@ -116,13 +116,13 @@ def cpu_since(before: dict[str, Any], now: dict[str, Any] | None = None) -> dict
     how often it waited and was preempted; `busy` and `steal` are fractions (0..1) of all cores of the machine, None if
     the system does not report them."""
     now = now or cpu_usage()
-    used = {name: now[name] - before[name] for name in now if name != "machine"}
+    deltas = {name: now[name] - before[name] for name in now if name != "machine"}
     busy = steal = None
     if now["machine"] and before["machine"]:
-        ticks, stolen, total = (one - then for one, then in zip(now["machine"], before["machine"], strict=True))
+        ticks, stolen, total = (new - old for new, old in zip(now["machine"], before["machine"], strict=True))
         if total > 0:
             busy, steal = min(ticks / total, 1.0), min(max(stolen / total, 0.0), 1.0)  # some count it backwards
-    return {**used, "busy": busy, "steal": steal}
+    return {**deltas, "busy": busy, "steal": steal}
 
 
 def _machine_time() -> tuple[int, int, int] | None:

@@ -26,14 +26,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import keeper
+from penstock.network import reaper
 from penstock.network.quantities import by_host, check_host
 
 PERIOD_US = 10_000
-LEAST_QUOTA_US = 1000
-"""The least quota that the kernel accepts."""
-LEAST_SHARE = 0.001
-"""The least quota divided by the longest period that the kernel accepts, which is one second."""
+MIN_QUOTA_US = 1000
+"""The smallest quota that the kernel accepts."""
+MIN_SHARE = 0.001
+"""The smallest quota divided by the longest period that the kernel accepts, which is one second."""
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", re.ASCII)
 
@@ -58,28 +58,28 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
     for host, share in slow.items():
         check_host(host, hosts)
         if not 0 < share <= 1:
-            said = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
-            raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
-        if share < LEAST_SHARE:
-            least = "but the least that can be enforced is 0.1%"
-            raise ArgumentError(f"host {host} is given {100 * share:g}% of a core, {least}")
+            expected = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
+            raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {expected}")
+        if share < MIN_SHARE:
+            limit = "but the least that can be enforced is 0.1%"
+            raise ArgumentError(f"host {host} is given {100 * share:g}% of a core, {limit}")
     return dict(sorted(slow.items()))
 
 
 def quota(share: float) -> tuple[int, int]:
     """Return a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
-    period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
-    return max(round(share * period), LEAST_QUOTA_US), period
+    period = max(PERIOD_US, math.ceil(MIN_QUOTA_US / share))
+    return max(round(share * period), MIN_QUOTA_US), period
 
 
 VERSIONS = (2, 1)
-"""Of cgroups, best first."""
+"""Versions of cgroups, best first."""
 _FILES = {2: "cpu.max", 1: "cpu.cfs_quota_us"}
-"""The quota's, by version."""
+"""The file that holds the quota, by version."""
 
 
-class Groups:
-    """A cgroup for each slow host of one emulation; the emulation's keeper removes them.
+class CpuLimiter:
+    """A cgroup for each slow host of one emulation; the emulation's reaper removes them.
 
     A command joins its host's cgroup before it enters the host, and its children are born in it.
 
@@ -107,35 +107,35 @@ class Groups:
                 folder.rmdir()
             raise
 
-    def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
+    def command(self, host: int, prefix: Sequence[str], argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` and its children on a slow host, throttled from the first instruction,
         after the words that enter the host."""
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
-        return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *entering, *argv]
+        return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *prefix, *argv]
 
-    def failed(self) -> str | None:
-        """Say which host was not throttled until the end; None if all were."""
+    def describe_failure(self) -> str | None:
+        """Describe the first host that was not throttled until the end; None if all were."""
         for host, folder in self._folders.items():
             for name, value in self._limits(self._slow[host]):
-                found = keeper.words_of(folder / name)
-                if found != value.split():
-                    return f"host {host} was not slowed until the end: {folder / name} now says {' '.join(found)!r}"
+                words = reaper.read_words(folder / name)
+                if words != value.split():
+                    return f"host {host} was not slowed until the end: {folder / name} now contains {' '.join(words)!r}"
         return None
 
     def _parent(self) -> Path:
         """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
-        place = dict(keeper.group_mounts()).get(self._version)
-        if place is None:
-            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted in {keeper.GROUPS}")
-        folder = place / _own(self._version).lstrip("/")
+        mount = dict(reaper.group_mounts()).get(self._version)
+        if mount is None:
+            raise OSError(f"no cgroup v{self._version} with the cpu controller is mounted in {reaper.GROUPS}")
+        folder = mount / _own_group(self._version).lstrip("/")
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
-            folder = place
+            folder = mount
         # In version 2, a cgroup either delegates a controller or has processes. Making it delegate this one would
         # outlast us.
-        while self._version == 2 and "cpu" not in keeper.words_of(folder / "cgroup.subtree_control"):
-            if folder == place:
-                raise OSError(f"no cgroup up to {place} delegates the cpu controller")
+        while self._version == 2 and "cpu" not in reaper.read_words(folder / "cgroup.subtree_control"):
+            if folder == mount:
+                raise OSError(f"no cgroup up to {mount} delegates the cpu controller")
             folder = folder.parent
         return folder
 
@@ -147,12 +147,12 @@ class Groups:
         return [("cpu.cfs_period_us", str(period)), (_FILES[1], str(microseconds))]
 
 
-def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
+def limit_cpu(emulation: str, slow: Mapping[int, float]) -> CpuLimiter:
     """Make the cgroups of the first version that works on this machine. Raise FabricError: none does, and why."""
     reasons = []
     for version in VERSIONS:
         try:
-            return Groups(emulation, slow, version)
+            return CpuLimiter(emulation, slow, version)
         except OSError as error:
             reasons.append(f"cgroup v{version} ({_FILES[version]}): {error}")
     raise FabricError(
@@ -161,7 +161,7 @@ def hold_back(emulation: str, slow: Mapping[int, float]) -> Groups:
     )
 
 
-def _own(version: int) -> str:
+def _own_group(version: int) -> str:
     """Return our cgroup's path in its hierarchy."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)

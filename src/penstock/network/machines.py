@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import MAX_HOSTS, keeper
+from penstock.network import MAX_HOSTS, reaper
 from penstock.network.background import parse_background
-from penstock.network.cpu_limit import Groups, check_slow, hold_back
+from penstock.network.cpu_limit import CpuLimiter, check_slow, limit_cpu
 from penstock.network.link import Link
 from penstock.network.namespaces import set_up, why_not, within
 from penstock.network.quantities import check_host
@@ -75,12 +75,12 @@ class Machines:
         for text in background:
             parse_background(text, hosts)
         self.topology = Topology(link) if isinstance(link, Link) else link
-        for host in self.topology.own if self.topology is not None else ():
+        for host in self.topology.host_links if self.topology is not None else ():
             check_host(host, hosts)
         if self.topology is None and (background or changes):
             raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
-        self._wanted = shaper
+        self._requested_shaper = shaper
         self.background = tuple(background)
         self._changes = changes
         self._switch: Switch | None = None
@@ -90,38 +90,38 @@ class Machines:
         self.addresses: tuple[str, ...] = ()
         self._count = hosts
         self._maker = 0
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._groups: Groups | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._cpu_limiter: CpuLimiter | None = None
 
     def __enter__(self) -> Self:
         """Create the hosts. Raise FabricError: this machine cannot create them (`why_not` says why), or a command
         failed. Nothing is left behind. Raise ArgumentError: the link cannot be made at this rate, or by the requested
         shaper."""
-        self.settle()
+        self.check_support()
         self._maker = os.getpid()
-        self.id = f"penstock-{self._maker}-{keeper.started(self._maker)}-{secrets.randbelow(10**9)}"
+        self.id = f"penstock-{self._maker}-{reaper.start_ticks(self._maker)}-{secrets.randbelow(10**9)}"
         self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
         self.addresses = tuple(f"10.64.0.{host + 1}" for host in range(self._count))
-        self._keeper = start_keeper(self.id, self._maker)
+        self._reaper = start_reaper(self.id, self._maker)
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
-            self._groups = hold_back(self.id, self.slow) if self.slow else None
-            self._make()
+            self._cpu_limiter = limit_cpu(self.id, self.slow) if self.slow else None
+            self._create()
         except BaseException:
             self.close()
             raise
         return self
 
-    def settle(self) -> None:
+    def check_support(self) -> None:
         """Find out whether and how this machine can create the hosts, without creating any. Raise FabricError,
         ArgumentError: as in `with`."""
         if (missing := why_not()) is not None:
             raise FabricError(missing)
-        only = "only the switch can change links, and take hosts away for a time" if self._changes else None
+        only_switch = "only the switch can change links, and disconnect hosts for a time" if self._changes else None
         if self.background:
-            only = "only the switch models neighbors' traffic"
+            only_switch = "only the switch models neighbors' traffic"
         if self.topology is not None:
-            self.shaper = choose(self.topology, self._count, self._wanted, only)
+            self.shaper = choose(self.topology, self._count, self._requested_shaper, only_switch)
             self.topology = self.shaper.topology
 
     def __exit__(
@@ -132,38 +132,38 @@ class Machines:
     def close(self) -> None:
         """Kill what still runs on the hosts, and remove them. May be called again. Raise FabricError: something is
         left, or a slow host was not throttled all the time."""
-        if self._keeper is None or os.getpid() != self._maker:  # only the maker closes, not a process forked from it
+        if self._reaper is None or os.getpid() != self._maker:  # only the maker closes, not a process forked from it
             return
         if self._switch is not None:
             self._switch.close()
             self._switch = None
-        process = self._keeper
+        process = self._reaper
         assert process.stdin is not None
-        failed = None if self._groups is None else self._groups.failed()
+        failure = None if self._cpu_limiter is None else self._cpu_limiter.describe_failure()
         process.stdin.close()
         status = process.wait()
-        self._keeper = None
-        if status:  # the keeper was killed, or failed
-            keeper.remove(self.id)
-        for way, left in (
-            ("ip netns delete", keeper.names_of(self.id)),
-            ("rmdir", [str(group) for group in keeper.groups_of(self.id)]),
+        self._reaper = None
+        if status:  # the reaper was killed, or failed
+            reaper.remove(self.id)
+        for command, remaining in (
+            ("ip netns delete", reaper.list_namespaces(self.id)),
+            ("rmdir", [str(group) for group in reaper.list_cgroups(self.id)]),
         ):
-            if left:
-                raise FabricError(f"{', '.join(left)} cannot be removed: try `{way} {left[0]}`")
-        if failed is not None:
-            raise FabricError(failed)
+            if remaining:
+                raise FabricError(f"{', '.join(remaining)} cannot be removed: try `{command} {remaining[0]}`")
+        if failure is not None:
+            raise FabricError(failure)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """Return the command that runs `argv` on a host, with `environment` in addition to what tells gloo and others
         which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        variables = {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE), **(environment or {})}
+        variables = {reaper.MARK: self.id, **dict.fromkeys(names, INTERFACE), **(environment or {})}
         added = [f"{name}={value}" for name, value in variables.items()]
-        entering = [keeper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
-        if host in self.slow and self._groups is not None:
-            return self._groups.command(host, entering, argv)
-        return [*entering, *argv]
+        prefix = [reaper.tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
+        if host in self.slow and self._cpu_limiter is not None:
+            return self._cpu_limiter.command(host, prefix, argv)
+        return [*prefix, *argv]
 
     def qdiscs(self) -> str:
         """Return tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
@@ -174,11 +174,11 @@ class Machines:
         if self._switch is not None:
             self._switch.check()
 
-    def told(self) -> dict[str, Any] | None:
+    def counters(self) -> dict[str, Any] | None:
         """Return the counters of the user-space switch; None without one."""
         if self._switch is None:
             return None
-        return {"priority": self._switch.priority, **self._switch.told()}
+        return {"priority": self._switch.priority, **self._switch.counters()}
 
     def change(self, state: State) -> None:
         """Make the network like this from now on, at its frame size; frames in flight are not affected. Raise
@@ -192,7 +192,7 @@ class Machines:
             if self.topology.up(host) != before.up(host):
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Describe what was requested and what currently implements it, for the record."""
         topology, shaper = self.topology, self.shaper
         return {
@@ -200,26 +200,26 @@ class Machines:
             "shaper": None if shaper is None else shaper.name,
             "remarks": [] if shaper is None else list(shaper.remarks),
             "link": None if topology is None else str(topology.link),
-            "own": {} if topology is None else {str(host): str(link) for host, link in topology.own.items()},
+            "own": {} if topology is None else {str(host): str(link) for host, link in topology.host_links.items()},
             "rates": None if topology is None or self._changes else topology.rates(self._count),
             "seed": None if topology is None else topology.seed,
             "mtu": self._mtu,
             "background": list(self.background),
             "slow": {str(host): share for host, share in self.slow.items()},
-            "held_back_by": None if self._groups is None else self._groups.name,
+            "held_back_by": None if self._cpu_limiter is None else self._cpu_limiter.name,
         }
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         by_process = self.shaper is not None and self.shaper.name == "switch"
         for name in (*self.hosts, *(() if by_process else (f"{self.id}-switch",))):
             self._run("ip", "netns", "add", name)
-            within(keeper.FOLDER / name, set_up)
+            within(reaper.FOLDER / name, set_up)
         if by_process and self.topology is not None:
             state = State(self.topology, background=self.background)
-            namespaces = tuple(str(keeper.FOLDER / name) for name in self.hosts)
-            self._switch = Switch(Setup(namespaces, INTERFACE, state), {keeper.MARK: self.id})
+            namespaces = tuple(str(reaper.FOLDER / name) for name in self.hosts)
+            self._switch = Switch(Setup(namespaces, INTERFACE, state), {reaper.MARK: self.id})
         else:
-            self._make_bridge()
+            self._create_bridge()
         for host, name in enumerate(self.hosts):
             self._batch("ip", name, self._host_lines(host))
             if self.topology is not None:
@@ -231,7 +231,7 @@ class Machines:
         assert self.shaper is not None
         return self.topology.up(host).host_tbf(exact=self.shaper.name == "switch")
 
-    def _make_bridge(self) -> None:
+    def _create_bridge(self) -> None:
         switch = f"{self.id}-switch"
         ports = [f"p{host}" for host in range(self._count)]
         # No spanning tree and no snooping: they would delay or add frames. Device addresses never expire.
@@ -261,13 +261,13 @@ class Machines:
             link = self.topology.up(host)
             # TCP must not send more at once than fits the bucket: tbf would split it into frames, which takes ten times
             # the processor time.
-            at_once = min(max(link.burst, 2 * link.frame_bytes), 65536)
-            lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
+            gso_bytes = min(max(link.burst, 2 * link.frame_bytes), 65536)
+            lines.append(f"link set dev {INTERFACE} gso_max_size {gso_bytes}")
         # Known neighbors need no lookup, so no first message of a run waits for an answer.
         lines += [
-            f"neighbor replace {self.addresses[other]} lladdr {_mac(other)} nud permanent dev {INTERFACE}"
-            for other in range(self._count)
-            if other != host
+            f"neighbor replace {self.addresses[peer]} lladdr {_mac(peer)} nud permanent dev {INTERFACE}"
+            for peer in range(self._count)
+            if peer != host
         ]
         return lines
 
@@ -277,7 +277,7 @@ class Machines:
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{keeper.tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
+                f"{reaper.tool('tc')} reported no error when attaching tbf to {device} of {namespace}, but shows "
                 f"{' '.join(shown.split()) or 'nothing'} there: is it the tc of iproute2?"
             )
 
@@ -285,19 +285,19 @@ class Machines:
         self._run(program, "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
 
     def _run(self, program: str, *arguments: str, text: str = "") -> None:
-        # The mark lets the keeper find a command that was running when we were killed.
-        environment = {**os.environ, keeper.MARK: self.id}
-        line = [keeper.tool(program), *arguments]
-        done = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            raise FabricError(f"`{' '.join(line)}` failed: {done.stderr.strip()}\n{text}".rstrip())
+        # The mark lets the reaper find a command that was running when we were killed.
+        environment = {**os.environ, reaper.MARK: self.id}
+        line = [reaper.tool(program), *arguments]
+        completed = subprocess.run(line, input=text, capture_output=True, text=True, check=False, env=environment)
+        if completed.returncode:
+            raise FabricError(f"`{' '.join(line)}` failed: {completed.stderr.strip()}\n{text}".rstrip())
 
 
-def start_keeper(emulation: str, maker: int) -> subprocess.Popen[bytes]:
-    """Start the keeper, which removes the emulation when its input closes, and wait until it is ready. It needs nothing
+def start_reaper(emulation: str, maker: int) -> subprocess.Popen[bytes]:
+    """Start the reaper, which removes the emulation when its input closes, and wait until it is ready. It needs nothing
     but the standard library. Raise FabricError if it does not start."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__, emulation, str(maker)],
+        [sys.executable, "-I", "-S", reaper.__file__, emulation, str(maker)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -313,7 +313,7 @@ def start_keeper(emulation: str, maker: int) -> subprocess.Popen[bytes]:
 
 
 def _mac(host: int) -> str:
-    return f"02:50:0a:40:00:{host + 1:02x}"  # its end is what the switch tells hosts by
+    return f"02:50:0a:40:00:{host + 1:02x}"  # the switch identifies hosts by the last byte
 
 
 def clean(force: bool = False) -> list[str]:
@@ -322,13 +322,13 @@ def clean(force: bool = False) -> list[str]:
     Returns the names of the namespaces and cgroups removed. Touches nothing but names of emulations.
     """
     removed: list[str] = []
-    found = [*keeper.names_of(), *(group.name for group in keeper.groups_of())]
-    for emulation in sorted({"-".join(name.split("-")[:4]) for name in found}):
-        if force or not keeper.maker_lives(emulation):
-            removed += keeper.remove(emulation)
+    names = [*reaper.list_namespaces(), *(group.name for group in reaper.list_cgroups())]
+    for emulation in sorted({"-".join(name.split("-")[:4]) for name in names}):
+        if force or not reaper.maker_lives(emulation):
+            removed += reaper.remove(emulation)
     return removed
 
 
 def _qdiscs(*options: str, device: str = "") -> str:
-    line = [keeper.tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
+    line = [reaper.tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
     return subprocess.run(line, capture_output=True, text=True, check=False).stdout

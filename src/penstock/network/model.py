@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from penstock.network.link import Chance, Impairment
 
-LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
+LOST, DUPLICATE, CORRUPT, REORDER = 1, 2, 4, 8
 """The bits of a frame's fate: dropped; sent twice; sent with one wrong bit; sent without delay, ahead of others."""
 
 _WIDEST = 4.0
@@ -51,22 +51,22 @@ class Draws:
         self._streams: dict[str, np.random.Generator] = {}
         self._last: dict[str, float] = {}
         self._is_bad = False
-        self._since_jump = 0
+        self._since_reorder = 0
 
     def next(self, count: int) -> Decisions:
         """Return the decisions for the next frames."""
-        wanted = self._impairment
+        rules = self._impairment
         fate = np.zeros(count, dtype=np.uint8)
         fate[self._lost(count)] |= LOST
-        for bit, name, chance in ((TWICE, "duplicate", wanted.duplicate), (CORRUPT, "corrupt", wanted.corrupt)):
+        for bit, name, chance in ((DUPLICATE, "duplicate", rules.duplicate), (CORRUPT, "corrupt", rules.corrupt)):
             fate[self._happens(name, chance, count)] |= bit
-        fate[self._jumps(count)] |= JUMPS
-        if wanted.jitter_seconds:
-            spread = quantile(wanted.distribution, self._uniform("delay", wanted.correlation, count))
-            delays = wanted.delay_seconds + wanted.jitter_seconds * spread
+        fate[self._reorders(count)] |= REORDER
+        if rules.jitter_seconds:
+            spread = quantile(rules.distribution, self._uniform("delay", rules.correlation, count))
+            delays = rules.delay_seconds + rules.jitter_seconds * spread
             delay_ns = np.rint(np.maximum(delays, 0) * 1e9).astype(np.int64)
         else:
-            delay_ns = np.full(count, round(wanted.delay_seconds * 1e9), dtype=np.int64)
+            delay_ns = np.full(count, round(rules.delay_seconds * 1e9), dtype=np.int64)
         return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
 
     def _stream(self, name: str) -> np.random.Generator:
@@ -81,8 +81,8 @@ class Draws:
         fresh = self._stream(name).random(count)
         if not correlation or not count:
             return fresh
-        stays = self._stream(f"{name} luck").random(count) < correlation
-        origin = np.maximum.accumulate(np.where(stays, -1, np.arange(count)))
+        repeats = self._stream(f"{name} luck").random(count) < correlation
+        origin = np.maximum.accumulate(np.where(repeats, -1, np.arange(count)))
         values = np.where(origin < 0, self._last.get(name, fresh[0]), fresh[origin])
         self._last[name] = float(values[-1])
         return values
@@ -97,19 +97,19 @@ class Draws:
         if isinstance(loss, Chance):
             return self._happens("loss", loss, count)
         shares = np.empty(count)
-        for place, value in enumerate(self._stream("loss state").random(count).tolist()):
-            shares[place] = loss.loss_in_bad if self._is_bad else loss.loss_in_good
+        for index, value in enumerate(self._stream("loss state").random(count).tolist()):
+            shares[index] = loss.loss_in_bad if self._is_bad else loss.loss_in_good
             self._is_bad = value >= loss.to_good if self._is_bad else value < loss.to_bad
         return self._stream("loss").random(count) < shares
 
-    def _jumps(self, count: int) -> npt.NDArray[np.bool_]:
-        wanted = self._impairment
-        happens = self._happens("reorder", wanted.reorder, count)
-        if wanted.gap == 1 or not wanted.reorder.share:
+    def _reorders(self, count: int) -> npt.NDArray[np.bool_]:
+        rules = self._impairment
+        happens = self._happens("reorder", rules.reorder, count)
+        if rules.gap == 1 or not rules.reorder.share:
             return happens
-        for place, jumps in enumerate(happens.tolist()):
-            happens[place] = jumps and self._since_jump >= wanted.gap - 1
-            self._since_jump = 0 if happens[place] else self._since_jump + 1
+        for index, reorders in enumerate(happens.tolist()):
+            happens[index] = reorders and self._since_reorder >= rules.gap - 1
+            self._since_reorder = 0 if happens[index] else self._since_reorder + 1
         return happens
 
 
@@ -117,13 +117,13 @@ def quantile(distribution: str, u: Floats) -> Floats:
     """Return the quantiles of a jitter's distribution, in units of the jitter, at the probabilities `u` in 0..1."""
     if distribution == "uniform":
         return 2 * u - 1
-    found = np.zeros_like(u)
+    values = np.zeros_like(u)
     if distribution in ("pareto", "paretonormal"):
         with np.errstate(divide="ignore"):
-            found = np.minimum(((1 - u) ** (-1 / 3) - 1.5) * 4 / 3, _WIDEST)
+            values = np.minimum(((1 - u) ** (-1 / 3) - 1.5) * 4 / 3, _WIDEST)
     if distribution in ("normal", "paretonormal"):
         from scipy import special  # the switch has already loaded it when frames come
 
         normal = np.clip(special.ndtri(np.clip(u, 1e-300, 1 - 1e-16)), -_WIDEST, _WIDEST)
-        found = normal if distribution == "normal" else 0.25 * normal + 0.75 * found
-    return found
+        values = normal if distribution == "normal" else 0.25 * normal + 0.75 * values
+    return values

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.network.keeper import tool
+from penstock.network.reaper import tool
 
 T = TypeVar("T")
 _NETWORK = 0x40000000  # CLONE_NEWNET
@@ -55,14 +55,14 @@ def set_up() -> None:
     takes; hosts that use such links are tuned the same way. The kernel's default send buffer of 4 MiB would limit 1
     Gbit/s to a third at a round trip of 100 ms. No memory is used before it is needed.
     """
-    for where in ("all", "default"):
-        setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
+    for scope in ("all", "default"):
+        setting = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
         if setting.exists():
             setting.write_text("1")
     for name in ("tcp_wmem", "tcp_rmem"):
         setting = Path("/proc/sys/net/ipv4") / name
-        least, usual, most = setting.read_text().split()
-        setting.write_text(f"{least} {usual} {max(int(most), WINDOW_LIMIT_BYTES)}")
+        minimum, default, maximum = setting.read_text().split()
+        setting.write_text(f"{minimum} {default} {max(int(maximum), WINDOW_LIMIT_BYTES)}")
 
 
 # -- what a machine lacks for them -------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def why_not() -> str | None:
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:
         return f"emulated hosts need root; this is user {os.geteuid()}: run it with sudo"
-    lacking = [name for name, bit in _CAPABILITIES.items() if not _effective() >> bit & 1]
+    lacking = [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
     if lacking:
         return f"emulated hosts need {' and '.join(lacking)}: run the container with --privileged, or on the host"
     for name in ("ip", "tc"):
@@ -96,17 +96,17 @@ def why_not() -> str | None:
         return f"no network namespace can be made ({error.strerror}): if this is a container, run it with --privileged"
 
 
-def _effective() -> int:
+def _effective_capabilities() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
 def _probe() -> str | None:
     """Try each requirement in the calling thread's namespace."""
-    for what, command, option, module in _PROBES:
+    for kind, command, option, module in _PROBES:
         program, *arguments = command.split()
-        done = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = " ".join(done.stderr.split())
-            return f"the kernel cannot make a {what} ({said}): `modprobe {module}`, or a kernel with {option}"
+        completed = subprocess.run([tool(program), *arguments], capture_output=True, text=True, check=False)
+        if completed.returncode:
+            error = " ".join(completed.stderr.split())
+            return f"the kernel cannot make a {kind} ({error}): `modprobe {module}`, or a kernel with {option}"
     return None

@@ -12,25 +12,25 @@ from penstock.distributed.launch.agent import agent_command
 from penstock.distributed.launch.endings import FAILURES
 from penstock.distributed.launch.processes import (
     QUIET,
+    EndTimeouts,
     Outcome,
-    Patience,
     check,
-    cores_for,
     explain_end,
-    memory,
     supervise,
+    temporary_file,
+    thread_environment,
 )
 from penstock.distributed.launch.step_file import VARIABLE as STEP_FILE
 from penstock.distributed.launch.step_file import read_step
 from penstock.distributed.launch.user import User
 from penstock.network.machines import Machines
-from penstock.network.scenario import Event, playing
+from penstock.network.scenario import Event, play
 
 PORT = 29500
 """The port of the first host's store; nothing else listens in a namespace of our own."""
 JOIN_SECONDS = 300.0
 """How long agents have to join: many of them may be loading torch on few cores."""
-PATIENCE = Patience(interrupt_seconds=1.0)
+PATIENCE = EndTimeouts(interrupt_seconds=1.0)
 """Short after a Ctrl-C, because a rank that waits for another over a network may never notice it."""
 
 
@@ -75,8 +75,8 @@ def run(
     look: Callable[[int], object] = lambda step: None,
     seconds: float = float("inf"),
     forwards: bool = True,
-    patience: Patience = PATIENCE,
-    added: Mapping[str, str] | None = None,
+    patience: EndTimeouts = PATIENCE,
+    env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a job on hosts that exist, and are kept, and wait until all of it has ended.
 
@@ -85,33 +85,33 @@ def run(
         events: a scenario to play in the meantime.
         look: called some twenty times a second with the last step to have begun, -1 before the first.
         outputs, seconds, forwards, patience: as for `supervise`.
-        added: to the environment of the ranks.
+        env: added to the environment of the ranks.
 
     Raises:
         TimeoutError: the job took more than `seconds`.
         FabricError: the hosts' network has ended, or a change of the scenario could not be made.
     """
-    with memory("failures", job.user) as failures, memory("step", job.user) as step:
+    with temporary_file("failures", job.user) as failures, temporary_file("step", job.user) as step:
 
-        def checked() -> None:
+        def poll() -> None:
             if machines is not None:
                 machines.check()
             look(read_step(step))
 
-        files = {**cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(added or {})}
-        with playing(machines, events, lambda: read_step(step)) as happened:
-            ended = supervise(
+        files = {**thread_environment(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step, **(env or {})}
+        with play(machines, events, lambda: read_step(step)) as happened:
+            outcome = supervise(
                 _commands(job, machines),
                 {**QUIET, **os.environ, **files},
                 outputs=outputs,
-                look=checked,
+                poll=poll,
                 seconds=seconds,
                 forwards=forwards,
-                patience=patience,
+                timeouts=patience,
             )
-        each = job.ranks // job.hosts
-        agents = [f"the agent of host {n} (ranks {n * each} to {(n + 1) * each - 1})" for n in range(job.hosts)]
-        return replace(explain_end(ended, failures, agents, job.user), happened=tuple(happened))
+        per_host = job.ranks // job.hosts
+        agents = [f"the agent of host {n} (ranks {n * per_host} to {(n + 1) * per_host - 1})" for n in range(job.hosts)]
+        return replace(explain_end(outcome, failures, agents, job.user), happened=tuple(happened))
 
 
 def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
@@ -119,8 +119,8 @@ def _commands(job: Job, machines: Machines | None) -> Iterator[list[str]]:
     if machines is None:
         yield agent_command(["--standalone", f"--nproc-per-node={job.ranks}", *job.command])
         return
-    where = [f"--nnodes={job.hosts}", f"--nproc-per-node={job.ranks // job.hosts}", f"--master-port={PORT}"]
-    where += [f"--master-addr={machines.addresses[0]}", f"--rdzv-conf=timeout={job.join_seconds:.0f}"]
+    options = [f"--nnodes={job.hosts}", f"--nproc-per-node={job.ranks // job.hosts}", f"--master-port={PORT}"]
+    options += [f"--master-addr={machines.addresses[0]}", f"--rdzv-conf=timeout={job.join_seconds:.0f}"]
     for host in range(job.hosts):
-        command = agent_command([*where, f"--node-rank={host}", *job.command])
+        command = agent_command([*options, f"--node-rank={host}", *job.command])
         yield machines.command(host, job.user.command(command) if job.user else command)

@@ -16,13 +16,13 @@ from penstock.network import quantities as q
 from penstock.network.link import BUFFER_BYTES, DISTRIBUTIONS, Bursts, Chance, Impairment, Link
 
 _Word = re.Match[str]
-Found = dict[str, Any]
+Settings = dict[str, Any]
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "slot": "frames are not delayed to slots here: pass delay and jitter",
     "ecn": "frames are not marked here: pass loss alone",
     "seed": "the whole network has one seed: pass --link-seed",
-    "netem": "leave that word out: what follows it means the same here",
+    "netem": "omit that word: what follows it means the same here",
 }
 """netem's words that have no meaning here, and what to do instead."""
 
@@ -38,36 +38,36 @@ def parse_link(text: str) -> Link:
     """
     words = [*re.finditer(r"\S+", text)]
     if not words:
-        raise ArgumentError(f"the link is empty: pass a rate, like 100mbit; {_more()}")
-    whole = " ".join(text.split())
-    marks = [place for place, word in enumerate(words) if word[0].lower() in ("up", "down")]
+        raise ArgumentError(f"the link is empty: pass a rate, like 100mbit; {_known_words()}")
+    normalized = " ".join(text.split())
+    marks = [index for index, word in enumerate(words) if word[0].lower() in ("up", "down")]
     if not marks:
-        return replace(_Reader(text, words).link(), text=whole)
+        return replace(_Reader(text, words).link(), text=normalized)
     if marks[0]:
         raise _error(text, words[marks[0]], "what comes before this has no direction: begin with up or down")
     links: dict[str, Link] = {}
-    for place, end in pairwise([*marks, len(words)]):
-        mark, way = words[place], words[place][0].lower()
-        if way in links:
+    for index, end in pairwise([*marks, len(words)]):
+        mark, direction = words[index], words[index][0].lower()
+        if direction in links:
             raise _error(text, mark, f"{mark[0]!r} is given twice")
-        if end == place + 1:
+        if end == index + 1:
             raise _error(text, mark, f"nothing follows {mark[0]!r}: pass a rate, like 100mbit")
-        links[way] = _Reader(text, words[place + 1 : end]).link()
+        links[direction] = _Reader(text, words[index + 1 : end]).link()
     if len(links) == 1:
-        other = "down" if "up" in links else "up"
-        raise _error(text, words[0], f"{next(iter(links))!r} sets only one direction: pass {other!r} as well")
+        missing = "down" if "up" in links else "up"
+        raise _error(text, words[0], f"{next(iter(links))!r} sets only one direction: pass {missing!r} as well")
     up, down = links["up"], links["down"]
     if up.mtu != down.mtu:
-        first = next(words[place + 1] for place in marks if words[place][0].lower() == "down")
-        raise _error(text, first, f"down has an mtu of {down.mtu} and up one of {up.mtu}: give both the same")
-    return replace(up, text=whole, down=down)
+        first = next(words[index + 1] for index in marks if words[index][0].lower() == "down")
+        raise _error(text, first, f"down has an mtu of {down.mtu} and up one of {up.mtu}: use the same for both")
+    return replace(up, text=normalized, down=down)
 
 
-def _error(text: str, at: _Word, said: str, end: int | None = None) -> ArgumentError:
+def _error(text: str, word: _Word, message: str, end: int | None = None) -> ArgumentError:
     """Build an error that points to a word, or to all up to `end`."""
     shown = text.replace("\n", " ").replace("\t", " ")
-    marks = " " * at.start() + "^" * ((end or at.end()) - at.start())
-    return ArgumentError(f"the link, at position {at.start() + 1}: {said}\n    {shown}\n    {marks}")
+    marks = " " * word.start() + "^" * ((end or word.end()) - word.start())
+    return ArgumentError(f"the link, at position {word.start() + 1}: {message}\n    {shown}\n    {marks}")
 
 
 class _Reader:
@@ -76,95 +76,95 @@ class _Reader:
     def __init__(self, text: str, words: list[_Word]) -> None:
         self._text = text
         self._words = words
-        self._left = list(words)
+        self._remaining = list(words)
         self.word = self._last = words[0]
 
     @property
     def next(self) -> str:
-        return self._left[0][0].lower() if self._left else ""
+        return self._remaining[0][0].lower() if self._remaining else ""
 
-    def error(self, said: str, at: _Word | None = None) -> ArgumentError:
+    def error(self, message: str, word: _Word | None = None) -> ArgumentError:
         """Build an error that points to a word, by default the last one taken."""
-        return _error(self._text, at or self._last, said)
+        return _error(self._text, word or self._last, message)
 
     def take(self, read: Callable[[str], Any]) -> Any:
         """Take the next value, which is required."""
-        if not self._left:
+        if not self._remaining:
             raise self.error(f"{self._last[0]!r} needs a value")
-        self._last = self._left.pop(0)
+        self._last = self._remaining.pop(0)
         try:
             return read(self._last[0])
         except ValueError as error:
             raise self.error(str(error)) from None
 
-    def some(self, *reads: Callable[[str], Any]) -> list[Any]:
+    def take_some(self, *reads: Callable[[str], Any]) -> list[Any]:
         """Take the next value, which is required, and as many of those after it as there are."""
-        found: list[Any] = []
+        values: list[Any] = []
         for read in reads:
-            if found and not self.next[:1].isdigit():
+            if values and not self.next[:1].isdigit():
                 break
-            found.append(self.take(read))
-        return found
+            values.append(self.take(read))
+        return values
 
-    def said(self, name: str) -> bool:
+    def accept(self, name: str) -> bool:
         """Whether the next word is this one; if so, take it."""
         return self.next == name and bool(self.take(str))
 
-    def rate(self) -> Found:
-        found = self.take(q.rate)
+    def rate(self) -> Settings:
+        value = self.take(q.rate)
         # If its unit stands apart, the error about that comes later.
-        if self.next in ("", *_WORDS, *_SYNONYMS, *_NOT_HERE) and (wrong := q.suspicious_rate_hint(self._last[0])):
-            raise self.error(wrong)
-        return {"rate": found}
+        if self.next in ("", *_WORDS, *_SYNONYMS, *_UNSUPPORTED) and (hint := q.suspicious_rate_hint(self._last[0])):
+            raise self.error(hint)
+        return {"rate": value}
 
-    def read(self) -> Found:
+    def read(self) -> Settings:
         """Return what all words set."""
-        found: Found = {} if self.next in (*_WORDS, *_SYNONYMS, *_NOT_HERE) else self.rate()
-        while self._left:
+        settings: Settings = {} if self.next in (*_WORDS, *_SYNONYMS, *_UNSUPPORTED) else self.rate()
+        while self._remaining:
             name = self.take(str.lower)
             name = _SYNONYMS.get(name, name)
             self.word = self._last
-            if name in _NOT_HERE:
-                raise self.error(_NOT_HERE[name])
+            if name in _UNSUPPORTED:
+                raise self.error(_UNSUPPORTED[name])
             if name not in _WORDS and (name in q.RATES or "/" in name):
                 forms = "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)"
                 raise self.error(f"a rate has no space before its unit {self.word[0]!r}: pass one like {forms}")
             if name not in _WORDS:
-                raise self.error(f"{self.word[0]!r} is not a word of a link; {_more()}")
+                raise self.error(f"{self.word[0]!r} is not a word of a link; {_known_words()}")
             new = _WORDS[name][0](self)
-            if twice := [name.removesuffix("_seconds") for name in new if name in found]:
-                raise self.error(f"{self.word[0]!r} sets the {twice[0]} again: pass it once", self.word)
-            found |= new
-        return found
+            if repeated := [name.removesuffix("_seconds") for name in new if name in settings]:
+                raise self.error(f"{self.word[0]!r} sets the {repeated[0]} again: pass it once", self.word)
+            settings |= new
+        return settings
 
     def link(self) -> Link:
-        found, named = self.read(), {word[0].lower(): word for word in self._words}
-        for name, wrong, said in (
-            ("latency", "limit" in found, "'limit' and 'latency' mean the same: pass one of them"),
+        settings, by_name = self.read(), {word[0].lower(): word for word in self._words}
+        for name, conflicts, message in (
+            ("latency", "limit" in settings, "'limit' and 'latency' mean the same: pass one of them"),
             (
                 "distribution",
-                "jitter_seconds" not in found,
+                "jitter_seconds" not in settings,
                 "a distribution applies to jitter: pass delay 5ms jitter 1ms, say",
             ),
-            ("gap", "reorder" not in found, "a gap applies to reordered frames: pass reorder 1%, say"),
+            ("gap", "reorder" not in settings, "a gap applies to reordered frames: pass reorder 1%, say"),
         ):
-            if name in found and wrong:
-                raise self.error(said, named[name])
+            if name in settings and conflicts:
+                raise self.error(message, by_name[name])
         try:
-            if "rate" not in found:
+            if "rate" not in settings:
                 raise ArgumentError("no rate is given: begin with one, like 100mbit")
             link = Link(
-                found["rate"],
-                burst_bytes=int(found["burst"]) if "burst" in found else None,
-                limit_bytes=int(found.get("limit", BUFFER_BYTES)),
-                mtu=found.get("mtu", 1500),
-                mtu_is_given="mtu" in found,
-                impairment=Impairment(**{name: value for name, value in found.items() if name not in _OF_LINK}),
+                settings["rate"],
+                burst_bytes=int(settings["burst"]) if "burst" in settings else None,
+                limit_bytes=int(settings.get("limit", BUFFER_BYTES)),
+                mtu=settings.get("mtu", 1500),
+                mtu_is_given="mtu" in settings,
+                impairment=Impairment(**{name: value for name, value in settings.items() if name not in _LINK_KEYS}),
             )
-            if "latency" not in found:
+            if "latency" not in settings:
                 return link
             # As in tc: what leaves in that time, plus the bucket.
-            return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
+            return replace(link, limit_bytes=int(link.bytes_per_second * settings["latency"]) + link.burst)
         except ArgumentError as error:
             raise _error(self._text, self._words[0], str(error), self._words[-1].end()) from None
 
@@ -175,31 +175,31 @@ def _distribution(text: str) -> str:
     return text.lower()
 
 
-def _loss(reader: _Reader) -> Found:
-    if reader.said("gemodel"):
-        to_bad, *more = reader.some(q.share, q.share, q.share, q.share)
-        return {"loss": Bursts(to_bad, *(more or [1 - to_bad]))}
-    reader.said("random")
+def _loss(reader: _Reader) -> Settings:
+    if reader.accept("gemodel"):
+        to_bad, *optional = reader.take_some(q.share, q.share, q.share, q.share)
+        return {"loss": Bursts(to_bad, *(optional or [1 - to_bad]))}
+    reader.accept("random")
     return _chance("loss")(reader)
 
 
-def _stall(reader: _Reader) -> Found:
+def _stall(reader: _Reader) -> Settings:
     length = reader.take(q.seconds)
-    if not reader.said("every"):
+    if not reader.accept("every"):
         raise reader.error("a stall needs its period: pass one like stall 2s every 60s", reader.word)
     return {"stall_seconds": length, "stall_every_seconds": reader.take(q.seconds)}
 
 
-def _sets(**reads: Callable[[str], Any]) -> Callable[[_Reader], Found]:
+def _sets(**reads: Callable[[str], Any]) -> Callable[[_Reader], Settings]:
     """Read values by the names of what they set; all but the first may be missing."""
-    return lambda reader: dict(zip(reads, reader.some(*reads.values()), strict=False))
+    return lambda reader: dict(zip(reads, reader.take_some(*reads.values()), strict=False))
 
 
-def _chance(name: str) -> Callable[[_Reader], Found]:
-    return lambda reader: {name: Chance(*reader.some(q.share, q.share))}
+def _chance(name: str) -> Callable[[_Reader], Settings]:
+    return lambda reader: {name: Chance(*reader.take_some(q.share, q.share))}
 
 
-_WORDS: dict[str, tuple[Callable[[_Reader], Found], str]] = {
+_WORDS: dict[str, tuple[Callable[[_Reader], Settings], str]] = {
     "rate": (_Reader.rate, "rate RATE"),
     "burst": (_sets(burst=q.size), "burst SIZE"),
     "limit": (_sets(limit=q.size), "limit SIZE"),
@@ -225,7 +225,7 @@ _SYNONYMS = {
     "buffer": "burst", "maxburst": "burst", "drop": "loss", "duplication": "duplicate", "corruption": "corrupt",
     "reordering": "reorder",
 }  # fmt: skip
-"""Of tc."""
+"""tc's synonyms."""
 
 
 def words() -> list[str]:
@@ -233,8 +233,8 @@ def words() -> list[str]:
     return [shown for _, shown in _WORDS.values()][1:]
 
 
-_OF_LINK = ("rate", "burst", "limit", "latency", "mtu")
+_LINK_KEYS = ("rate", "burst", "limit", "latency", "mtu")
 
 
-def _more() -> str:
+def _known_words() -> str:
     return f"known words are {', '.join(words())}"

@@ -35,38 +35,38 @@ _TIMES = {
 """As in tc: a bare number is in microseconds."""
 
 
-def _scaled(
-    units: dict[str, float], what: str, examples: str, most: float = float("inf"), most_text: str = ""
+def _parser(
+    units: dict[str, float], kind: str, examples: str, limit: float = float("inf"), limit_text: str = ""
 ) -> Callable[[str], float]:
     def read(text: str) -> float:
         match = NUMBER.fullmatch(text)
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ValueError(f"{text!r} is not a {what}: pass one like {examples}")
+            raise ValueError(f"{text!r} is not a {kind}: pass one like {examples}")
         value = float(match[1]) * factor
-        if value > most:
-            raise ValueError(f"{text!r} is too large a {what}: pass at most {most_text}")
+        if value > limit:
+            raise ValueError(f"{text!r} is too large a {kind}: pass at most {limit_text}")
         return value
 
     return read
 
 
-rate = _scaled(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)", 1.25e12, "10tbit")
+rate = _parser(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)", 1.25e12, "10tbit")
 """Parses a rate into bytes per second."""
-_LEAST_BARE = 1000.0
+_MIN_BARE = 1000.0
 """A rate without a unit below this many bytes per second was hardly meant in bits."""
 
 
 def suspicious_rate_hint(text: str) -> str | None:
     """Explain what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
-    if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
+    if text[-1:] not in ".0123456789" or not 0 < rate(text) < _MIN_BARE:
         return None
     return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, pass {text}bit"
 
 
-size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
+size = _parser(_SIZES, "size", "1600, 16kb or 1mb")
 """Parses a size into bytes."""
-seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, one day")
+seconds = _parser(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, one day")
 
 
 def share(text: str) -> float:
@@ -86,58 +86,58 @@ def count(text: str) -> int:
     return int(text)
 
 
-def check_host(host: object, hosts: int, where: str = "") -> None:
-    """Raise ArgumentError unless there is a host of this number among so many. `where` begins the message."""
+def check_host(host: object, hosts: int, prefix: str = "") -> None:
+    """Raise ArgumentError unless there is a host of this number among so many. `prefix` begins the message."""
     if isinstance(host, bool) or not isinstance(host, Integral) or host not in range(hosts):
-        there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
-        raise ArgumentError(f"{where}host {host!r} does not exist: {there}")
+        valid = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
+        raise ArgumentError(f"{prefix}host {host!r} does not exist: {valid}")
 
 
-_OF_HOST = re.compile(r"\s*(\d{1,9})\s*=\s*(\S.*?)\s*", re.ASCII | re.DOTALL)
+_HOST_VALUE = re.compile(r"\s*(\d{1,9})\s*=\s*(\S.*?)\s*", re.ASCII | re.DOTALL)
 
 
-def by_host(texts: Iterable[str], hosts: int, what: str, read: Callable[[str], T]) -> dict[int, T]:
+def by_host(texts: Iterable[str], hosts: int, value_name: str, parse: Callable[[str], T]) -> dict[int, T]:
     """Parse values by host, from texts like "2=25%". Raise ArgumentError: a text has another form, a host does not
     exist, or it gets two values."""
-    found: dict[int, T] = {}
+    values: dict[int, T] = {}
     for text in texts:
-        match = _OF_HOST.fullmatch(text)
+        match = _HOST_VALUE.fullmatch(text)
         if match is None:
-            raise ArgumentError(f"{text!r} is not a host with {what}")
+            raise ArgumentError(f"{text!r} is not a host with {value_name}")
         host = int(match[1])
         check_host(host, hosts, f"{text!r}: ")
-        if host in found:
+        if host in values:
             raise ArgumentError(f"{text!r}: host {host} is given twice; pass it once")
-        found[host] = read(match[2])
-    return found
+        values[host] = parse(match[2])
+    return values
 
 
 # -- sizes of transfers and buffers ------------------------------------------------------------------------------------
 
 
-def size_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes of "64KiB", "1.5MB" or "2600". Raise ArgumentError unless that is an integer above 0."""
     try:
-        found = size("".join(text.split()))
+        value = size("".join(text.split()))
     except ValueError:
         raise ArgumentError(
             f"{text!r} is not a size: pass bytes, or a number with KiB, MiB or GiB (kb, mb and gb are the same)"
         ) from None
-    if found < 1 or found != int(found):
-        raise ArgumentError(f"{text!r} is {found:g} bytes: expected an integer number of bytes >= 1")
-    return int(found)
+    if value < 1 or value != int(value):
+        raise ArgumentError(f"{text!r} is {value:g} bytes: expected an integer number of bytes >= 1")
+    return int(value)
 
 
-def sizes_of(text: str) -> list[int]:
-    """Parse a list like "64KiB,1MiB". Raise as `size_of` does, naming the size that is wrong."""
-    texts, found = text.split(","), []
-    for place, one in enumerate(texts, 1):
+def parse_sizes(text: str) -> list[int]:
+    """Parse a list like "64KiB,1MiB". Raise as `parse_size` does, naming the size that is wrong."""
+    texts, sizes = text.split(","), []
+    for number, item in enumerate(texts, 1):
         try:
-            found.append(size_of(one))
+            sizes.append(parse_size(item))
         except ArgumentError as error:
-            which = f"size {place} of {len(texts)} in {text!r}: " if len(texts) > 1 else ""
-            raise ArgumentError(f"{which}{error}") from None
-    return found
+            prefix = f"size {number} of {len(texts)} in {text!r}: " if len(texts) > 1 else ""
+            raise ArgumentError(f"{prefix}{error}") from None
+    return sizes
 
 
 def size_text(size: int) -> str:

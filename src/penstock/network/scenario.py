@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import read_toml
-from penstock._base.words import line_of
+from penstock._base.formatting import printable_line
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
@@ -30,7 +30,7 @@ from penstock.network.topology import State, Topology
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
 
-LOOK_SECONDS = 0.01
+POLL_SECONDS = 0.01
 _MAX_MESSAGE = 300
 KEYS = ("at", "host", "link", "gone", "background", "for")
 
@@ -59,13 +59,13 @@ class Event:
     for_seconds: float | None = None
     text: str = ""
 
-    def change(self, before: State) -> State:
+    def apply(self, before: State) -> State:
         """Return a network's state while this event is active."""
         topology, gone = before.topology, set(before.gone)
         if self.link is not None and self.host is None:
-            topology = Topology(self.link, {}, topology.seed).with_mtu(topology.mtu).with_own(topology.own)
+            topology = Topology(self.link, {}, topology.seed).with_mtu(topology.mtu).with_links(topology.host_links)
         elif self.link is not None and self.host is not None:
-            topology = topology.with_own({**topology.own, self.host: self.link})
+            topology = topology.with_links({**topology.host_links, self.host: self.link})
         if self.is_gone and self.host is not None:
             gone.add(self.host)
         return State(topology, tuple(sorted(gone)), (*before.background, *self.background))
@@ -74,97 +74,99 @@ class Event:
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
     """Read the events of a file, for this network. Raise ArgumentError: the file cannot be read, or names something
     that does not exist; the message says which event."""
-    what = f"--scenario {path}"
-    given = read_toml(path, what)
-    events, found = given.pop("event", None), []
-    if given:
-        raise ArgumentError(f"{what}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: use only [[event]] tables")
+    name = f"--scenario {path}"
+    table = read_toml(path, name)
+    events, parsed = table.pop("event", None), []
+    if table:
+        raise ArgumentError(
+            f"{name}: {printable_line(', '.join(table), _MAX_MESSAGE)} is unknown: use only [[event]] tables"
+        )
     if not isinstance(events, list) or not events:
-        raise ArgumentError(f'{what} has no events: use [[event]] tables, with at = "step 50", for example')
+        raise ArgumentError(f'{name} has no events: use [[event]] tables, with at = "step 50", for example')
     for number, event in enumerate(events, 1):
         try:
-            found.append(_event(event, topology, hosts))
+            parsed.append(_event(event, topology, hosts))
         except (ArgumentError, ValueError) as error:
-            line = line_of(str(error).partition("\n")[0], _MAX_MESSAGE)
-            raise ArgumentError(f"{what}, event {number}: {line}") from None
-    return tuple(found)
+            line = printable_line(str(error).partition("\n")[0], _MAX_MESSAGE)
+            raise ArgumentError(f"{name}, event {number}: {line}") from None
+    return tuple(parsed)
 
 
-def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
-    unknown = [key for key in given if key not in KEYS]
+def _event(table: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
+    unknown = [key for key in table if key not in KEYS]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is unknown: use {', '.join(KEYS)}")
-    what = [key for key in ("link", "gone", "background") if given.get(key)]
-    if len(what) != 1:
+    kinds = [key for key in ("link", "gone", "background") if table.get(key)]
+    if len(kinds) != 1:
         raise ValueError("use exactly one of link, gone = true, or background")
-    host, is_gone = given.get("host"), what == ["gone"]
+    host, is_gone = table.get("host"), kinds == ["gone"]
     if host is not None:
         q.check_host(host, hosts)
-    lasts = q.seconds(_text(given, "for")) if "for" in given else None
-    if lasts is not None and lasts <= 0:
-        raise ValueError(f"for is {given['for']!r}: use a time above 0")
-    if is_gone and (host is None or lasts is None):
+    duration = q.seconds(_text(table, "for")) if "for" in table else None
+    if duration is not None and duration <= 0:
+        raise ValueError(f"for is {table['for']!r}: use a time above 0")
+    if is_gone and (host is None or duration is None):
         raise ValueError(
             'gone needs a host and a time, like host = 1 and for = "5s": without an end, a job that waits for the host '
             "would never reach a later step"
         )
-    background, step, at_seconds = given.get("background") or [], None, 0.0
+    background, step, at_seconds = table.get("background") or [], None, 0.0
     if background and host is not None:
         raise ValueError('put the target in the traffic itself, without host: background = ["50mbit to 1"]')
     if not isinstance(background, list) or not all(isinstance(text, str) for text in background):
         raise ValueError('background must be a list of strings: use one like ["50mbit to 1"]')
     for text in background:
         parse_background(text, hosts)
-    match _text(given, "at").split():
+    match _text(table, "at").split():
         case ["step", number]:
             step = q.count(number)
         case [moment]:
             at_seconds = q.seconds(moment)
         case _:
-            raise ValueError(f'at = {given["at"]!r} is not a time: use one like "step 50" or "12.5s"')
-    link = parse_link(_text(given, "link")) if what == ["link"] else None
+            raise ValueError(f'at = {table["at"]!r} is not a time: use one like "step 50" or "12.5s"')
+    link = parse_link(_text(table, "link")) if kinds == ["link"] else None
     if link is not None and link.mtu_is_given and link.mtu != topology.mtu:
-        raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
-    text = ", ".join(f"{key} = {value}" for key, value in given.items() if key != "at")
-    return Event(step, at_seconds, host, link, is_gone, tuple(background), lasts, text)
+        raise ValueError(f"the mtu cannot change from {topology.mtu}: omit it")
+    text = ", ".join(f"{key} = {value}" for key, value in table.items() if key != "at")
+    return Event(step, at_seconds, host, link, is_gone, tuple(background), duration, text)
 
 
-def _text(given: Mapping[str, Any], key: str) -> str:
-    value = given.get(key)
+def _text(table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key)
     if not isinstance(value, str):
         raise ValueError(f"{key} is {value!r}: use a string")
     return value
 
 
-class Play:
+class Playback:
     """Tracks which events are active as time and steps advance."""
 
-    def __init__(self, events: Sequence[Event], before: State) -> None:
-        self._before = before
-        self._waiting = list(events)
-        self._holding: list[tuple[Event, float]] = []
-        self.state = before
+    def __init__(self, events: Sequence[Event], initial: State) -> None:
+        self._initial = initial
+        self._pending = list(events)
+        self._active: list[tuple[Event, float]] = []
+        self.state = initial
 
-    def at(self, seconds: float, step: int) -> list[str]:
+    def advance(self, seconds: float, step: int) -> list[str]:
         """Advance to this moment, which is not before the last one: update `state`, and return what has changed in
         words. Steps count from 0; -1 before the first has begun."""
-        said = [f"over: {event.text}" for event, end in self._holding if end <= seconds]
-        self._holding = [(event, end) for event, end in self._holding if end > seconds]
-        due = [e for e in self._waiting if (seconds >= e.at_seconds if e.step is None else step >= e.step)]
+        changes = [f"over: {event.text}" for event, end in self._active if end <= seconds]
+        self._active = [(event, end) for event, end in self._active if end > seconds]
+        due = [e for e in self._pending if (seconds >= e.at_seconds if e.step is None else step >= e.step)]
         for event in due:
-            self._waiting.remove(event)
+            self._pending.remove(event)
             end = float("inf") if event.for_seconds is None else seconds + event.for_seconds
-            self._holding.append((event, end))
-            said.append(event.text)
-        if said:
-            self.state = self._before
-            for event, _ in self._holding:
-                self.state = event.change(self.state)
-        return said
+            self._active.append((event, end))
+            changes.append(event.text)
+        if changes:
+            self.state = self._initial
+            for event, _ in self._active:
+                self.state = event.apply(self.state)
+        return changes
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class AppliedEvent:
     """A change that was made.
 
     Attributes:
@@ -178,12 +180,12 @@ class Happened:
     text: str
 
     def __str__(self) -> str:
-        when = f"{self.seconds:.1f} s" if self.step < 0 else f"{self.seconds:.1f} s, step {self.step}"
-        return f"{when}: {self.text}"
+        moment = f"{self.seconds:.1f} s" if self.step < 0 else f"{self.seconds:.1f} s, step {self.step}"
+        return f"{moment}: {self.text}"
 
 
 @contextmanager
-def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[Happened]]:
+def play(machines: Machines | None, events: Sequence[Event], step: Callable[[], int]) -> Iterator[list[AppliedEvent]]:
     """Play the scenario while the block runs, starting the clock with the block; restore the network at the end.
 
     Yields the changes made so far, and raises at the end of the block whatever a change raised.
@@ -192,26 +194,26 @@ def playing(machines: Machines | None, events: Sequence[Event], step: Callable[[
         machines: created with `changes`; None: there are no events.
         step: returns the last step to have begun, from 0; -1 before the first.
     """
-    happened: list[Happened] = []
+    applied: list[AppliedEvent] = []
     if machines is None or not events:
-        yield happened
+        yield applied
         return
     assert machines.topology is not None
-    first, over = State(machines.topology, background=machines.background), threading.Event()
+    initial, finished = State(machines.topology, background=machines.background), threading.Event()
 
     def apply() -> None:
-        play, began = Play(events, first), time.monotonic()
-        while not over.wait(LOOK_SECONDS):
-            seconds, now = time.monotonic() - began, step()
-            if said := play.at(seconds, now):
-                machines.change(play.state)
-                happened.extend(Happened(seconds, now, text) for text in said)
-        machines.change(first)
+        playback, began = Playback(events, initial), time.monotonic()
+        while not finished.wait(POLL_SECONDS):
+            seconds, current = time.monotonic() - began, step()
+            if texts := playback.advance(seconds, current):
+                machines.change(playback.state)
+                applied.extend(AppliedEvent(seconds, current, text) for text in texts)
+        machines.change(initial)
 
     with ThreadPoolExecutor(1, "penstock-scenario") as thread:
-        played = thread.submit(apply)
+        future = thread.submit(apply)
         try:
-            yield happened
+            yield applied
         finally:
-            over.set()
-        played.result()
+            finished.set()
+        future.result()

@@ -23,7 +23,7 @@ class Topology:
 
     Attributes:
         link: the link of every host that has none of its own.
-        own: links of individual hosts, by host.
+        host_links: links of individual hosts, by host.
         seed: the seed for everything that is drawn.
 
     Raises:
@@ -31,30 +31,30 @@ class Topology:
     """
 
     link: Link
-    own: Mapping[int, Link] = field(default_factory=dict)
+    host_links: Mapping[int, Link] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for host, link in self.own.items():
+        for host, link in self.host_links.items():
             if link.mtu != self.link.mtu:
                 raise ArgumentError(
                     f"the link of host {host} has an mtu of {link.mtu} and the others have one of {self.link.mtu}: "
-                    "frames cross links unchanged, so give every link the same mtu"
+                    "frames cross links unchanged, so use the same mtu for every link"
                 )
 
     @property
     def mtu(self) -> int:
-        """Of all links."""
+        """The mtu of all links."""
         return self.link.mtu
 
     @property
     def links(self) -> tuple[Link, ...]:
         """All distinct links."""
-        return (self.link, *self.own.values())
+        return (self.link, *self.host_links.values())
 
     def up(self, host: int) -> Link:
         """Return the link from a host to the switch."""
-        return self.own.get(host, self.link)
+        return self.host_links.get(host, self.link)
 
     def down(self, host: int) -> Link:
         """Return the link from the switch to a host."""
@@ -62,32 +62,32 @@ class Topology:
 
     def rates(self, hosts: int) -> dict[str, list[float]]:
         """Return bytes per second by host, from it ("up") and to it ("down")."""
-        ways = {"up": self.up, "down": self.down}
-        return {way: [link(host).bytes_per_second for host in range(hosts)] for way, link in ways.items()}
+        links = {"up": self.up, "down": self.down}
+        return {name: [link(host).bytes_per_second for host in range(hosts)] for name, link in links.items()}
 
-    def meets(self, source: int, target: int) -> tuple[Impairment, Impairment]:
+    def path_impairments(self, source: int, target: int) -> tuple[Impairment, Impairment]:
         """Return what a frame meets on its way up from its source, and on its way down to its target."""
-        if source in self.own or target in self.own:
-            up = self.up(source).impairment if source in self.own else NOTHING
-            return up, self.down(target).impairment if target in self.own else NOTHING
+        if source in self.host_links or target in self.host_links:
+            up = self.up(source).impairment if source in self.host_links else NOTHING
+            return up, self.down(target).impairment if target in self.host_links else NOTHING
         return self.link.impairment, self.link.down.impairment if self.link.down else NOTHING
 
-    def least_delay(self, source: int, target: int) -> float:
-        """Return the seconds that impairments delay every frame from one host to another, at least."""
-        return sum(met.shortest_seconds for met in self.meets(source, target))
+    def min_delay(self, source: int, target: int) -> float:
+        """Return the minimum delay that impairments add from one host to another, in seconds."""
+        return sum(impairment.shortest_seconds for impairment in self.path_impairments(source, target))
 
     def with_mtu(self, mtu: int) -> Topology:
         """Return the same topology with another mtu on all links."""
-        return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
+        return Topology(_with_mtu(self.link, mtu), {}, self.seed).with_links(self.host_links)
 
-    def with_own(self, own: Mapping[int, Link]) -> Topology:
+    def with_links(self, host_links: Mapping[int, Link]) -> Topology:
         """Return the same topology with these links for individual hosts, at the other links' mtu."""
-        return replace(self, own={host: _sized(link, self.mtu) for host, link in own.items()})
+        return replace(self, host_links={host: _with_mtu(link, self.mtu) for host, link in host_links.items()})
 
     @property
     def is_plain(self) -> bool:
-        """True if links have rates only, the same for all hosts and directions, which the kernel's tbf can do."""
-        return not self.own and self.link.down is None and not self.link.impairment
+        """Whether links have rates only, the same for all hosts and directions, which the kernel's tbf can do."""
+        return not self.host_links and self.link.down is None and not self.link.impairment
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +105,20 @@ class State:
     background: tuple[str, ...] = ()
 
 
-def _sized(link: Link, mtu: int) -> Link:
+def _with_mtu(link: Link, mtu: int) -> Link:
     return replace(link, mtu=mtu, down=None if link.down is None else replace(link.down, mtu=mtu))
 
 
-def parse_own(texts: Iterable[str], hosts: int) -> dict[int, Link]:
+def parse_host_links(texts: Iterable[str], hosts: int) -> dict[int, Link]:
     """Parse links by host, from texts like `2=100mbit delay 20ms`. Raise ArgumentError as `by_host` and `parse_link`
     do."""
     return by_host(texts, hosts, 'its link: pass one like "2=100mbit delay 20ms"', parse_link)
 
 
-def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
-    """Rebuild the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
+def recorded_topology(network: Mapping[str, Any] | None) -> Topology | None:
+    """Rebuild the topology that `Machines.describe` recorded; None if nothing shaped the links, or they changed."""
     if not network or not network.get("link") or network.get("rates") is None:
         return None
-    own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
-    plain = Topology(parse_link(network["link"])).with_own(own)
-    return plain.with_mtu(int(network["mtu"])) if network.get("mtu") else plain
+    host_links = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
+    topology = Topology(parse_link(network["link"])).with_links(host_links)
+    return topology.with_mtu(int(network["mtu"])) if network.get("mtu") else topology

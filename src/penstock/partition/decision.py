@@ -12,27 +12,27 @@ from typing import Any
 from torch import nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import CutProblem, Profile, UnitCost, best_cuts, stage_loads
-from penstock.costs.links import link_of
-from penstock.costs.stage_costs import crossing_seconds, priced, with_memory
+from penstock.costs.links import link_for
+from penstock.costs.stage_costs import add_memory, crossing_seconds, price_stages
 from penstock.partition.cut.balance import Candidate, candidates, check_enough, even_starts, module_at
 from penstock.partition.cut.choice import BalanceChoice
-from penstock.partition.measure.clock import undisturbed
+from penstock.partition.measure.clock import measure_undisturbed
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.units import Units, UnmeasurableError, identity
+from penstock.partition.measure.units import Units, UnmeasurableError, compute_fingerprint
 from penstock.partition.recording.recording import Recording
 from penstock.simulate.costs import LinkCost, StageCost
 
-LEAST_WORK = 500_000_000
-"""Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
-take about as long as the Python around them, and the cuts stay the same from run to run."""
+MIN_MEASURED_WORK = 500_000_000
+"""Models whose microbatch is less work than this (see `count_work`; 5 to 20 ms on a core) are not measured: their
+stages take about as long as the Python around them, and the cuts stay the same from run to run."""
 
 WORTH_MOVING = 0.98
 """Cuts by work stay if the best cuts by time make the slowest stage no faster than this fraction, so that they are the
 same from run to run wherever that costs nothing."""
 
-UNEVEN = 1.15
+UNEVEN_RATIO = 1.15
 """A slowest stage above this many times the mean is reported."""
 
 
@@ -83,7 +83,7 @@ def decide(
     model: nn.Module,
     stages: int,
     choice: BalanceChoice,
-    room: StageBudget = NO_LIMIT,
+    budget: StageBudget = NO_LIMIT,
     units: Sequence[Candidate] | None = None,
 ) -> Decision:
     """Find the best cuts by what is known without running anything. `units`: the candidates; None: all.
@@ -94,25 +94,25 @@ def decide(
             counts and is unknown.
     """
     if choice.profile is not None:
-        found = _by_profile(recording, model, stages, choice.profile, room, units)
+        decision = _decide_by_profile(recording, model, stages, choice.profile, budget, units)
         if choice.profile.source == "measured":
-            return found
+            return decision
         note = f"stages are cut by an estimate for {choice.profile.device_name}, not by measured times"
-        return replace(found, notes=(note, *found.notes))
-    every = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
+        return replace(decision, notes=(note, *decision.notes))
+    units = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
-        every = _of_kind(every, model, choice)
-    check_enough(recording, model, stages, choice.by, every)
-    if not every:
+        units = _filter_by_class(units, model, choice)
+    check_enough(recording, model, stages, choice.by, units)
+    if not units:
         return Decision(())
-    if choice.weight is None and not choice.memory and not room.is_limited:
-        return Decision(tuple(every[start].name for start in even_starts([u.weight for u in every], stages)[1:]))
-    weights = [float(unit.weight) for unit in every]
+    if choice.weight is None and not choice.memory and not budget.is_limited:
+        return Decision(tuple(units[start].name for start in even_starts([u.weight for u in units], stages)[1:]))
+    weights = [float(unit.weight) for unit in units]
     if choice.weight is not None:
-        weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in every]
-    problem, notes = _problem(recording, model, every, weights, room, by_bytes=choice.memory)
-    starts = _best(problem, stages, room)
-    return Decision(tuple(every[start].name for start in starts[1:]), notes=notes)
+        weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in units]
+    problem, notes = _problem(recording, model, units, weights, budget, by_bytes=choice.memory)
+    starts = _find_starts(problem, stages, budget)
+    return Decision(tuple(units[start].name for start in starts[1:]), notes=notes)
 
 
 def _problem(
@@ -120,83 +120,83 @@ def _problem(
     model: nn.Module,
     pieces: Sequence[Candidate],
     seconds: Sequence[float],
-    room: StageBudget,
+    budget: StageBudget,
     *,
     by_bytes: bool = False,
 ) -> tuple[CutProblem, tuple[str, ...]]:
     """Build the problem of cutting these pieces of the model, with their memory if that matters, and notes on what does
     not count."""
-    plain = CutProblem(seconds, in_flight=room.in_flight, limit_bytes=room.limit_bytes / room.stages)
-    if not (room.is_limited or by_bytes):
+    plain = CutProblem(seconds, in_flight=budget.in_flight, limit_bytes=budget.limit_bytes / budget.stages)
+    if not (budget.is_limited or by_bytes):
         return plain, ()
     try:
-        cut = Units.of(recording, model, pieces)
+        cut = Units.from_recording(recording, model, pieces)
     except UnmeasurableError as error:
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
         ) from None
-    seen = cut.footprints()
-    units = cut.costs(seen)
-    unknown = [u.name for u, first in zip(units, cut.first_of_kind, strict=True) if isinstance(seen[first], Exception)]
-    numbers = {piece.name: index for index, piece in enumerate(pieces)}
-    each = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
+    sizes = cut.footprints()
+    units = cut.costs(sizes)
+    failed = [u.name for u, first in zip(units, cut.first_of_kind, strict=True) if isinstance(sizes[first], Exception)]
+    indices = {piece.name: index for index, piece in enumerate(pieces)}
+    costs = [UnitCost(piece.name, 0.0, 0.0, 0.0) for piece in pieces]  # what cannot be cut counts in the one before
     for unit in units:
-        each[numbers[unit.name]] = unit
-    problem = replace(with_memory(plain, each, room.microbatches), balanced="bytes" if by_bytes else "seconds")
-    if not unknown:
+        costs[indices[unit.name]] = unit
+    problem = replace(add_memory(plain, costs, budget.microbatches), balanced="bytes" if by_bytes else "seconds")
+    if not failed:
         return problem, ()
     return problem, (
-        f"what a microbatch keeps of {counted(len(unknown), 'unit')} ({unknown[0]!r} is the first) does not count as "
+        f"what a microbatch keeps of {pluralize(len(failed), 'unit')} ({failed[0]!r} is the first) does not count as "
         "memory: such a unit does not run on fake tensors. Leave room for it in memory_limit=",
     )
 
 
-def _best(problem: CutProblem, stages: int, room: StageBudget) -> list[int]:
+def _find_starts(problem: CutProblem, stages: int, budget: StageBudget) -> list[int]:
     try:
         return best_cuts(problem, stages)
     except ArgumentError as error:
-        if room.stages == 1:
+        if budget.stages == 1:
             raise
-        raise ArgumentError(f"{error} (a rank's memory is shared equally by its {room.stages} stages)") from None
+        raise ArgumentError(f"{error} (a rank's memory is shared equally by its {budget.stages} stages)") from None
 
 
-def measured(
+def decide_by_measuring(
     recording: Recording,
     model: nn.Module,
     by_work: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    room: StageBudget = NO_LIMIT,
+    budget: StageBudget = NO_LIMIT,
 ) -> Decision:
     """Find the best cuts by measured times; keep the cuts by work where these do as well, or nothing can be
     measured."""
     unchanged = tuple(by_work)
-    if sum(fact.work for fact in recording.facts.values()) < LEAST_WORK:
+    if sum(fact.work for fact in recording.facts.values()) < MIN_MEASURED_WORK:
         return Decision(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
-        profile = undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
+        profile = measure_undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
     except UnmeasurableError as error:
         return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
     names = [unit.name for unit in profile.units]
     if len(names) <= len(by_work):
         return Decision(unchanged)
     units = [unit for unit in units if unit.name in names]
-    found = _by_times(
-        recording, model, units, [[unit] for unit in profile.units], profile, room, len(by_work) + 1, by_work
+    decision = _decide_by_times(
+        recording, model, units, [[unit] for unit in profile.units], profile, budget, len(by_work) + 1, by_work
     )
-    return replace(found, notes=(*profile.notes, *found.notes))
+    return replace(decision, notes=(*profile.notes, *decision.notes))
 
 
-def _by_times(
+def _decide_by_times(
     recording: Recording,
     model: nn.Module,
     units: Sequence[Candidate],
     pieces: Sequence[Sequence[UnitCost]],
     profile: Profile,
-    room: StageBudget,
+    budget: StageBudget,
     stages: int,
-    usual: Sequence[str] | None = None,
+    usual_cuts: Sequence[str] | None = None,
 ) -> Decision:
     """Find the best cuts at these units by a profile's times; keep the usual ones where these do as well.
 
@@ -204,25 +204,25 @@ def _by_times(
         pieces: for each unit, those of the profile that begin there.
     """
     names, times = [unit.name for unit in units], [sum(unit.seconds for unit in piece) for piece in pieces]
-    problem, notes = _problem(recording, model, units, times, room)
-    link = room.link or link_of(profile)
+    problem, notes = _problem(recording, model, units, times, budget)
+    link = budget.link or link_for(profile)
     problem = replace(problem, crossing_seconds=[crossing_seconds(piece[0], link) for piece in pieces])
-    starts = _best(problem, stages, room)
-    if usual is not None and all(name in names for name in usual):
-        before = [0, *map(names.index, usual)]
-        if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
-            starts = before
-    loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
-    notes += _uneven(loads, names, runs, times)
-    cuts, every = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
-    costs = priced(profile.units, [0, *map(every.index, cuts)], profile.action_seconds or 0.0)
+    starts = _find_starts(problem, stages, budget)
+    if usual_cuts is not None and all(name in names for name in usual_cuts):
+        usual_starts = [0, *map(names.index, usual_cuts)]
+        if max(stage_loads(problem, usual_starts)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
+            starts = usual_starts
+    loads, stage_units = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
+    notes += _imbalance_notes(loads, names, stage_units, times)
+    cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
+    costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
     return Decision(cuts, tuple(loads), notes, costs, link)
 
 
-def _uneven(
+def _imbalance_notes(
     loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> tuple[str, ...]:
-    """Return the notes on a slowest stage above `UNEVEN` times the mean; none if there is none.
+    """Return the notes on a slowest stage above `UNEVEN_RATIO` times the mean; none if there is none.
 
     Args:
         loads: of each stage.
@@ -231,14 +231,14 @@ def _uneven(
     """
     mean = sum(loads) / len(loads)
     slowest = max(range(len(loads)), key=loads.__getitem__)
-    if loads[slowest] <= UNEVEN * mean:
+    if loads[slowest] <= UNEVEN_RATIO * mean:
         return ()
     heaviest = max(stages[slowest], key=seconds.__getitem__)
-    alone = seconds[heaviest] / mean
+    ratio = seconds[heaviest] / mean
     text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean stage time, and limits throughput"
-    if alone > UNEVEN:
+    if ratio > UNEVEN_RATIO:
         remedy = (
-            f"{names[heaviest]!r} alone takes {alone:.2f} times the mean: take fewer stages, or open it (split_inside=)"
+            f"{names[heaviest]!r} alone takes {ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
         )
     else:
         remedy = (
@@ -247,13 +247,13 @@ def _uneven(
     return (f"{text}; {remedy}",)
 
 
-def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
+def collect_notes(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
     """Return the notes on a split for the user: what was decided, or that it is uneven by its stages' work."""
-    if decision.seconds or sum(work) < LEAST_WORK:
+    if decision.seconds or sum(work) < MIN_MEASURED_WORK:
         return decision.notes
     mean = sum(work) / len(work)
     slowest = max(range(len(work)), key=work.__getitem__)
-    if work[slowest] <= UNEVEN * mean:
+    if work[slowest] <= UNEVEN_RATIO * mean:
         return decision.notes
     return (
         *decision.notes,
@@ -263,23 +263,23 @@ def notes_on(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def _by_profile(
+def _decide_by_profile(
     recording: Recording,
     model: nn.Module,
     stages: int,
     profile: Profile,
-    room: StageBudget,
+    budget: StageBudget,
     units: Sequence[Candidate] | None,
 ) -> Decision:
     """Find the best cuts for a profile, at those of its units that are candidates here; the others join the one
     before."""
-    profile.check_for(identity(model, recording.device.type))
+    profile.check_for(compute_fingerprint(model, recording.device.type))
     units = candidates(recording, model, "flops", stages) if units is None else units
-    here = {unit.name: unit.position for unit in units}
-    profile, notes = _of_size(profile, recording)
+    candidate_positions = {unit.name: unit.position for unit in units}
+    profile, notes = _match_size(profile, recording)
     pieces: list[list[UnitCost]] = []
     for unit in profile.units:
-        if unit.name in here or not pieces:
+        if unit.name in candidate_positions or not pieces:
             pieces.append([])
         pieces[-1].append(unit)
     names = [units[0].name for units in pieces]
@@ -287,43 +287,44 @@ def _by_profile(
         raise ArgumentError(
             f"stages={stages}: the profile has only {len(names)} units of this model at which it can be cut"
         )
-    positions = [here.get(name, 0) for name in names]
-    for (before, one), (after, other) in pairwise(zip(names, positions, strict=True)):
-        if one > other:
+    positions = [candidate_positions.get(name, 0) for name in names]
+    for (before, position), (after, next_position) in pairwise(zip(names, positions, strict=True)):
+        if position > next_position:
             raise ArgumentError(
                 f"balance: the profile is not of this model: there {before!r} runs before {after!r}, and here after "
                 "it. Make one with penstock.profile(...) or `penstock profile`, or use balance='time'"
             )
-    starting = [Candidate(*piece, 0) for piece in zip(names, positions, strict=True)]
-    found = _by_times(recording, model, starting, pieces, profile, room, stages)
-    return replace(found, notes=(*notes, *found.notes))
+    cut_points = [Candidate(*piece, 0) for piece in zip(names, positions, strict=True)]
+    decision = _decide_by_times(recording, model, cut_points, pieces, profile, budget, stages)
+    return replace(decision, notes=(*notes, *decision.notes))
 
 
-def _of_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:
+def _match_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:
     """Return the profile for microbatches like the recorded one; or as it is, with a note, if it has none."""
     metas = (recording.facts[node].meta for node in recording.inputs)
-    here = Counter(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" for meta in metas if meta)
-    for each in profile.each_size:
-        if not Counter(each.inputs.values()) - here:
-            return each, ()
-    made = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
+    inputs = Counter(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" for meta in metas if meta)
+    for sized in profile.each_size:
+        if not Counter(sized.inputs.values()) - inputs:
+            return sized, ()
+    profiled = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
     return profile, (
-        f"stages are cut by times of other microbatches: the profile is of {made}, and this one is {', '.join(here)}",
+        f"stages are cut by times of other microbatches: the profile is of {profiled}, "
+        f"and this one is {', '.join(inputs)}",
     )
 
 
-def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: BalanceChoice) -> list[Candidate]:
+def _filter_by_class(units: Sequence[Candidate], model: nn.Module, choice: BalanceChoice) -> list[Candidate]:
     """Return the candidates whose class has such a name; each counts 1."""
     assert choice.kind is not None
-    found = [
+    matching = [
         Candidate(unit.name, unit.position, 1)
         for unit in units
         if choice.kind.search(type(module_at(model, unit.name)).__name__)
     ]
-    if not found:
+    if not matching:
         classes = sorted({type(module_at(model, unit.name)).__name__ for unit in units})
         raise ArgumentError(
             f"balance='type:{choice.kind.pattern}': no module at which the model can be cut is of such a class; there "
             f"are {', '.join(classes)}"
         )
-    return found
+    return matching

@@ -10,27 +10,27 @@ from torch import Tensor, nn
 
 from penstock._base.compat import autocast_kinds, autocast_state
 from penstock._base.errors import ArgumentError, PartitionError, check_counts
+from penstock._base.formatting import pluralize
 from penstock._base.marks import computing
-from penstock._base.trees import Flat, flatten, unflatten
-from penstock._base.words import counted
+from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Candidate, candidates, cut_at, where_possible
+from penstock.partition.cut.balance import Candidate, candidates, cut_at, possible_units
 from penstock.partition.cut.choice import Balance, BalanceChoice
-from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
-from penstock.partition.decision import NO_LIMIT, Decision, StageBudget, decide, measured, notes_on
+from penstock.partition.cut.hierarchy import choose_opening, count_blocks, extend_opening, opening_for
+from penstock.partition.decision import NO_LIMIT, Decision, StageBudget, collect_notes, decide, decide_by_measuring
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
-from penstock.partition.measure.running import Splits
+from penstock.partition.measure.running import MakeSplitter
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
-from penstock.partition.remedies import explained
+from penstock.partition.remedies import explain_obstacle
 from penstock.partition.source import Obstacle
-from penstock.partition.stages.lengths import Dims, Lengths, at_length
+from penstock.partition.stages.lengths import Dims, Lengths, resize_inputs
 from penstock.partition.stages.partition import (
     Leaf,
     Partition,
     check_complete,
     describe,
-    not_on_the_last,
+    find_elsewhere,
     origins,
     unused_note,
 )
@@ -38,7 +38,7 @@ from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, default_kwargs, known_names
-from penstock.partition.units.units import Grain, Opening, find_units, public_name, refuse_compiled, refuse_lazy
+from penstock.partition.units.units import Opening, UnitSpec, find_units, public_name, refuse_compiled, refuse_lazy
 from penstock.partition.values.objects import input_path
 
 Division = tuple[Decision, Opening]
@@ -88,27 +88,27 @@ class Partitioner:
         self._choice = BalanceChoice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(
-                f"{counted(len(cuts), 'cut')} for {counted(stages, 'stage')}: name the first module of each stage but "
-                f"the first, {counted(stages - 1, 'name')}"
+                f"{pluralize(len(cuts), 'cut')} for {pluralize(stages, 'stage')}: name the first module of each stage "
+                f"but the first, {pluralize(stages - 1, 'name')}"
             )
         self.model = as_module(model)
         self.stages = stages
         self.cuts = None if cuts is None else tuple(public_name(self.model, cut) for cut in cuts)
-        self._chooses = cuts is None
+        self._auto_cuts = cuts is None
         self._leaves, self._streams = tuple(leaves or ()), streams
-        self._room = room
+        self._budget = room
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._lengths: list[Lengths] = []
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
-        self._is_settled = not (self._choice.measures and self._chooses and stages > 1)  # whether neither will come
+        self._is_settled = not (self._choice.measures and self._auto_cuts and stages > 1)  # whether neither will come
         self._decision = Decision(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
-        self._grain = Grain()
+        self._unit_spec = UnitSpec()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
-        if self._choice.profile is not None and self._chooses:
-            self._opening = opening_of(self.model, self._opening, self._choice.profile)
+        if self._choice.profile is not None and self._auto_cuts:
+            self._opening = extend_opening(self.model, self._opening, self._choice.profile)
         self._assumptions = Assumptions()
-        self._look_around()
+        self._refresh_modules()
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
         """Return the stages for one microbatch's arguments. Record them when their signature is new.
@@ -119,12 +119,12 @@ class Partitioner:
         too, and ranks that must agree on the partition have to pass the same values.
         """
         kwargs = dict(kwargs or {})
-        given = flatten((tuple(args), kwargs))
-        signature = given.structure, tuple(describe(leaf) for leaf in given.leaves)
+        flat = flatten((tuple(args), kwargs))
+        signature = flat.structure, tuple(describe(leaf) for leaf in flat.leaves)
         key = (*signature, self._state())
         variants = self._partitions.get(key, [])
         for variant in variants:
-            if variant.holds(given.leaves):
+            if variant.holds(flat.leaves):
                 return variant
         if len(variants) == VARIANTS and any(isinstance(guard.expected, torch.Size) for guard in variants[-1].guards):
             del variants[0]  # a shape that depends on values is like the shape of an input
@@ -134,28 +134,28 @@ class Partitioner:
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
-        known = self._weighable.get(key)
-        if known is not None and all(guard.holds(given.leaves) for guard in known.guards):
+        cached = self._weighable.get(key)
+        if cached is not None and all(guard.holds(flat.leaves) for guard in cached.guards):
             del self._weighable[key]
         else:  # none was made, or one for another branch
-            known = None
-        alike = (lengths.at((signature[0], key[-1]), signature[1], given.leaves) for lengths in self._lengths)
-        partition = next((one for one in alike if one is not None), None)
+            cached = None
+        matches = (lengths.at((signature[0], key[-1]), signature[1], flat.leaves) for lengths in self._lengths)
+        partition = next((match for match in matches if match is not None), None)
         if partition is None:
-            recording, partition = self._make(args, kwargs, known)
+            recording, partition = self._make(args, kwargs, cached)
             key = (*signature, self._state())  # recording may have opened blocks
             if not self._is_settled:
                 self._weighable.setdefault(key, recording)
             else:
-                self._learn(given, signature[1], partition)
+                self._learn_lengths(flat, signature[1], partition)
         variants = self._partitions.setdefault(key, [])
-        for place, variant in enumerate(variants):
-            if (both := partition.joined(variant)) is not None:
-                partition = variants.pop(place) and both
+        for index, variant in enumerate(variants):
+            if (merged := partition.joined(variant)) is not None:
+                partition = variants.pop(index) and merged
                 break
         variants.append(partition)
         # The key contains ids, which no other object may reuse.
-        plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
+        plain = [leaf for leaf in flat.leaves if not isinstance(leaf, Tensor)]
         self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
         while len(self._partitions) > KEPT_PARTITIONS:
             oldest = next(iter(self._partitions))
@@ -180,7 +180,7 @@ class Partitioner:
         recordings = dict(self._weighable) if division[1] == self._opening else {}
         self._decision, self._opening = division
         self.cuts = self._decision.cuts
-        self._look_around()
+        self._refresh_modules()
         self.forget()
         self._weighable = recordings
 
@@ -191,7 +191,7 @@ class Partitioner:
         recording = next(iter(self._weighable.values()), None)
         if recording is None or self.stages == 1:
             return
-        decision = measured(recording, self.model, self.cuts or (), args, kwargs or {}, self._room)
+        decision = decide_by_measuring(recording, self.model, self.cuts or (), args, kwargs or {}, self._budget)
         try:
             cut_at(recording, self.model, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
@@ -207,7 +207,7 @@ class Partitioner:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         budget_seconds: float | None = BUDGET_SECONDS,
-        splits: Splits | None = None,
+        splits: MakeSplitter | None = None,
     ) -> Profile:
         """Measure the cost of each unit, with modules opened for as many stages as there are repeated blocks.
 
@@ -218,13 +218,13 @@ class Partitioner:
         Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
         """
         kwargs = dict(kwargs or {})
-        asked, blocks = tuple(sorted(self._opening.asked)), max(2, blocks_in(self.model))
-        opening = opening_for(self.model, self._leaves, asked, None, blocks)
+        requested, blocks = tuple(sorted(self._opening.asked)), max(2, count_blocks(self.model))
+        opening = opening_for(self.model, self._leaves, requested, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
         with computing(0, 0):
             model = self.model
-            places = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
-            return measure(recording, model, places, args, kwargs, budget_seconds, splits, memory=True)
+            units = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
+            return measure(recording, model, units, args, kwargs, budget_seconds, splits, memory=True)
 
     def attributes(self) -> Attributes:
         """Return what a forward recorded call by call reads besides its inputs, which its recording takes as given."""
@@ -243,48 +243,48 @@ class Partitioner:
         use."""
         return known_names(self.model)
 
-    def _look_around(self) -> None:
+    def _refresh_modules(self) -> None:
         """Find the modules again: some may have been opened, and the user may have replaced some."""
         refuse_compiled(self.model)
         refuse_lazy(self.model)
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
-        units = find_units(self.model, self._leaves, self._grain, self._opening.names)
-        self._assumptions.look_around(self.model, _opened(self.model, units), units)
+        units = find_units(self.model, self._leaves, self._unit_spec, self._opening.names)
+        self._assumptions.find_modules(self.model, _opened_modules(self.model, units), units)
 
     def _state(self) -> Hashable:
-        held = [slots.get(name) for slots, name in self._slots]
+        tensors = [slots.get(name) for slots, name in self._slots]
         return (
             self.attributes(),
             tuple(m.training for m in self._modules),
-            tuple((id(t), t is not None and t.requires_grad) for t in held),
+            tuple((id(t), t is not None and t.requires_grad) for t in tensors),
             torch.is_grad_enabled(),
             *(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
         )
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
         try:
-            return record(self.model, args, kwargs, self._leaves, self._grain, opening)
+            return record(self.model, args, kwargs, self._leaves, self._unit_spec, opening)
         except Obstacle as obstacle:
 
-            def again(leaves: Sequence[str], given: Mapping[str, Any]) -> Recording:
-                return record(self.model, args, given, leaves, self._grain, opening)
+            def record_again(leaves: Sequence[str], new_kwargs: Mapping[str, Any]) -> Recording:
+                return record(self.model, args, new_kwargs, leaves, self._unit_spec, opening)
 
-            text = explained(obstacle, again, self.model, self._leaves, kwargs, self.stages)
+            text = explain_obstacle(obstacle, record_again, self.model, self._leaves, kwargs, self.stages)
             raise PartitionError(text) from obstacle
 
     def _make(
-        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None = None
+        self, args: Sequence[Any], kwargs: dict[str, Any], cached: Recording | None = None
     ) -> tuple[Recording, Partition]:
         """Record these arguments, if it is not known what they are recorded as, and cut the recording."""
-        split = self._cut(known) if known is not None else self._divide(args, kwargs)
+        split = self._cut(cached) if cached is not None else self._divide(args, kwargs)
         recording = split.recording
-        self._grain, self._opening = recording.grain, recording.opening
-        self._look_around()
+        self._unit_spec, self._opening = recording.unit_spec, recording.opening
+        self._refresh_modules()
         self.cuts, work = tuple(split.cuts), split.work()
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(split, stages)
-        given = flatten((tuple(args), kwargs))
+        flat = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         partition = Partition(
             stages=stages,
@@ -294,29 +294,29 @@ class Partitioner:
             work=work,
             costs=self._decision.costs,
             link=self._decision.link,
-            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work)),
+            notes=(*recording.notes, *unused_note(recording, stages), *collect_notes(self._decision, work)),
             origins=origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
-            elsewhere=not_on_the_last(recording, stages),
+            elsewhere=find_elsewhere(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             reorders_gradients=split.crosses_twice(),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
-            overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
+            overwritten=frozenset(input_path(flat.paths[number]) for number in recording.overwritten),
         )
         return recording, partition
 
-    def _learn(self, given: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
+    def _learn_lengths(self, flat: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
         """Look for other lengths of the same inputs among what was recorded."""
 
         def probe(dims: Dims, length: int) -> Partition:
-            args, kwargs = unflatten(at_length(given.leaves, dims, length), given.structure)
+            args, kwargs = unflatten(resize_inputs(flat.leaves, dims, length), flat.structure)
             return self._make(args, kwargs)[1]
 
-        family = (given.structure, self._state())
+        family = (flat.structure, self._state())
         if not any(lengths.learn(family, leaves, partition, probe) for lengths in self._lengths):
             self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
 
@@ -326,9 +326,9 @@ class Partitioner:
         while True:
             recording = self._record(args, kwargs, opening)
             if self.cuts is None:
-                more = more_to_open(recording, self.model, self._leaves, self.stages, self._choice.by)
-                if more.names != recording.opening.names:
-                    opening = more
+                new_opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by)
+                if new_opening.names != recording.opening.names:
+                    opening = new_opening
                     continue
             try:
                 return self._cut(recording)
@@ -342,46 +342,46 @@ class Partitioner:
             try:
                 return cut_at(recording, self.model, self.cuts)
             except PartitionError as error:
-                if self._chooses:
-                    raise _not_as_before(error, self.cuts) from error
+                if self._auto_cuts:
+                    raise _explain_lost_cuts(error, self.cuts) from error
                 raise
 
-        def decided(units: Sequence[Candidate] | None = None) -> CutRecording:
-            decision = decide(recording, self.model, self.stages, self._choice, self._room, units)
+        def decide_and_cut(units: Sequence[Candidate] | None = None) -> CutRecording:
+            decision = decide(recording, self.model, self.stages, self._choice, self._budget, units)
             split = cut_at(recording, self.model, decision.cuts)
             self._decision = decision
             return split
 
         try:
-            return decided()
+            return decide_and_cut()
         except PartitionError as error:
-            every = candidates(recording, self.model, self._choice.by, self.stages)
-            units = where_possible(recording, self.model, every)
-            if len(units) == len(every):
+            all_units = candidates(recording, self.model, self._choice.by, self.stages)
+            units = possible_units(recording, self.model, all_units)
+            if len(units) == len(all_units):
                 raise
-            if len(units) < self.stages <= len(every):
+            if len(units) < self.stages <= len(all_units):
                 raise PartitionError(
                     f"{error}. For stages={self.stages} there is no such cut: what must stay together leaves "
-                    f"{counted(len(units), 'stage')} at most"
+                    f"{pluralize(len(units), 'stage')} at most"
                 ) from error
-            return decided(units)
+            return decide_and_cut(units)
 
 
-def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError:
+def _explain_lost_cuts(error: PartitionError, cuts: Sequence[str]) -> PartitionError:
     """Explain what is wrong with cuts that the user did not pass."""
-    why = str(error).removeprefix("cuts: ").partition(". ")[0]
+    reason = str(error).removeprefix("cuts: ").partition(". ")[0]
     return PartitionError(
-        f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {why}. Stages "
+        f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {reason}. Stages "
         "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
         "this one"
     )
 
 
-def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
+def _opened_modules(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
     """Return the modules that are neither a unit nor part of one."""
-    found: list[nn.Module] = []
+    opened: list[nn.Module] = []
     pending = [model]
     while pending:
-        found.append(pending.pop())
-        pending += [child for child in found[-1].children() if id(child) not in units]
-    return found
+        opened.append(pending.pop())
+        pending += [child for child in opened[-1].children() if id(child) not in units]
+    return opened

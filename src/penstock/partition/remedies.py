@@ -14,106 +14,108 @@ from typing import Any
 
 from torch import nn
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.partition.cut.balance import candidates
 from penstock.partition.recording.recording import Recording
 from penstock.partition.source import ELSEWHERE, OUTSIDE, Obstacle
 from penstock.partition.units.units import has_forward
 
-TRIALS = 12
+MAX_TRIALS = 12
 """The most times that a model is re-recorded."""
 
-SECONDS = 30.0
+MAX_SECONDS = 30.0
 """No new trial starts after this long."""
 
-LISTED = 8
+MAX_LISTED = 8
 """The most leaves that a message lists by name."""
 
 Record = Callable[[Sequence[str], Mapping[str, Any]], Recording]
 """Records with these leaves and keyword arguments."""
 
 
-def explained(
+def explain_obstacle(
     error: Obstacle, record: Record, model: nn.Module, leaves: Sequence[str], kwargs: Any, stages: int
 ) -> str:
     """Explain an obstacle: everything that is in the way, and what was found to help."""
-    trials, until = count(1), time.monotonic() + SECONDS
-    found, whole, recording, failure, scope = [error], list(leaves), None, "", error.scope
+    trials, deadline = count(1), time.monotonic() + MAX_SECONDS
+    obstacles, names, recording, failure, scope = [error], list(leaves), None, "", error.scope
 
     def may_try() -> bool:
-        return next(trials) <= TRIALS and time.monotonic() < until
+        return next(trials) <= MAX_TRIALS and time.monotonic() < deadline
 
     while scope and recording is None and may_try():
-        wanted = _with(model, whole, scope)
+        trial_leaves = _add_leaf(model, names, scope)
         try:
-            recording, whole = record(wanted, kwargs), wanted
+            recording, names = record(trial_leaves, kwargs), trial_leaves
             continue
         except Obstacle as obstacle:
-            if obstacle.scope not in wanted:  # a new obstacle
-                found.append(obstacle)
-                whole, scope = wanted, obstacle.scope
+            if obstacle.scope not in trial_leaves:  # a new obstacle
+                obstacles.append(obstacle)
+                names, scope = trial_leaves, obstacle.scope
                 continue
             failure = str(obstacle)
-        except Exception as other:  # anything the model raises when it runs for real
-            failure = f"leaf_modules={wanted!r} does not help: {other}"
+        except Exception as failed_run:  # anything the model raises when it runs for real
+            failure = f"leaf_modules={trial_leaves!r} does not help: {failed_run}"
         scope = scope.rpartition(".")[0]
         while scope and not has_forward(model.get_submodule(scope)):
             scope = scope.rpartition(".")[0]
-    why = list(dict.fromkeys(obstacle.why for obstacle in found))
-    text = why[0]
-    if len(why) > 1:
-        text = f"{len(why)} things are in the way: " + "; ".join(f"({n}) {one}" for n, one in enumerate(why, 1))
+    reasons = list(dict.fromkeys(obstacle.reason for obstacle in obstacles))
+    text = reasons[0]
+    if len(reasons) > 1:
+        text = f"{len(reasons)} things are in the way: " + "; ".join(f"({n}) {r}" for n, r in enumerate(reasons, 1))
     remedies = []
     if recording is not None:
-        it = "it runs as a whole" if len(found) == 1 else "they run as wholes"
-        given = _listed(whole, model)
-        left, helps = _left(recording, model, whole, stages)
-        failure = f"leaf_modules={given}, which leaves nothing to split: {left}"
+        subject = "it runs as a whole" if len(obstacles) == 1 else "they run as wholes"
+        leaf_text = _listing(names, model)
+        summary, helps = _describe_remaining(recording, model, names, stages)
+        failure = f"leaf_modules={leaf_text}, which leaves nothing to split: {summary}"
         if helps:
-            remedies.append(f"Pass leaf_modules={given}, so that {it} (tried: {left})")
-    if error.otherwise:
-        remedies.append(error.otherwise)
-    if len(found) == 1 and "labels" in kwargs and may_try():
+            remedies.append(f"Pass leaf_modules={leaf_text}, so that {subject} (tried: {summary})")
+    if error.alternative:
+        remedies.append(error.alternative)
+    if len(obstacles) == 1 and "labels" in kwargs and may_try():
         with suppress(Exception):  # including errors that the model raises without labels
             record(leaves, {name: value for name, value in kwargs.items() if name != "labels"})
             remedies.append("leave out labels and pass loss_fn=... (tried)")
     if not remedies:
-        failed = f" Tried: {failure.rstrip('.')}." if failure else ""
-        helped = (
-            f" With leaf_modules={_listed(whole, model)} the last one remains." if len(found) > 1 and not scope else ""
+        trial_note = f" Tried: {failure.rstrip('.')}." if failure else ""
+        progress_note = (
+            f" With leaf_modules={_listing(names, model)} the last one remains."
+            if len(obstacles) > 1 and not scope
+            else ""
         )
-        return f"{text}.{failed}{helped} {OUTSIDE if found[-1].scope else ELSEWHERE}"
-    first, *others = remedies
-    return f"{text}. {', or '.join([first[:1].upper() + first[1:], *others])}"
+        return f"{text}.{trial_note}{progress_note} {OUTSIDE if obstacles[-1].scope else ELSEWHERE}"
+    first, *remaining = remedies
+    return f"{text}. {', or '.join([first[:1].upper() + first[1:], *remaining])}"
 
 
-def _with(model: nn.Module, leaves: Sequence[str], scope: str) -> list[str]:
+def _add_leaf(model: nn.Module, leaves: Sequence[str], scope: str) -> list[str]:
     """Return the leaves plus this one; if it is the second of its class in the way, plus all modules of that class that
     hold none of the two, as containers do."""
     kind, new = type(model.get_submodule(scope)), [scope]
-    if alike := [leaf for leaf in leaves if type(model.get_submodule(leaf)) is kind]:
-        around = {"", *(leaf[:end] for leaf in (*alike, scope) for end in range(len(leaf)) if leaf[end] == ".")}
-        new = [n for n, m in model.named_modules() if type(m) is kind and n not in around]
-    every = dict.fromkeys((*leaves, *new))
-    return [n for n in every if not any(n.startswith(f"{other}.") for other in every)]
+    if peers := [leaf for leaf in leaves if type(model.get_submodule(leaf)) is kind]:
+        parents = {"", *(leaf[:end] for leaf in (*peers, scope) for end in range(len(leaf)) if leaf[end] == ".")}
+        new = [n for n, m in model.named_modules() if type(m) is kind and n not in parents]
+    all_leaves = dict.fromkeys((*leaves, *new))
+    return [n for n in all_leaves if not any(n.startswith(f"{outer}.") for outer in all_leaves)]
 
 
-def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> tuple[str, bool]:
+def _describe_remaining(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> tuple[str, bool]:
     """Describe what is left to spread over stages, and return whether it is more than a tenth of the work."""
     pieces = candidates(recording, model, "flops")
-    whole = sum(piece.weight for piece in pieces) or 1
+    total = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:
-        are = "is" if len(pieces) == 1 else "are"
-        return f"only {counted(len(pieces), 'module')} {are} left to share among {counted(stages, 'stage')}", True
+        verb = "is" if len(pieces) == 1 else "are"
+        return f"only {pluralize(len(pieces), 'module')} {verb} left to share among {pluralize(stages, 'stage')}", True
     largest = max(pieces, key=lambda piece: piece.weight)
-    share = f"{largest.weight / whole:.0%} of the work"
+    share = f"{largest.weight / total:.0%} of the work"
     if largest.name in leaves:
-        return f"{largest.name!r} is {share}, all of it on one stage", largest.weight < 0.9 * whole
+        return f"{largest.name!r} is {share}, all of it on one stage", largest.weight < 0.9 * total
     return f"the largest piece is then {largest.name!r}, with {share}", True
 
 
-def _listed(leaves: Sequence[str], model: nn.Module) -> str:
+def _listing(leaves: Sequence[str], model: nn.Module) -> str:
     kinds = {type(model.get_submodule(leaf)) for leaf in leaves}
-    if len(leaves) <= LISTED or len(kinds) > 1:
+    if len(leaves) <= MAX_LISTED or len(kinds) > 1:
         return repr(list(leaves))
     return f"[n for n, m in model.named_modules() if type(m).__name__ == {kinds.pop().__name__!r}]"

@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock._base.errors import PartitionError
 
-_OURS = (
+_OWN_CODE = (
     *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])),
     *("<eval_with_key>", "<frozen "),
 )
@@ -31,7 +31,7 @@ _NN, _DEMO = str(Path(torch.nn.__file__).parent) + os.sep, str(Path(__file__).pa
 @cache
 def is_ours(file: str) -> bool:
     """Whether a file of code is torch's or Penstock's."""
-    return file.startswith(_OURS) and not file.startswith(_DEMO)
+    return file.startswith(_OWN_CODE) and not file.startswith(_DEMO)
 
 
 def current_line() -> str:
@@ -54,22 +54,22 @@ LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "penstock"}) 
 
 _CACHED = type(cache(id))
 
-OF_TORCH = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """The attributes that torch itself keeps in every module, or in recurrent ones."""
 
 
 @cache
 def is_library(module: str | None) -> bool:
     """Whether a Python module belongs to torch, numpy, Penstock or the standard library."""
-    return package_of(module) in LIBRARIES
+    return package_name(module) in LIBRARIES
 
 
-def package_of(module: str | None) -> str:
+def package_name(module: str | None) -> str:
     """Return the outermost package of a Python module; empty if unknown."""
     return (module or "").partition(".")[0]
 
 
-def functions_of(member: Any) -> Iterator[FunctionType]:
+def iter_functions(member: Any) -> Iterator[FunctionType]:
     """Yield the functions of a class's member: a method or property, and what its decorators wrap
     (`@can_return_tuple`)."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)
@@ -87,17 +87,17 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
     """Raised when the forward does something that cannot be recorded; `remedies` finds out what helps.
 
     Args:
-        why: what the forward did, and where.
+        reason: what the forward did, and where.
         scope: the name of the module whose forward did it; empty for the model's own.
-        otherwise: what else may help, where more is known than that it can be done elsewhere.
+        alternative: what else may help, where more is known than that it can be done elsewhere.
     """
 
-    def __init__(self, why: str, scope: str, otherwise: str = "") -> None:
-        helps = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole" if scope else otherwise or ELSEWHERE
-        super().__init__(f"{why}. {helps}")
-        self.why, self.scope, self.otherwise = why, scope, otherwise
+    def __init__(self, reason: str, scope: str, alternative: str = "") -> None:
+        remedy = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole" if scope else alternative or ELSEWHERE
+        super().__init__(f"{reason}. {remedy}")
+        self.reason, self.scope, self.alternative = reason, scope, alternative
 
-    def because(self, reason: str) -> Obstacle:
+    def with_reason(self, reason: str) -> Obstacle:
         """Return the same obstacle, with the reason why the module around it was opened."""
-        why = f"{reason}. Recording it call by call does not help: {self.why}"
-        return Obstacle(why, self.scope, self.otherwise)
+        text = f"{reason}. Recording it call by call does not help: {self.reason}"
+        return Obstacle(text, self.scope, self.alternative)

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases
 from penstock._base.errors import ArgumentError, PartitionError, check_counts, warn
-from penstock._base.lazy import borrowed
-from penstock._base.second_names import OF_PIPELINE, also
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.lazy import load_provider
 from penstock.distributed.failure import OUTSIDE, Position
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GROUP_SECONDS, GroupOptions
 from penstock.distributed.launch.processes import VERIFY
-from penstock.distributed.world import World, device_named, device_of, join
+from penstock.distributed.world import World, join, parse_device, resolve_device
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run, is_whole, shared
-from penstock.pipe.described import record
+from penstock.pipe.apply_plan import AppliedPlan
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.pipe.planned import Followed
+from penstock.pipe.run_info import record
 from penstock.pipe.session import Session
+from penstock.pipe.validation import check_not_parallelized, default_device, has_values, share_example, validate_inputs
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
@@ -43,11 +43,11 @@ from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
 from penstock.runtime.gradients.distribution import accumulate_in
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction
+from penstock.runtime.model.ownership import HeldElsewhereError, Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.model.taking_over import HeldElsewhereError, Materialize
-from penstock.runtime.step.one_at_a_time import one_at_a_time
+from penstock.runtime.step.reentrancy import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 from penstock.simulate import LinkCost
 from penstock.trace.runs.option import RunConfig
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
-@also(**OF_PIPELINE)
+@accept_aliases(**PIPELINE_ALIASES)
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -200,28 +200,28 @@ def pipeline(
         PartitionError: the model cannot be recorded or cut as asked.
         ScheduleError: the schedule is not legal, or could deadlock.
     """
-    given = {**locals()}  # the arguments by name: most are fields of Options
-    followed = Followed.of(plan, given)
-    given |= followed.arguments
-    check_counts(required=False, microbatches=given["microbatches"], stages_per_rank=given["stages_per_rank"])
+    arguments = {**locals()}  # the arguments by name: most are fields of Options
+    applied_plan = AppliedPlan.of(plan, arguments)
+    arguments |= applied_plan.arguments
+    check_counts(required=False, microbatches=arguments["microbatches"], stages_per_rank=arguments["stages_per_rank"])
     model = as_module(model)
-    check_plain(model)
-    example = checked_inputs(args, kwargs)
-    options = Options.of(given)
-    kind = (
-        device_named(devices).type if isinstance(devices, (str, torch.device)) else device_of_run(model, example).type
+    check_not_parallelized(model)
+    example = validate_inputs(args, kwargs)
+    options = Options.of(arguments)
+    device_type = (
+        parse_device(devices).type if isinstance(devices, (str, torch.device)) else default_device(model, example).type
     )
-    world = join(followed.ranks(ranks), mesh, kind, followed.members)
-    followed.check(world, model, kind)
-    order = order_of(given["schedule"], world.ranks, given["microbatches"], given["stages_per_rank"])
+    world = join(applied_plan.ranks(ranks), mesh, device_type, applied_plan.members)
+    applied_plan.check(world, model, device_type)
+    order = resolve_order(arguments["schedule"], world.ranks, arguments["microbatches"], arguments["stages_per_rank"])
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
-    asked = bool(os.environ.get(VERIFY)) if verify is None else verify
-    first_step = borrowed("verification").first_step(model, loss_fn, mesh) if asked else None
-    pipe = build(model, example, world, order, options, plan=followed.plan)
+    verify_first = bool(os.environ.get(VERIFY)) if verify is None else verify
+    first_step = load_provider("verification").first_step(model, loss_fn, mesh) if verify_first else None
+    pipe = build(model, example, world, order, options, plan=applied_plan.plan)
     pipe.session.first_step = first_step
-    followed.check_rows(pipe.session.rows)
-    for note in (*options.cutting.unsure, *options.loss_notes, *pipe.session.split.loss_notes):
+    applied_plan.check_rows(pipe.session.rows)
+    for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.split.loss_notes):
         warn(note)
     return pipe
 
@@ -243,14 +243,14 @@ def build(
         front_end: makes the stages; None: the model is recorded, according to `options`.
         plan: what the pipeline follows, which a recorded run is compared with.
     """
-    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
-    current = device_of_run(model, example)
+    cut = _cut(example, order, options.cutting) if has_values(example) or world.is_local else None
+    current = default_device(model, example)
     if world.data_parallel > 1 and not options.broadcast_loss:
         raise ArgumentError(
             "broadcast_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
             "broadcast_loss out (result.losses are the microbatches' own)"
         )
-    devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    devices = [resolve_device(options.devices, world, rank, current) for rank in range(world.ranks)]
     if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         warn(
@@ -258,27 +258,27 @@ def build(
             f"devices={str(kind)!r}, or devices='cpu' if that is meant"
         )
     seed = torch.initial_seed() if options.seed is None else options.seed
-    silent = options.heartbeat_timeout
-    patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
-    limit = GROUP_SECONDS if options.pg_timeout is None else options.pg_timeout
-    engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
+    timeout = options.heartbeat_timeout
+    timeouts = Timeouts() if timeout is None else Timeouts(stall_seconds=timeout, away_seconds=timeout)
+    pg_seconds = GROUP_SECONDS if options.pg_timeout is None else options.pg_timeout
+    engine = Engine(world, devices, seed, options.transport, timeouts, GroupOptions(pg_seconds, options.pg_options))
     if not world.is_local:
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
-        whole = shared(engine.control, example)
-        given = given or _cut(whole, order, options.cutting)
-        options.decide("cutting", options.cutting.cut_like(whole, sum(given.sizes)))
-        _check_alike(engine, given.sizes, options)
+        full_example = share_example(engine.control, example)
+        cut = cut or _cut(full_example, order, options.cutting)
+        options.decide("cutting", options.cutting.cut_like(full_example, sum(cut.sizes)))
+        _check_same_example(engine, cut.sizes, options)
 
-        split, given = _split(engine, model, whole, given, order, options, front_end)
+        split, cut = _split(engine, model, full_example, cut, order, options, front_end)
         if options.grad_dtype is not None:
             with engine.control.agreed():
                 accumulate_in(options.grad_dtype, split.all_parameters(), world.divided)
-        built = Pipeline(Session(engine, split, order, given, options))
+        pipe = Pipeline(Session(engine, split, order, cut, options))
         if options.recorded is not None:
-            record(built.session, options.recorded, plan)
+            record(pipe.session, options.recorded, plan)
         engine.control.watchdog.position = OUTSIDE
-        return built
+        return pipe
 
 
 def _cut(example: Example, order: Schedule, cutting: Cutting) -> batches.CutBatch:
@@ -289,14 +289,14 @@ def _cut(example: Example, order: Schedule, cutting: Cutting) -> batches.CutBatc
 def _split(
     engine: Engine,
     model: nn.Module | Sequence[nn.Module],
-    whole: Example,
+    full_example: Example,
     cut: batches.CutBatch,
     order: Schedule,
     options: Options,
     front_end: MakeFrontEnd | None,
 ) -> tuple[SplitModel, batches.CutBatch]:
-    """The model in stages, and the example as these take it. What an attempt shows is decided in `options`, on every
-    rank alike."""
+    """Split the model; return it with the example cut to fit. What an attempt reveals is decided in `options`, on all
+    ranks alike."""
     depth, streams = order.placement.depth, engine.streams
     while True:
         try:
@@ -309,7 +309,7 @@ def _split(
                         options.leaf_modules,
                         opens=options.split_inside,
                         balance=options.choice,
-                        room=options.room(order),
+                        room=options.stage_budget(order),
                         streams=streams,
                     )
                 else:
@@ -326,29 +326,29 @@ def _split(
             return split, cut
         except SingleRowError:
             options.cut_in_pairs()
-            cut, before = _cut(whole, order, options.cutting), cut
-            if cut.sizes == before.sizes:
+            cut, previous = _cut(full_example, order, options.cutting), cut
+            if cut.sizes == previous.sizes:
                 raise
         except HeldElsewhereError as error:
             if options.cuts is not None or error.cuts is None:
                 raise
             options.decide("cuts", error.cuts)
         except TooFewLayersError as error:
-            chunks, ranks = depth // order.ranks, counted(order.ranks, "rank")
+            chunks, ranks = depth // order.ranks, pluralize(order.ranks, "rank")
             layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
             raise PartitionError(f"{error} ({depth} stages: {layout})") from None
 
 
-def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:
-    mine = (sizes, options.grad_dtype, options.recorded and options.recorded.trace_every)
-    given = engine.control.gather(mine, "its example")
-    rows, dtypes = [sum(others) for others, *_ in given], [str(dtype) for _, dtype, _ in given]
+def _check_same_example(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:
+    local = (sizes, options.grad_dtype, options.recorded and options.recorded.trace_every)
+    gathered = engine.control.gather(local, "its example")
+    rows, dtypes = [sum(counts) for counts, *_ in gathered], [str(dtype) for _, dtype, _ in gathered]
     with engine.control.agreed():
         if len(set(dtypes)) > 1:
             raise ArgumentError(
                 f"grad_dtype= is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must pass the same"
             )
-        if len({recorded for *_, recorded in given}) > 1:
+        if len({recorded for *_, recorded in gathered}) > 1:
             raise ArgumentError(
                 "run_dir= is given on some processes only, or with another trace_every; pass the same on every process"
             )

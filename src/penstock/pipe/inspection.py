@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases, accept_old_names
 from penstock._base.errors import ArgumentError, PenstockError, check_counts
-from penstock._base.gradients import checked_dtype, gradient_bytes
-from penstock._base.second_names import OF_PIPELINE, also, formerly
+from penstock._base.formatting import pluralize
+from penstock._base.gradients import check_grad_dtype, gradient_bytes
+from penstock._base.pytree import leaf_tensors
 from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
-from penstock._base.trees import leaf_tensors
-from penstock._base.words import counted
 from penstock.distributed.world import World
 from penstock.partition import Balance, Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
-from penstock.pipe.described import modules_of
-from penstock.pipe.forecast import RankMemory, memory_of_ranks
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
+from penstock.pipe.predictions import RankMemory, predict_rank_memory
+from penstock.pipe.run_info import module_names
+from penstock.pipe.validation import validate_inputs
 from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
@@ -38,13 +38,13 @@ from penstock.runtime.batch.outline import Example
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction
-from penstock.runtime.model.taking_over import refuse_overlaps
+from penstock.runtime.model.ownership import check_no_overlaps
 from penstock.schedule import Schedule, schedule_spec
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 from penstock.simulate import LinkCost
 
 
-@formerly(
+@accept_old_names(
     begins="first_module",
     work_share="work_fraction",
     parameter_share="parameter_fraction",
@@ -165,7 +165,7 @@ class Inspection:
         return asdict(self)
 
 
-@also(**OF_PIPELINE)
+@accept_aliases(**PIPELINE_ALIASES)
 def inspect(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -215,30 +215,36 @@ def inspect(
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
         ScheduleError: the schedule is not legal.
     """
-    given = locals()  # the arguments by name: most are fields of Options
-    example = checked_inputs(args, kwargs)
+    arguments = locals()  # the arguments by name: most are fields of Options
+    example = validate_inputs(args, kwargs)
     order = _order(schedule, stages, stages_per_rank, microbatches, example, Cutting.of(batch_dims, split_fn, merge_fn))
-    asked = checked_dtype(grad_dtype)
+    dtype = check_grad_dtype(grad_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
     devices = ["meta"] * order.ranks if on_meta else None
     # Nothing accumulates here: `gradient_dtype` is only counted with.
     replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "grad_dtype": None}
-    options = Options.of({**given, **replaced})
+    options = Options.of({**arguments, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
-        untried = pipe.session.rehearse(Batch(*example, target), loss=loss_fn is not ...)
+        loss_note = pipe.session.dry_run(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = replace(recorded, stages=recorded.stages[: order.placement.depth])  # one copy of the model
-        notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
-        kept = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
-        found = _described(model, pipe, partition, pipe.schedule.microbatches, asked, kept)
+        notes = [note for note in (loss_note, _process_note(partition, order)) if note is not None]
+        footprints = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
+        inspection = _build_inspection(model, pipe, partition, pipe.schedule.microbatches, dtype, footprints)
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
             targets = sum(tensor.nbytes for tensor in leaf_tensors(target))
-            ranks = memory_of_ranks(
-                partition, kept, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
+            ranks = predict_rank_memory(
+                partition,
+                footprints,
+                order,
+                dtype,
+                targets,
+                with_loss=loss_fn is not ...,
+                recomputes=recompute == "always",
             )
-        return replace(found, notes=(*found.notes, *notes), memory=ranks)
+        return replace(inspection, notes=(*inspection.notes, *notes), memory=ranks)
 
 
 def _order(
@@ -257,88 +263,88 @@ def _order(
                 f"stages={stages}, but schedule {schedule.name!r} has {schedule.placement.depth}; "
                 f"pass stages={schedule.placement.depth}"
             )
-        return order_of(schedule, schedule.ranks, microbatches, chunks)
-    each = schedule_spec(schedule).chunks if chunks is None else chunks
-    ranks, left = divmod(stages, max(each, 1))
-    if left:
+        return resolve_order(schedule, schedule.ranks, microbatches, chunks)
+    per_rank = schedule_spec(schedule).chunks if chunks is None else chunks
+    ranks, remainder = divmod(stages, max(per_rank, 1))
+    if remainder:
         raise ArgumentError(
-            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or "
+            f"stages={stages}: schedule {schedule!r} puts {per_rank} on each rank; pass a multiple of {per_rank}, or "
             "another stages_per_rank="
         )
-    return order_of(schedule, ranks, microbatches or cutting.usual(example), chunks)
+    return resolve_order(schedule, ranks, microbatches or cutting.default_count(example), chunks)
 
 
-def _refused_in_processes(partition: Partition, order: Schedule) -> str | None:
+def _process_note(partition: Partition, order: Schedule) -> str | None:
     """Return what one process can do, but one process per rank cannot."""
     try:
-        refuse_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
+        check_no_overlaps(partition.stages, lambda stage: order.placement.rank_of[stage])
     except PenstockError as error:
         return f"with a process for each rank this is refused: {error}"
     return None
 
 
-def _described(
+def _build_inspection(
     model: nn.Module | Sequence[nn.Module],
     pipe: Pipeline,
     partition: Partition,
     microbatches: int,
-    asked: torch.dtype | None,
-    kept: Sequence[Footprint | None],
+    dtype: torch.dtype | None,
+    footprints: Sequence[Footprint | None],
 ) -> Inspection:
-    every = list(pipe.model.parameters())
-    parameters = sum(p.numel() for p in every)
+    model_parameters = list(pipe.model.parameters())
+    parameters = sum(p.numel() for p in model_parameters)
     return Inspection(
-        model=type(model).__name__ if isinstance(model, nn.Module) else counted(len(model), "layer"),
+        model=type(model).__name__ if isinstance(model, nn.Module) else pluralize(len(model), "layer"),
         parameters=parameters,
-        parameter_bytes=sum(p.numel() * p.element_size() for p in every),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model_parameters),
         microbatches=microbatches,
-        stages=tuple(_stage(partition, index, parameters, asked, own) for index, own in enumerate(kept)),
-        crossings=_crossings(partition),
-        ties=_ties(partition),
+        stages=tuple(_stage_info(partition, index, parameters, dtype, f) for index, f in enumerate(footprints)),
+        crossings=_stage_transfers(partition),
+        ties=_tied_parameters(partition),
         branches=tuple(f"{g.source_line} reads {g.expected!r}" for g in partition.guards if g.expected is not None),
         notes=tuple(note for note in pipe.notes if not isinstance(note, Unverified)),
     )
 
 
-def _stage(
-    partition: Partition, index: int, parameters: int, asked: torch.dtype | None, kept: Footprint | None
+def _stage_info(
+    partition: Partition, index: int, parameters: int, dtype: torch.dtype | None, footprint: Footprint | None
 ) -> StageInfo:
     stage = partition.stages[index]
-    own = list(stage.parameters.values())
-    earlier = {name for before in partition.stages[:index] for name in before.parameters}
-    first = sum(p.numel() for name, p in stage.parameters.items() if name not in earlier)
-    inside = {id(module) for module in stage.module.modules()}
+    stage_parameters = list(stage.parameters.values())
+    earlier = {name for lower in partition.stages[:index] for name in lower.parameters}
+    new_parameters = sum(p.numel() for name, p in stage.parameters.items() if name not in earlier)
+    module_ids = {id(module) for module in stage.module.modules()}
     return StageInfo(
         index=index,
         first_module=partition.cuts[index - 1] if index else "",
         work_fraction=partition.work[index] / (sum(partition.work) or 1),
-        parameters=sum(p.numel() for p in own),
-        parameter_fraction=first / (parameters or 1),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in own),
-        trainable_parameters=sum(p.numel() for p in own if p.requires_grad),
-        gradient_bytes=gradient_bytes([p for p in own if p.requires_grad], asked),
+        parameters=sum(p.numel() for p in stage_parameters),
+        parameter_fraction=new_parameters / (parameters or 1),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in stage_parameters),
+        trainable_parameters=sum(p.numel() for p in stage_parameters if p.requires_grad),
+        gradient_bytes=gradient_bytes([p for p in stage_parameters if p.requires_grad], dtype),
         buffers=stage.meta.buffers,
         mutated_buffers=stage.meta.updated,
-        random_modules=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
+        random_modules=tuple(name for name, module in partition.drawing_modules.items() if id(module) in module_ids),
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
-        modules=modules_of(stage),
-        activation_bytes=None if kept is None else kept.kept,
+        modules=module_names(stage),
+        activation_bytes=None if footprint is None else footprint.kept,
         seconds=partition.costs[index].forward_seconds + partition.costs[index].backward_seconds
         if partition.costs
         else None,
     )
 
 
-def _crossings(partition: Partition) -> tuple[StageTransfer, ...]:
+def _stage_transfers(partition: Partition) -> tuple[StageTransfer, ...]:
     metas = [stage.meta for stage in partition.stages]
     routes = gradient_routes(metas)
-    found = []
+    transfers = []
     for stage in metas:
         for value in stage.inputs:
             if value.source == MODEL_INPUT:
                 continue
             origin = partition.origins[value.name]
-            found.append(
+            transfers.append(
                 StageTransfer(
                     source=value.source,
                     target=stage.index,
@@ -351,10 +357,10 @@ def _crossings(partition: Partition) -> tuple[StageTransfer, ...]:
                     requires_grad=(value.source, value.name) in routes,
                 )
             )
-    return tuple(sorted(found, key=lambda crossing: (crossing.source, crossing.target)))
+    return tuple(sorted(transfers, key=lambda crossing: (crossing.source, crossing.target)))
 
 
-def _ties(partition: Partition) -> tuple[TiedParameter, ...]:
+def _tied_parameters(partition: Partition) -> tuple[TiedParameter, ...]:
     shared = ties([stage.meta for stage in partition.stages])
     return tuple(
         TiedParameter(name, holders, partition.stages[holders[0]].parameters[name].numel())

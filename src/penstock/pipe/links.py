@@ -15,18 +15,18 @@ import torch
 
 from penstock._base.stages import Link
 from penstock.costs import MeasuredLink
-from penstock.partition.measure.clock import settle
+from penstock.partition.measure.clock import synchronize
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.transport_choice import TransportChoice, transport_of
+from penstock.runtime.execute.transport_choice import TransportChoice, make_transport
 from penstock.runtime.transport.protocol import Transport
 
-UNCOUNTED, COUNTED = 3, 12
-"""The trips of each size. The first one agrees on layouts."""
+WARM_UP_TRIPS, TIMED_TRIPS = 3, 12
+"""The number of trips of each size. In the first one, ranks agree on layouts."""
 
 SMALL_BYTES = 8
 
-LONGER = 1.1
-"""A message whose trip does not take so many times as long as a small one's says nothing of bandwidth."""
+MIN_TRIP_RATIO = 1.1
+"""Bandwidth is measured only if a message's trip takes at least this many times as long as a small one's."""
 
 _LINK, _BACK = Link(0, 1, ((0, "probe"),)), Link(1, 0, ((0, "probe"),))
 
@@ -46,23 +46,23 @@ def measure_links(
     world, groups = control.world, control.groups
     assert world.rank is not None
     assert groups is not None
-    carrier = transport_of(transport, world.rank, device, control, groups)
+    carrier = make_transport(transport, world.rank, device, control, groups)
     pairs = [(rank, (rank + 1) % world.ranks) for rank in range(world.ranks if world.ranks > 2 else 1)]
-    ways = [way for pair in pairs for way in (pair, pair[::-1])]
+    directions = [direction for pair in pairs for direction in (pair, pair[::-1])]
     if groups.paired:
-        groups.pair(ways)
-    for way in ways:
-        if world.rank in way:
-            carrier.connect(*way)
-    found: list[MeasuredLink] = []
-    for number, (source, target) in enumerate(ways):
-        mine = None
+        groups.pair(directions)
+    for direction in directions:
+        if world.rank in direction:
+            carrier.connect(*direction)
+    measured: list[MeasuredLink] = []
+    for number, (source, target) in enumerate(directions):
+        local_link = None
         if world.rank in (source, target):
             with control.working("the measuring of links"):
-                mine = _measure(carrier, source, target, device, 3 * number, message_bytes)
-        found += [link for link in control.gather(mine, "its links") if link is not None]
+                local_link = _measure(carrier, source, target, device, 3 * number, message_bytes)
+        measured += [link for link in control.gather(local_link, "its links") if link is not None]
     carrier.close()
-    return tuple(found)
+    return tuple(measured)
 
 
 def _measure(
@@ -71,30 +71,30 @@ def _measure(
     """Measure one direction of a link; return the result on the sending rank. `program`: the first of three numbers of
     its own."""
     sends = transport.rank == source
-    back = transport.channel(program, _BACK, target, source, backward=True)
+    reply_channel = transport.channel(program, _BACK, target, source, backward=True)
 
     def trip_seconds(number: int, size: int) -> float:
         """Return the seconds of the shortest trip: a message of this many bytes, and a small one back."""
-        there = transport.channel(number, _LINK, source, target, backward=False)
-        message, answer = (torch.zeros(each, dtype=torch.uint8, device=device) for each in (size, SMALL_BYTES))
+        channel = transport.channel(number, _LINK, source, target, backward=False)
+        message, answer = (torch.zeros(length, dtype=torch.uint8, device=device) for length in (size, SMALL_BYTES))
         seconds = []
-        for _ in range(UNCOUNTED + COUNTED):
-            begun = time.perf_counter()
-            (back if sends else there).post(0)
+        for _ in range(WARM_UP_TRIPS + TIMED_TRIPS):
+            started = time.perf_counter()
+            (reply_channel if sends else channel).post(0)
             if sends:
-                there.send(0, [message])
-            (back if sends else there).receive(0)
-            settle(device)
+                channel.send(0, [message])
+            (reply_channel if sends else channel).receive(0)
+            synchronize(device)
             if not sends:
-                back.send(0, [answer])
-            seconds.append(time.perf_counter() - begun)
+                reply_channel.send(0, [answer])
+            seconds.append(time.perf_counter() - started)
             transport.end_step()
         transport.release(number)
-        return min(seconds[UNCOUNTED:])
+        return min(seconds[WARM_UP_TRIPS:])
 
     small, large = trip_seconds(program + 1, SMALL_BYTES), trip_seconds(program + 2, message_bytes)
     transport.release(program)
     if not sends:
         return None
-    rate = (message_bytes - SMALL_BYTES) / (large - small) if large > LONGER * small else None
+    rate = (message_bytes - SMALL_BYTES) / (large - small) if large > MIN_TRIP_RATIO * small else None
     return MeasuredLink(source, target, small / 2, rate, message_bytes)

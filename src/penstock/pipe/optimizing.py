@@ -15,28 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, check_flags
-from penstock.runtime.gradients.distribution import local, on_host, whole
+from penstock.runtime.gradients.distribution import gather_full, local, on_host
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """The optimizer's options for a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""
 
 
 def parameter_groups(
-    every: Iterable[tuple[str, nn.Parameter]], held: Iterable[tuple[str, nn.Parameter]], options_of: OptionsOf
+    all_parameters: Iterable[tuple[str, nn.Parameter]],
+    local_parameters: Iterable[tuple[str, nn.Parameter]],
+    options_of: OptionsOf,
 ) -> list[dict[str, Any]]:
     """Return one group for each kind of options, in the order in which the unsplit model's parameters first have them.
 
     Args:
-        every: parameters of the unsplit model; those of other ranks have only their shapes, not their values.
-        held: this process's parameters, by the same names.
+        all_parameters: those of the unsplit model; those of other ranks have only their shapes, not their values.
+        local_parameters: this process's, by the same names.
 
     Raises:
         ArgumentError: the options are not a dict, or hold parameters.
     """
-    here = dict(held)
+    local_by_name = dict(local_parameters)
     groups: list[dict[str, Any]] = []
-    kinds: list[dict[str, Any]] = []
-    for name, parameter in every:
+    distinct_options: list[dict[str, Any]] = []
+    for name, parameter in all_parameters:
         options = options_of(name, parameter) if parameter.requires_grad else None
         if options is None:
             continue
@@ -45,16 +47,16 @@ def parameter_groups(
                 f"the options of parameter {name!r} are {options!r}; expected a dict of the optimizer's options, "
                 "without 'params', such as {'weight_decay': 0.0}, or None to leave the parameter out"
             )
-        if dict(options) not in kinds:
-            kinds.append(dict(options))
+        if dict(options) not in distinct_options:
+            distinct_options.append(dict(options))
             groups.append({"params": [], **options})
-        if name in here:
-            groups[kinds.index(dict(options))]["params"].append(here[name])
+        if name in local_by_name:
+            groups[distinct_options.index(dict(options))]["params"].append(local_by_name[name])
     return groups
 
 
 def clip(
-    held: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor],
     order: Sequence[str],
     gather: Callable[[dict[str, Tensor]], list[Any]],
     max_norm: float,
@@ -64,15 +66,15 @@ def clip(
     """Scale this process's gradients; return the norm of all. Every rank calls it.
 
     Args:
-        held: the gradients, by their parameters' names.
+        grads: the gradients, by their parameters' names.
         order: the names of all parameters, in the order in which norms are added.
         gather: gives each process's object to all.
         max_norm, norm_type, error_if_nonfinite: see `Pipeline.clip_grad_norm_`.
     """
     check_flags(error_if_nonfinite=error_if_nonfinite)
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
-    mine = on_host([whole(torch.linalg.vector_norm(grad, norm_type)) for grad in held.values()])
-    norms = {name: norm for part in gather(dict(zip(held, mine, strict=True))) for name, norm in part.items()}
+    local_norms = on_host([gather_full(torch.linalg.vector_norm(grad, norm_type)) for grad in grads.values()])
+    norms = {name: norm for part in gather(dict(zip(grads, local_norms, strict=True))) for name, norm in part.items()}
     ordered = [norms[name] for name in order if name in norms]
     total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
@@ -82,7 +84,7 @@ def clip(
             "penstock.pipeline to find where it begins"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in held.values():
+    for grad in grads.values():
         local(grad).mul_(factor)  # a scalar on the CPU goes along with the call; a copy would wait for the device
     return total
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, check_counts, check_flags, is_integer, is_number
-from penstock._base.gradients import checked_dtype
+from penstock._base.gradients import check_grad_dtype
 from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
-from penstock.runtime.features.compiled import Compile, arguments_of
+from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature
-from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, refuse_class
-from penstock.runtime.loss.functions import Loss, advice, checked_loss
+from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, check_not_class
+from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice
 from penstock.runtime.loss.loss import Reduction
-from penstock.runtime.model.taking_over import Materialize
+from penstock.runtime.model.ownership import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
 from penstock.trace.runs.option import RunConfig
@@ -37,9 +37,9 @@ class Options:
 
     Attributes:
         loss: `loss_fn` as a function of output and target.
-        choice: what `balance` says.
-        cutting: what batch_dims, split and merge say.
-        recorded: what `run_dir` says.
+        choice: the parsed `balance`.
+        cutting: how batches are cut and merged, by batch_dims, split_fn and merge_fn.
+        recorded: the parsed `run_dir`.
 
     Raises:
         ArgumentError: one of them is invalid, or two of them exclude each other.
@@ -84,40 +84,40 @@ class Options:
         object.__setattr__(self, "loss", checked_loss(self.loss_fn))
         object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split_fn, self.merge_fn))
         object.__setattr__(self, "recorded", RunConfig.of(self.run_dir))
-        self._check_kinds()
-        self._check_together()
+        self._check_types()
+        self._check_combinations()
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Take those among `arguments`, by name, that are options; the others have their defaults."""
-        return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.init and each.name in arguments})
+        """Build options from those `arguments` that are options, by name; the others have their defaults."""
+        return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.init and f.name in arguments})
 
     def decide(self, name: str, value: Any) -> None:
         """Replace an option by what an example has shown that it has to be."""
         object.__setattr__(self, name, value)
 
     def cut_in_pairs(self) -> None:
-        """Has batches cut into fewer microbatches, if need be, so that none has a single row."""
+        """Cut batches into fewer microbatches, if need be, so that none has a single row."""
         self.decide("cutting", replace(self.cutting, inputs=replace(self.cutting.inputs, min_rows=2)))
 
     @property
     def loss_notes(self) -> tuple[str, ...]:
-        """What `reduction` should be, if it does not fit a loss of torch's."""
-        note = advice(self.loss, self.reduction)
+        """Advice on `reduction`, if it does not fit a loss of torch's."""
+        note = reduction_advice(self.loss, self.reduction)
         return () if note is None else (note,)
 
-    def room(self, order: Schedule) -> StageBudget:
+    def stage_budget(self, order: Schedule) -> StageBudget:
         """Return the budget of each rank for its stages under this schedule, memory only if that matters for the
         cuts."""
         if self.memory_limit is None and not self.choice.memory:
             return StageBudget(link=self.link_cost)
         limit = math.inf if self.memory_limit is None else self.memory_limit
-        most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
-        through = len(order.placement.microbatches_of(0, order.microbatches))
-        return StageBudget(limit, tuple(in_flight_by_stage(order)), most, self.link_cost, through)
+        max_stages = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
+        microbatches = len(order.placement.microbatches_of(0, order.microbatches))
+        return StageBudget(limit, tuple(in_flight_by_stage(order)), max_stages, self.link_cost, microbatches)
 
-    def _check_kinds(self) -> None:
-        checked_dtype(self.grad_dtype)
+    def _check_types(self) -> None:
+        check_grad_dtype(self.grad_dtype)
         if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
         for name, value in {
@@ -156,7 +156,7 @@ class Options:
                 "penstock.simulate.LinkCost(latency_seconds, bytes_per_second), or None"
             )
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         if self.memory_limit is not None and self.cuts is not None:
             raise ArgumentError(
                 f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; pass "
@@ -164,11 +164,11 @@ class Options:
             )
         by_time = self.cuts is None and (self.choice.measures or self.choice.profile is not None)
         if self.link_cost is not None and not by_time:
-            instead = f"balance={self.balance!r} asks for others" if self.cuts is None else "cuts= says where they are"
+            reason = f"balance={self.balance!r} asks for others" if self.cuts is None else "cuts= says where they are"
             raise ArgumentError(
-                f"link_cost={self.link_cost}: it is for cuts by time, but {instead}; leave one of them out"
+                f"link_cost={self.link_cost}: it is for cuts by time, but {reason}; leave one of them out"
             )
-        arguments_of(self.compile)
+        compile_arguments(self.compile)
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
@@ -176,10 +176,10 @@ class Options:
             )
 
 
-def _check_features(given: Any) -> None:
-    if not isinstance(given, Sequence) or not all(map(callable, given)):
+def _check_features(features: Any) -> None:
+    if not isinstance(features, Sequence) or not all(map(callable, features)):
         raise ArgumentError(
-            f"features={given}: expected a list of functions that make a feature for a stage, such as [Counts.of]"
+            f"features={features}: expected a list of functions that make a feature for a stage, such as [Counts.of]"
         )
-    for each in given:
-        refuse_class("features", each)
+    for feature in features:
+        check_not_class("features", feature)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from penstock._base.aliases import accept_old_names, suggest_argument
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import formerly, nearest
+from penstock._base.formatting import pluralize
 from penstock._base.stages import StageMeta
-from penstock._base.words import counted
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
-from penstock.pipe.verified import Unverified, passed
+from penstock.pipe.verified import Unverified, verified_fingerprints
 from penstock.runtime.batch.cutting import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
@@ -30,11 +30,11 @@ from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
-from penstock.runtime.step.results import Wanted
+from penstock.runtime.step.results import OutputsOption
 from penstock.schedule import check, summary
 
 
-@formerly(
+@accept_old_names(
     is_first="is_main_process",
     gather="all_gather_object",
     split_share="deferred_weight_grad_fraction",
@@ -62,7 +62,7 @@ class Pipeline:
         self,
         *args: Any,
         target: Any = None,
-        outputs: Wanted = False,
+        outputs: OutputsOption = False,
         timeline: bool = False,
         loss_scale: float = 1.0,
         **kwargs: Any,
@@ -89,9 +89,9 @@ class Pipeline:
             RankFailedError: another rank failed.
             VerificationError: with `verify=True`, in the first step: a value is not the unsplit model's.
         """
-        self.session.refuse_closed()
+        self.session.check_open()
         check_grad_enabled("pipe.step")
-        _refuse_misspelt(self, kwargs)
+        _check_misspelled(self, kwargs)
         scale = checked_scale(loss_scale)
         if (verify := self.session.first_step) is not None:
             if not self.verified:
@@ -114,7 +114,7 @@ class Pipeline:
         return result if timeline or not timed else replace(result, timeline=None)
 
     def evaluate(
-        self, *args: Any, target: Any = None, outputs: Wanted = False, timeline: bool = False, **kwargs: Any
+        self, *args: Any, target: Any = None, outputs: OutputsOption = False, timeline: bool = False, **kwargs: Any
     ) -> StepResult:
         """Forward of one batch with the model, and a loss that is a module, in evaluation mode. Touches no gradient and
         no buffer, and restores the mode.
@@ -124,12 +124,12 @@ class Pipeline:
         return self._evaluate(Batch(args, kwargs, target), outputs=outputs, timeline=timeline)
 
     def _evaluate(self, batch: Batch, **options: Any) -> StepResult:
-        self.session.refuse_closed()
-        _refuse_misspelt(self, batch.kwargs, predicts=not options.get("evaluates", True))
+        self.session.check_open()
+        _check_misspelled(self, batch.kwargs, predicts=not options.get("evaluates", True))
         with evaluating(self.session.split, self.session.options.loss):
             return self.session.run_batch(self.step_count, batch, training=False, **options)
 
-    def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, outputs: OutputsOption = True, **kwargs: Any) -> Any:
         """Return the model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
         microbatches' outputs, joined along their first dimension, as `batch_dims` says, or by `merge_fn`.
 
@@ -172,14 +172,14 @@ class Pipeline:
         own. Without replicas it changes nothing.
         """
         replicas = self.session.engine.replicas
-        before = replicas is None or replicas.active
+        was_active = replicas is None or replicas.active
         if replicas is not None:
             replicas.active = False
         try:
             yield
         finally:
             if replicas is not None:
-                replicas.active = before
+                replicas.active = was_active
 
     @property
     def needs_inputs(self) -> bool:
@@ -222,7 +222,7 @@ class Pipeline:
     def verified(self) -> bool:
         """Whether this model, schedule and options have passed `penstock.verify`: in this process, or in the run that
         `run_dir=` continues."""
-        return self.session.fingerprint() in passed
+        return self.session.fingerprint() in verified_fingerprints
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -231,14 +231,14 @@ class Pipeline:
         inexact = [violation for violation in check(self.schedule) if not violation.fatal]
         order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
-        draws = bool(partition.drawing_modules) or self.session.draws_in_glue
+        draws = bool(partition.drawing_modules) or self.session.draws_outside_modules
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
-        unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
+        compiling = compiled.compile_notes(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
+        unsplit = compiled.empty_w_notes([stage for stage, split in self._splits().items() if split.has_empty_w])
         deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
-        again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
+        recomputed = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
-        moved = offload.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
+        offloaded = offload.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *(() if self.verified else (Unverified(self.session.fingerprint()),)),
@@ -250,8 +250,8 @@ class Pipeline:
             *compiling,
             *unsplit,
             *deferred,
-            *again,
-            *moved,
+            *recomputed,
+            *offloaded,
             *adding,
             *self.session.engine.notes,
         )
@@ -277,8 +277,8 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
-        held = [parameter for _, parameter in self.named_parameters()]
-        return iter(held or [nn.Parameter(torch.empty(0, device=self.device))])
+        local_parameters = [parameter for _, parameter in self.named_parameters()]
+        return iter(local_parameters or [nn.Parameter(torch.empty(0, device=self.device))])
 
     def parameter_groups(self, options_of: OptionsOf) -> list[dict[str, Any]]:
         """Return the groups for an optimizer: the same number, in the same order, on every rank; some may be empty on
@@ -314,10 +314,10 @@ class Pipeline:
         """
         if not (foreach is None or isinstance(foreach, bool)):
             raise ArgumentError(f"foreach={foreach!r}: expected True, False or None")
-        self.session.refuse_unaveraged("clip_grad_norm_")
-        held = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        self.session.require_synced_gradients("clip_grad_norm_")
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         order = [name for name, _ in self.session.split.all_parameters()]
-        return clip(held, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
+        return clip(gradients, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of this process's stages, by their names in the unsplit model."""
@@ -330,8 +330,8 @@ class Pipeline:
         `penstock.checkpoint` for all ranks'.
         """
         unused = self.session.split.held_unused()
-        held: dict[str, Tensor] = dict((*self.named_parameters(), *self.named_buffers(), *unused))
-        return {name: held[name].detach() for name in self.session.split.all_names() if name in held}
+        tensors: dict[str, Tensor] = dict((*self.named_parameters(), *self.named_buffers(), *unused))
+        return {name: tensors[name].detach() for name in self.session.split.all_names() if name in tensors}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into what this process holds. `state` may be that of the whole unsplit model alone.
@@ -341,9 +341,9 @@ class Pipeline:
                 or something in `state` does not belong to the model.
         """
         names, state = self.session.split.names(), {public_name(self.model, name): state[name] for name in state}
-        own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
-        known = {*map(unwrapped, self.model.state_dict()), *self.session.split.all_names()}
-        load_into(own, state, known, strict=strict)
+        local = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
+        known_names = {*map(unwrapped, self.model.state_dict()), *self.session.split.all_names()}
+        load_into(local, state, known_names, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode on every module, as `nn.Module.train` does."""
@@ -382,10 +382,10 @@ class Pipeline:
     def __repr__(self) -> str:
         """Return each stage's rank and first module; ask no other rank."""
         order, placement = self.schedule, self.schedule.placement
-        sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
-        by = ", verified" if self.verified else ", unverified"
-        by += "" if self.session.control.staging is None else ", staged transport"
-        lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{by}"]
+        sizes = f"{pluralize(order.ranks, 'rank')}, {pluralize(order.microbatches, 'microbatch')}"
+        status = ", verified" if self.verified else ", unverified"
+        status += "" if self.session.control.staging is None else ", staged transport"
+        lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{status}"]
         for stage, module in enumerate(("", *self.cuts)):
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
             lines.append(f"  stage {stage} on {ranks}: from {module or 'the start'}")
@@ -404,10 +404,12 @@ class Pipeline:
 
         def __getattr__(self, name: str) -> Any:
             """Lead from what other libraries offer to what takes its place."""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{nearest(name, ())}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{suggest_argument(name, ())}"
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__!r} object is not callable{nearest('__call__', ())}")
+        raise TypeError(f"{type(self).__name__!r} object is not callable{suggest_argument('__call__', ())}")
 
     def __enter__(self) -> Self:
         return self
@@ -417,21 +419,21 @@ class Pipeline:
     ) -> None:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
         failure, control = None if ends_well else error, self.session.control
-        if failure is not None and not control.failed:  # tells the other ranks why nothing will answer them
+        if failure is not None and not control.failed:  # so that the other ranks learn the cause
             control.fail(failure)
         if failure is None or self.world.is_local:
             self.close()
 
 
-def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any], *, predicts: bool = False) -> None:
+def _check_misspelled(pipe: Pipeline, kwargs: Mapping[str, Any], *, predicts: bool = False) -> None:
     """Raise TypeError for an argument that the model does not take, if it resembles one of the step's own."""
     if not kwargs or pipe.session.options.split_fn is not None:
         return
-    takes = inspect.signature(pipe.model.forward).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+    accepted = inspect.signature(pipe.model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return
-    for name in kwargs.keys() - takes.keys():
-        hint = nearest(name, ("target", "outputs", "timeline", "loss_scale"))
+    for name in kwargs.keys() - accepted.keys():
+        hint = suggest_argument(name, ("target", "outputs", "timeline", "loss_scale"))
         if predicts and "target=" in hint:
             raise TypeError(
                 f"the model takes no argument {name}=, and predict() needs the model's inputs only; omit it"

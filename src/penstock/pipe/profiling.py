@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError, check_counts, check_seconds, is_integer
-from penstock._base.second_names import also
-from penstock._base.trees import Flat, map_tensors, unflatten
+from penstock._base.pytree import Flat, map_tensors, unflatten
 from penstock.costs import OPTIMIZER_VALUES, ModelFingerprint, Profile, estimate, fit_efficiency, read_profile
 from penstock.costs.hardware import DeviceSpec, Efficiency
-from penstock.costs.hardware import device as known
-from penstock.distributed.world import World, device_of, join
+from penstock.costs.hardware import device as device_by_name
+from penstock.distributed.world import World, join, resolve_device
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
-from penstock.partition.measure.clock import undisturbed
-from penstock.partition.measure.units import identity
+from penstock.partition.measure.clock import measure_undisturbed
+from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
+from penstock.pipe.validation import validate_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.batch.outline import Example
@@ -38,26 +38,26 @@ from penstock.runtime.execute.control import Control
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
 
-USUAL_MESSAGE_BYTES = 2**20
-"""Of messages by which links are measured, for a model that cannot be cut."""
+DEFAULT_MESSAGE_BYTES = 2**20
+"""The size of messages by which links are measured, for a model that cannot be cut."""
 
 STAGES = 4
-FEW, MANY = 2, 10
-"""Microbatches. A longer step has so many more actions, and nothing else more."""
+FEW_MICROBATCHES, MANY_MICROBATCHES = 2, 10
+"""Numbers of microbatches: a longer step differs only in its number of actions."""
 
 STEPS = 10
 
 ON_CPU: Mapping[str, Any] = {"device": "cpu", "dtype": torch.float32}
-"""Whatever the defaults are."""
+"""For tensors on the CPU, whatever the defaults are."""
 
 FEWER_VALUES, MORE_VALUES = 2**21, 2**22
-"""Of a parameter that AdamW updates on a CPU. A longer step has so many more values, and nothing else more."""
+"""Sizes of a parameter that AdamW updates on a CPU: a longer step differs only in its number of values."""
 
 ACCELERATOR_FACTOR = 8
-"""So many times these on an accelerator: 64 and 128 MB of parameters, more than its caches hold."""
+"""The sizes are multiplied by this on an accelerator: 64 and 128 MB of parameters, more than its caches hold."""
 
 
-@also(leaves="leaf_modules", opens="split_inside", split="split_fn")
+@accept_aliases(leaves="leaf_modules", opens="split_inside", split="split_fn")
 def profile(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -102,56 +102,56 @@ def profile(
             such a size, or the model cannot be run (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
-    check_seconds(budget_seconds=budget_seconds, most=math.inf)
+    check_seconds(budget_seconds=budget_seconds, limit=math.inf)
     check_counts(required=False, microbatches=microbatches)
-    example, cutting, kind = checked_inputs(args, kwargs), Cutting.of(batch_dims, split_fn), specified(device)
-    if kind is None and calibrate:
+    example, cutting, spec = (validate_inputs(args, kwargs), Cutting.of(batch_dims, split_fn), find_device_spec(device))
+    if spec is None and calibrate:
         raise ArgumentError(
             f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"
         )
-    if kind is not None and links:
+    if spec is not None and links:
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
-    there = None if device is None or isinstance(device, DeviceSpec) or kind is not None else torch.device(device)
+    run_on = None if device is None or isinstance(device, DeviceSpec) or spec is not None else torch.device(device)
     per_row = sum(tensor.nbytes for tensor in tensors_in(target)) / _pieces(cutting, example, 1, None)[0][1]
     try:
-        torch.empty(0, device=there)
+        torch.empty(0, device=run_on)
     except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0].partition(". ")[0]
-        raise ArgumentError(f"device={device!r}: torch cannot compute there: {why}; pass one that is here") from None
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ArgumentError(f"device={device!r}: torch cannot compute there: {reason}; pass one that is here") from None
     partitioner = Partitioner(model, 1, leaves=leaf_modules, opens=split_inside, streams=NoStreams())
     splits = partial(SplitBackward, in_order=True)
 
-    def of(piece: Flat, rows: int, budget: float | None) -> Profile:
-        given, named = unflatten(piece.leaves, piece.structure)
-        if there is not None:
-            given, named = map_tensors(lambda tensor: tensor.to(there), (given, named))
-        found = partitioner.profile(given, named, budget, splits)
-        *before, last = found.units
-        return replace(found, rows=rows, units=(*before, replace(last, target_bytes=rows * per_row)))
+    def profile_size(piece: Flat, rows: int, budget: float | None) -> Profile:
+        positional, keyword = unflatten(piece.leaves, piece.structure)
+        if run_on is not None:
+            positional, keyword = map_tensors(lambda tensor: tensor.to(run_on), (positional, keyword))
+        result = partitioner.profile(positional, keyword, budget, splits)
+        *leading, last = result.units
+        return replace(result, rows=rows, units=(*leading, replace(last, target_bytes=rows * per_row)))
 
-    def every(budget: float | None) -> Profile:
+    def profile_all(budget: float | None) -> Profile:
         try:
             with torch.enable_grad():
-                *others, largest = [of(*piece, budget) for piece in pieces]
+                *smaller, largest = [profile_size(*piece, budget) for piece in pieces]
         except UnmeasurableError as error:
             raise ArgumentError(f"the model cannot be profiled: {error}") from error
-        return largest.with_others(others)
+        return largest.with_others(smaller)
 
-    def measured() -> Profile:
-        found = every(budget_seconds)
-        found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
+    def measure() -> Profile:
+        result = profile_all(budget_seconds)
+        result = replace(result, optimizer_byte_seconds=optimizer_byte_seconds(run_on or torch.device(result.device)))
         # other devices compute while the runtime goes on
-        return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
+        return replace(result, action_seconds=action_seconds()) if result.device == "cpu" else result
 
-    if kind is not None:
-        return estimate(every(None), kind, _efficiency(calibrate, kind))
-    where = there or input_device(example, model)
+    if spec is not None:
+        return estimate(profile_all(None), spec, _efficiency(calibrate, spec))
+    measured_on = run_on or input_device(example, model)
     # ranks that measure their links do so all at once, so none decides by itself to do it again
-    return _with_links(measured, where) if links else undisturbed(measured, where)
+    return _with_links(measure, measured_on) if links else measure_undisturbed(measure, measured_on)
 
 
-def specified(device: torch.device | DeviceSpec | str | None) -> DeviceSpec | None:
+def find_device_spec(device: torch.device | DeviceSpec | str | None) -> DeviceSpec | None:
     """Return the device to estimate for; None if it is one of torch's, on which to run.
 
     Raises:
@@ -163,14 +163,14 @@ def specified(device: torch.device | DeviceSpec | str | None) -> DeviceSpec | No
         with suppress(RuntimeError):  # it is none of torch's
             torch.device(device)
             return None
-    return known(device)
+    return device_by_name(device)
 
 
-def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, device: DeviceSpec) -> Efficiency:
-    if isinstance(given, Efficiency):
-        return given
-    each = [given] if isinstance(given, (Profile, str, os.PathLike)) else given
-    return fit_efficiency([one if isinstance(one, Profile) else read_profile(one) for one in each], device)
+def _efficiency(source: Sequence[Profile | str | os.PathLike[str]] | Efficiency, device: DeviceSpec) -> Efficiency:
+    if isinstance(source, Efficiency):
+        return source
+    profiles = [source] if isinstance(source, (Profile, str, os.PathLike)) else source
+    return fit_efficiency([p if isinstance(p, Profile) else read_profile(p) for p in profiles], device)
 
 
 def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
@@ -181,18 +181,18 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
             "links are measured between ranks, but this is a single process; start several: `penstock run --ranks 2 -m "
             "penstock profile ... --links`, or the same under torchrun"
         )
-    here = device_of(device.type, world, world.rank, device)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
-    control = Control(world, here)
+    local_device = resolve_device(device.type, world, world.rank, device)
+    if local_device.type == "cuda":
+        torch.cuda.set_device(local_device)
+    control = Control(world, local_device)
     try:
         with control.reporting(close=control.close):
             with control.agreed(), control.working("the measuring of units"):
-                mine = units()
-            found = control.give_all(mine)
-            sizes = [unit.boundary_bytes for unit in found.units if unit.boundary_bytes]
-            size = statistics.median_high(sizes) if sizes else USUAL_MESSAGE_BYTES
-            return replace(found, links=measure_links(control, here, size))
+                local_profile = units()
+            shared_profile = control.share_with_all(local_profile)
+            sizes = [unit.boundary_bytes for unit in shared_profile.units if unit.boundary_bytes]
+            size = statistics.median_high(sizes) if sizes else DEFAULT_MESSAGE_BYTES
+            return replace(shared_profile, links=measure_links(control, local_device, size))
     finally:
         control.close()
 
@@ -203,12 +203,12 @@ def input_device(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def made_here(
+def fingerprint_for(
     model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> ModelFingerprint:
     """Return the fingerprint for a profile of this model with such inputs."""
     module = as_module(model)
-    return identity(module, input_device((args, kwargs), module).type)
+    return compute_fingerprint(module, input_device((args, kwargs), module).type)
 
 
 def _pieces(
@@ -216,18 +216,18 @@ def _pieces(
 ) -> list[tuple[Flat, int]]:
     """Return the microbatches to measure and their rows, the largest last."""
     if sizes is None:
-        count = microbatches or cutting.usual(example)
+        count = microbatches or cutting.default_count(example)
         cut = cutting.batch(example, count, "example", 1)
         return [(cut.pieces[0], cut.sizes[0])]
-    given = f"microbatch_sizes={[*sizes]}"
+    argument = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:
-        raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
+        raise ArgumentError(f"{argument}: microbatches={microbatches} says the size too; leave one of them out")
     if not sizes or not all(is_integer(rows) and rows >= 1 for rows in sizes):
-        raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
+        raise ArgumentError(f"{argument}: expected numbers of rows, each >= 1")
     try:
-        return [(cutting.of_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
+        return [(cutting.take_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
-        raise ArgumentError(f"{given}: {error}") from None
+        raise ArgumentError(f"{argument}: {error}") from None
 
 
 def action_seconds() -> float:
@@ -236,19 +236,19 @@ def action_seconds() -> float:
     It is the least of several: what else runs here only adds to it. Draws nothing from random generators.
     """
     with torch.enable_grad(), torch.autocast("cpu", enabled=False), untouched_generators():
-        more = (MANY - FEW) * STAGES
-        whole = (_step_seconds(MANY) - _step_seconds(FEW)) / more
+        extra_actions = (MANY_MICROBATCHES - FEW_MICROBATCHES) * STAGES
+        pipeline_seconds = (_step_seconds(MANY_MICROBATCHES) - _step_seconds(FEW_MICROBATCHES)) / extra_actions
         layer, x = nn.Linear(8, 8, **ON_CPU), torch.zeros(1, 8, **ON_CPU, requires_grad=True)
-        bare = _least(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
-    return max(0.0, (whole - bare) / 2)  # a forward and a backward
+        module_seconds = _shortest(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
+    return max(0.0, (pipeline_seconds - module_seconds) / 2)  # a forward and a backward
 
 
 def optimizer_byte_seconds(device: torch.device) -> float:
     """Return the seconds that a step of AdamW takes on this device for each further byte of its state."""
     factor = 1 if device.type == "cpu" else ACCELERATOR_FACTOR
-    fewer, more = FEWER_VALUES * factor, MORE_VALUES * factor
-    seconds = _update_seconds(more, device) - _update_seconds(fewer, device)
-    return max(0.0, seconds) / (OPTIMIZER_VALUES * torch.float32.itemsize * (more - fewer))
+    small, large = FEWER_VALUES * factor, MORE_VALUES * factor
+    seconds = _update_seconds(large, device) - _update_seconds(small, device)
+    return max(0.0, seconds) / (OPTIMIZER_VALUES * torch.float32.itemsize * (large - small))
 
 
 def _update_seconds(values: int, device: torch.device) -> float:
@@ -262,7 +262,7 @@ def _update_seconds(values: int, device: torch.device) -> float:
         weight[0].item()  # waits for the device
 
     step()  # makes its state
-    return _least(step)
+    return _shortest(step)
 
 
 def _step_seconds(microbatches: int) -> float:
@@ -271,8 +271,8 @@ def _step_seconds(microbatches: int) -> float:
     options = Options(loss_fn=nn.functional.mse_loss, balance="layers")
     order = generate("1f1b", STAGES, microbatches)
     with build(layers, ((x,), {}), World(STAGES), order, options) as pipe:
-        return _least(lambda: pipe.step(x, target=x))
+        return _shortest(lambda: pipe.step(x, target=x))
 
 
-def _least(run: Callable[[], object]) -> float:
+def _shortest(run: Callable[[], object]) -> float:
     return min(timeit.repeat(run, number=1, repeat=STEPS))

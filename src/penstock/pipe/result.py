@@ -29,10 +29,10 @@ class StepResult:
     _outputs: tuple[Any, ...] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
-        shown = "under way" if self._loss is not None and not self._loss.is_here else "none here"
-        if self._loss is not None and self._loss.is_here and (loss := self._loss.read()) is not None:
-            shown = f"{float(loss):.6g}"
-        return f"{type(self).__name__}(loss={shown}, sizes={self.sizes})"
+        loss_text = "under way" if self._loss is not None and not self._loss.is_ready else "none here"
+        if self._loss is not None and self._loss.is_ready and (loss := self._loss.read()) is not None:
+            loss_text = f"{float(loss):.6g}"
+        return f"{type(self).__name__}(loss={loss_text}, sizes={self.sizes})"
 
     @property
     def loss(self) -> Tensor:

@@ -40,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().__init__(pipe.device.type, **options)
         self._pipe = pipe
-        self._found: dict[int, bool] = {}
+        self._found_inf: dict[int, bool] = {}
         self._stepped: set[int] = set()
         if self.is_enabled():
             super().scale(torch.zeros((), device=pipe.device))  # this is when torch makes the scale
@@ -67,9 +67,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled():
             return
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._found_inf:
             raise RuntimeError("unscale_() or step() was called already for this optimizer since the last update()")
-        self._pipe.session.refuse_unaveraged("GradScaler")
+        self._pipe.session.require_synced_gradients("GradScaler")
         scale = self.get_scale()
         if self._pipe.loss_scale != scale:
             raise ArgumentError(
@@ -81,11 +81,11 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What torch's `unscale_` calls: here with one answer for all ranks, which torch's `update` goes by."""
-        found = self._found[id(optimizer)] = not all(
+        """Unscale the gradients, for torch's `unscale_`: with one result for all ranks, which torch's `update` uses."""
+        any_inf = self._found_inf[id(optimizer)] = not all(
             self._pipe.all_gather_object(_unscale(optimizer, float(inv_scale)))
         )
-        return {found_inf.device: found_inf.fill_(found)}
+        return {found_inf.device: found_inf.fill_(any_inf)}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`optimizer.step(...)`, unless a gradient of some rank is not finite: then no rank takes the step.
@@ -101,10 +101,10 @@ class GradScaler(torch.amp.GradScaler):
                 )
             if id(optimizer) in self._stepped:
                 raise RuntimeError("step() was called already for this optimizer since the last update()")
-            if id(optimizer) not in self._found:
+            if id(optimizer) not in self._found_inf:
                 self.unscale_(optimizer)
             self._stepped.add(id(optimizer))
-            if self._found[id(optimizer)]:
+            if self._found_inf[id(optimizer)]:
                 return None
         value: float | None = optimizer.step(*args, **kwargs)
         return value
@@ -115,10 +115,10 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: there was neither `unscale_` nor `step` since the last call.
         """
-        if self.is_enabled() and new_scale is None and not self._found:
+        if self.is_enabled() and new_scale is None and not self._found_inf:
             raise RuntimeError("update() was called without step() or unscale_() before it")
         super().update(new_scale)
-        self._found.clear()
+        self._found_inf.clear()
         self._stepped.clear()
 
 

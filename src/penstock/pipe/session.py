@@ -1,5 +1,5 @@
-"""What runs behind a `Pipeline`: its steps, from the caller's batch to the result, and what checkpoints, proofs and
-integrations work with outside of steps. Not for users: `Pipeline` has what they need.
+"""The implementation of a `Pipeline`: its steps, from the caller's batch to the result, and what checkpoints,
+verification and integrations use outside of steps. Internal: users work with `Pipeline`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,38 @@ from torch import Tensor, nn
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, PipelineClosedError, check_flags, warn
 from penstock._base.marks import computing
-from penstock._base.trees import unflatten
+from penstock._base.pytree import unflatten
 from penstock.distributed.launch.step_file import announcer
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
-from penstock.pipe.recorder import Recorder
 from penstock.pipe.result import StepResult
-from penstock.pipe.verified import fingerprint_of
+from penstock.pipe.run_recorder import Recorder
+from penstock.pipe.verified import compute_fingerprint
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.cutting import Batch, Microbatch, refuse_aliases
+from penstock.runtime.batch.cutting import Batch, Microbatch, check_aliases
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.engine import Engine, draws_in_glue
+from penstock.runtime.execute.engine import Engine, draws_outside_modules
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, OutputLoss, padding, saying_what_is_missing
+from penstock.runtime.loss.functions import Loss, OutputLoss, explain_missing_target, padding_advice
 from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
-from penstock.runtime.step.one_at_a_time import one_at_a_time
-from penstock.runtime.step.rehearsal import try_loss
-from penstock.runtime.step.results import LossParts, Wanted, bring, code_of, share_loss, share_timeline
+from penstock.runtime.step.bound_schedules import BoundSchedules, CachedSchedule, Call
+from penstock.runtime.step.loss_dry_run import try_loss
+from penstock.runtime.step.reentrancy import one_at_a_time
+from penstock.runtime.step.results import (
+    LossParts,
+    OutputsOption,
+    collect_outputs,
+    encode_outputs,
+    share_loss,
+    share_timeline,
+)
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import Sharded
 
@@ -60,7 +67,7 @@ class Session:
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         companions: what other modules keep while the pipeline lives, by its type.
         recorder: writes the run's folder; None if it has none.
-        first_step: verifies the first step before it is taken; None if that is done, or was not asked.
+        first_step: verifies the first step before it is taken; None if that is done, or not requested.
     """
 
     def __init__(
@@ -74,11 +81,11 @@ class Session:
         self.recorder: Recorder | None = None
         self.first_step: Callable[..., None] | None = None
         self._closed = False
-        self._before_close: list[Callable[[], None]] = []
+        self._close_callbacks: list[Callable[[], None]] = []
         with engine.control.agreed():
             bind = partial(
                 Binding,
-                loss=saying_what_is_missing(options.loss),
+                loss=explain_missing_target(options.loss),
                 recompute=recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE),
                 offload=offload_by_stage(options.offload, order.placement.depth),
                 check_finite=options.check_finite,
@@ -86,10 +93,10 @@ class Session:
             )
             sharded = _sharded(split, options)
             self.norms = DeferredNorms(split.model.named_modules()) if options.deferred_batch_norm else None
-        here = [stage for stage, rank in enumerate(order.placement.rank_of) if rank in engine.ranks]
-        self.has_inputs = any(map(order.placement.is_first, here))
-        self.has_outputs = any(map(order.placement.is_last, here))
-        self.looks_at_targets = _wants_target(options.loss) or callable(options.reduction)
+        local_stages = [stage for stage, rank in enumerate(order.placement.rank_of) if rank in engine.ranks]
+        self.has_inputs = any(map(order.placement.is_first, local_stages))
+        self.has_outputs = any(map(order.placement.is_last, local_stages))
+        self.looks_at_targets = _uses_target(options.loss) or callable(options.reduction)
         cuts_both = options.cutting.split is not None and self.looks_at_targets  # by one function of the user's
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
         self.needs_targets = self.looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
@@ -115,7 +122,7 @@ class Session:
 
     def fingerprint(self) -> str:
         """Identify the model, schedule and options."""
-        return fingerprint_of(self.split, self.engine, self.order, self.options)
+        return compute_fingerprint(self.split, self.engine, self.order, self.options)
 
     @property
     def compile(self) -> Compile:
@@ -129,18 +136,18 @@ class Session:
 
     def ties(self) -> dict[str, str]:
         """Return, for each further name of a tied parameter or buffer, or of a list's, its first name."""
-        every = ((unwrapped(name), first) for name, first in self.split.names().items())
-        return {name: first for name, first in every if name != first}
+        pairs = ((unwrapped(name), first) for name, first in self.split.names().items())
+        return {name: first for name, first in pairs if name != first}
 
     @property
     def drawing_modules(self) -> dict[str, nn.Module]:
         """The modules that draw random numbers when they are called, by name."""
-        return {k: v for one in self.split.partitions(training=True) for k, v in one.drawing_modules.items()}
+        return {k: v for p in self.split.partitions(training=True) for k, v in p.drawing_modules.items()}
 
     @property
-    def draws_in_glue(self) -> bool:
+    def draws_outside_modules(self) -> bool:
         """Whether the model draws random numbers outside the modules that are called."""
-        return any(draws_in_glue(partition) for partition in self.split.partitions(training=True))
+        return any(draws_outside_modules(partition) for partition in self.split.partitions(training=True))
 
     @property
     def reorders_gradients(self) -> bool:
@@ -155,7 +162,7 @@ class Session:
         batch: Batch,
         *,
         training: bool,
-        outputs: Wanted,
+        outputs: OutputsOption,
         timeline: bool,
         loss_scale: float = 1.0,
         evaluates: bool = True,
@@ -163,27 +170,27 @@ class Session:
         """Run one step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
 
         Args:
-            evaluates: whether the loss is wanted, and not the outputs alone.
+            evaluates: whether the loss is needed, not only the outputs.
         """
         if training and self._announce is not None:
             self._announce(number)
         check_flags(timeline=timeline)
-        call = Call(training, code_of(outputs, self.world.ranks), timeline)
+        call = Call(training, encode_outputs(outputs, self.world.ranks), timeline)
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):
             cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
             with self.split.accepting_own_changes(cached.mode, cached.bound), norms:
-                moments = self.engine.run_step(cached.bound, feed, number, timed=timeline)
-                result = self._result(cached, call, moments, evaluates, keeps=feed.keep_outputs)
+                times = self.engine.run_step(cached.bound, feed, number, timed=timeline)
+                result = self._result(cached, call, times, evaluates, keep_outputs=feed.keep_outputs)
                 if training:
                     self.bound_schedules.backward_to_batch(cached, cut)
             return result
 
     def _prepare(
-        self, given: Batch, call: Call, keeps: bool, loss_scale: float
-    ) -> tuple[Cached, Feed, batches.CutBatch | None]:
+        self, original: Batch, call: Call, keep_outputs: bool, loss_scale: float
+    ) -> tuple[CachedSchedule, Feed, batches.CutBatch | None]:
         """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
-        batch = self._divide(given) if self.has_inputs or self.has_outputs else given
+        batch = self._divide(original) if self.has_inputs or self.has_outputs else original
         with torch.set_grad_enabled(call.training):
             cut = self.cut(batch, "input", None) if self.has_inputs else None
         try:
@@ -192,16 +199,16 @@ class Session:
             if self.options.cutting.inputs.min_rows > 1:
                 raise
             self.options.cut_in_pairs()
-            return self._prepare(given, call, keeps, loss_scale)
+            return self._prepare(original, call, keep_outputs, loss_scale)
         except TypeError as error:
-            if given.target is None and self.needs_targets:  # perhaps it is among the model's inputs
+            if original.target is None and self.needs_targets:  # perhaps it is among the model's inputs
                 error.add_note("penstock: target=None: pass what the loss takes as target=...")
             raise
-        self._refuse_aliases(cached, batch)
+        self._check_aliases(cached, batch)
         inputs = self._inputs(cached, cut)
         if not self.has_outputs:
             return cached, Feed(inputs, loss_scale=loss_scale), cut
-        return cached, Feed(inputs, *self._for_loss(cached, batch), keeps, loss_scale), cut
+        return cached, Feed(inputs, *self._for_loss(cached, batch), keep_outputs, loss_scale), cut
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
@@ -213,30 +220,30 @@ class Session:
         with self.norms.step():
             yield self.norms
         if self.world.data_parallel > 1:
-            self.engine.control.start_equal(self.norms.buffers())
+            self.engine.control.copy_from_first_process(self.norms.buffers())
 
-    def rehearse(self, batch: Batch, *, loss: bool) -> str | None:
+    def dry_run(self, batch: Batch, *, loss: bool) -> str | None:
         """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
         of any value. One process drives all ranks. Return why the loss could not be tried; None if it could."""
         cached, batch = self._first, self._divide(batch)
-        self._refuse_aliases(cached, batch)
+        self._check_aliases(cached, batch)
         if not loss:
             return None
         targets, _ = self._for_loss(cached, batch)
         devices = tuple({*self.engine.devices})
         with self.engine.streams.drawing(0, devices), computing(0, 0):
-            given = getattr(self.options.loss, "__wrapped__", self.options.loss)  # as the user gave it
-            return try_loss(cached.bound, None if targets is None else targets[0], given)
+            loss_fn = getattr(self.options.loss, "__wrapped__", self.options.loss)  # as the user gave it
+            return try_loss(cached.bound, None if targets is None else targets[0], loss_fn)
 
     def _divide(self, batch: Batch) -> Batch:
         """Return a batch with the microbatches that the user's function, if any, makes of it."""
         order, cutting = self.order, self.options.cutting
         return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
 
-    def cut(self, batch: Batch, what: str, device: torch.device | None) -> batches.CutBatch:
+    def cut(self, batch: Batch, label: str, device: torch.device | None) -> batches.CutBatch:
         """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order, cutting = self.order, self.options.cutting
-        return cutting.cut(batch, order.microbatches, what, device, order.placement.pipelines)
+        return cutting.cut(batch, order.microbatches, label, device, order.placement.pipelines)
 
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
         """Cut one batch as `run_batch` does: return each piece's rows and the target that the loss and `reduction`
@@ -246,52 +253,54 @@ class Session:
         targets = self.options.cutting.targets(batch, cut.sizes, device, labels=self._takes_labels(batch))
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
         parts = zip(inputs, targets, cut.sizes, strict=True)
-        return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
+        return [Microbatch(args, kwargs, target, rows) for (args, kwargs), target, rows in parts]
 
-    def _devices(self, cached: Cached, end: Callable[[int], bool]) -> list[torch.device | None]:
+    def _devices(self, cached: CachedSchedule, end: Callable[[int], bool]) -> list[torch.device | None]:
         """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
         order, engine = cached.bound.schedule, self.engine
-        found: list[torch.device | None] = [None] * len(cached.sizes)
+        devices: list[torch.device | None] = [None] * len(cached.sizes)
         for stage in filter(end, range(order.placement.stages)):
             if (rank := order.placement.rank_of[stage]) in engine.ranks:
                 for number in order.numbers_on(stage):
-                    found[number] = engine.devices[rank]
-        return found
+                    devices[number] = engine.devices[rank]
+        return devices
 
-    def _refuse_aliases(self, cached: Cached, batch: Batch) -> None:
+    def _check_aliases(self, cached: CachedSchedule, batch: Batch) -> None:
         """Raise ArgumentError for aliases in what this process was given."""
         if batch.pieces is not None or self.options.cutting.split is None:  # the recorded inputs are those of pieces
-            refuse_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
+            check_aliases(cached.overwritten, batch if self.looks_at_targets else batch._replace(target=None))
 
-    def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
+    def _inputs(self, cached: CachedSchedule, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
         """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
         devices = self._devices(cached, self.order.placement.is_first)
-        given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
+        parts = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
         return [
             {
-                position: batches.on(tensor.detach() if tensor.requires_grad else tensor, device)
+                position: batches.move_to(tensor.detach() if tensor.requires_grad else tensor, device)
                 for position, tensor in zip(positions, tensors, strict=True)
             }
-            for positions, tensors, device in given
+            for positions, tensors, device in parts
         ]
 
-    def _for_loss(self, cached: Cached, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
+    def _for_loss(self, cached: CachedSchedule, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
         """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
-        if not _wants_target(self.options.loss) or batch.has_target or cached.bound.training:
+        if not _uses_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
         weight, devices = self._weights(cached, targets), self._devices(cached, self.order.placement.is_last)
-        return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)], weight
+        return targets and [
+            batches.move_to(target, device) for target, device in zip(targets, devices, strict=True)
+        ], weight
 
-    def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
+    def _weights(self, cached: CachedSchedule, targets: Sequence[Any] | None) -> list[float]:
         """Return the weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self.engine.replicas, self.engine
         if targets and reduction == "mean" and not self._padding_checked:
             on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
-            advice = padding(self.options.loss, targets, cached.sizes)
+            advice = padding_advice(self.options.loss, targets, cached.sizes)
             self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
             if advice is not None:
                 warn(advice)
@@ -303,7 +312,7 @@ class Session:
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
         return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
 
-    def _reduction(self, cached: Cached) -> Reduction:
+    def _reduction(self, cached: CachedSchedule) -> Reduction:
         """Return the user's reduction. A function reads a target on its original device, before it travels; if that
         fails, since the function uses tensors of its own, where the loss is computed."""
         reduction = self.options.reduction
@@ -315,7 +324,7 @@ class Session:
             try:
                 return float(reduction(target))
             except RuntimeError:
-                return float(reduction(batches.on(target, device)))
+                return float(reduction(batches.move_to(target, device)))
 
         return weigh
 
@@ -324,17 +333,17 @@ class Session:
         return self.options.loss is None and not batch.has_target
 
     def _result(
-        self, cached: Cached, call: Call, moments: Mapping[int, Any], evaluates: bool, *, keeps: bool
+        self, cached: CachedSchedule, call: Call, times: Mapping[int, Any], evaluates: bool, *, keep_outputs: bool
     ) -> StepResult:
         bound = cached.bound
         if call.training or evaluates:
             self._parts.agree(bound)
-        shared = share_loss(self.engine, bound, self.order.microbatches, wanted=self.options.broadcast_loss)
+        shared = share_loss(self.engine, bound, self.order.microbatches, broadcast=self.options.broadcast_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
-        timeline = share_timeline(self.engine, bound.schedule, moments, wanted=call.timeline)
-        outputs = tuple(bound.head.outputs) if keeps else None
+        timeline = share_timeline(self.engine, bound.schedule, times, timed=call.timeline)
+        outputs = tuple(bound.head.outputs) if keep_outputs else None
         if call.outputs:
-            outputs = bring(self.engine, bound.schedule, outputs, call.outputs)
+            outputs = collect_outputs(self.engine, bound.schedule, outputs, call.outputs)
         return StepResult(losses, timeline, cached.sizes, shared, outputs)
 
     @contextmanager
@@ -345,42 +354,42 @@ class Session:
         with streams.drawing(self.step_count, tuple(self.engine.devices)):
             yield streams
 
-    def refuse_unaveraged(self, what: str) -> None:
+    def require_synced_gradients(self, label: str) -> None:
         """Raise ArgumentError if each replica has its own gradients, so that replicas would diverge."""
         if self.engine.replicas is not None and self.engine.replicas.behind:
             raise ArgumentError(
-                f"{what}: the last step was within no_sync(), so each replica has gradients of its own; take the last "
+                f"{label}: the last step was within no_sync(), so each replica has gradients of its own; take the last "
                 "step before this call outside no_sync()"
             )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def before_close(self, act: Callable[[], None]) -> None:
-        """`close` calls `act` before it releases anything: for what runs alongside the steps. All ranks call it."""
-        self._before_close.append(act)
+    def on_close(self, act: Callable[[], None]) -> None:
+        """Have `close` call `act` before it releases anything: for threads beside the steps. All ranks call it."""
+        self._close_callbacks.append(act)
 
-    def refuse_closed(self) -> None:
+    def check_open(self) -> None:
         """Raise PipelineClosedError once `close` was called."""
         if self._closed:
             raise PipelineClosedError("this pipeline was closed; make a new one")
 
     def close(self) -> None:
-        """See `Pipeline.close`."""
+        """Close the pipeline; see `Pipeline.close`."""
         if self._closed:
             return
         self._closed = True
         if self.norms is not None:
             self.norms.close()
         try:
-            while self._before_close and not self.engine.control.failed:
-                self._before_close.pop()()
+            while self._close_callbacks and not self.engine.control.failed:
+                self._close_callbacks.pop()()
         finally:
             owner.release(id(self))
             self.engine.close()
 
 
 def _sharded(split: SplitModel, options: Options) -> Sharded:
-    """Return the sharded stages, as the user wants them gathered. Raise ArgumentError if there are none to gather."""
+    """Return the sharded stages and the user's window. Raise ArgumentError for a window without sharded stages."""
     if options.unshard_window is not None and not split.sharded_stages:
         raise ArgumentError(
             f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "
@@ -389,5 +398,5 @@ def _sharded(split: SplitModel, options: Options) -> Sharded:
     return Sharded(split.sharded_stages, options.unshard_window)
 
 
-def _wants_target(loss: Loss | None) -> bool:
+def _uses_target(loss: Loss | None) -> bool:
     return loss is not None and not isinstance(loss, OutputLoss)

@@ -13,7 +13,7 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.model.split_model import SplitModel
 from penstock.schedule import Schedule
 
-passed: set[str] = set()
+verified_fingerprints: set[str] = set()
 """The fingerprints of what has passed."""
 
 _OPTIONS = (
@@ -44,7 +44,7 @@ class Unverified(str):
         return note
 
 
-def fingerprint_of(split: SplitModel, engine: Engine, order: Schedule, options: Options) -> str:
+def compute_fingerprint(split: SplitModel, engine: Engine, order: Schedule, options: Options) -> str:
     """Identify a model, schedule and options: modules with the code of their methods; shapes, dtypes and
     `requires_grad` of parameters and buffers; each rank's actions; cuts, replicas, types of devices, options.
 
@@ -69,7 +69,7 @@ def fingerprint_of(split: SplitModel, engine: Engine, order: Schedule, options: 
 def _text(value: Any) -> str:
     """Return a text that is the same for a copy, and in every process."""
     if isinstance(value, (list, tuple)):
-        return str([_text(each) for each in value])
+        return str([_text(item) for item in value])
     value = getattr(value, "func", value)  # of functools.partial
     if hasattr(value, "__code__"):
         return f"{value.__module__}.{value.__qualname__} {_code(value.__code__)}"

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 from penstock.costs.sizes import Sizes as Sizes
 
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster as Cluster
     from penstock.plan.cluster import DevicePool as DevicePool
-    from penstock.plan.options import FixedNumbers as FixedNumbers
-    from penstock.plan.options import ParallelConfig as ParallelConfig
-    from penstock.plan.options import enumerate_configs as enumerate_configs
+    from penstock.plan.configs import FixedNumbers as FixedNumbers
+    from penstock.plan.configs import ParallelConfig as ParallelConfig
+    from penstock.plan.configs import enumerate_configs as enumerate_configs
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
     from penstock.plan.planner import PlanResult as PlanResult
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from penstock.plan.planner import make_plans as make_plans
 
 _HOMES = {
-    "options": "ParallelConfig FixedNumbers enumerate_configs",
+    "configs": "ParallelConfig FixedNumbers enumerate_configs",
     "cluster": "Cluster DevicePool",
     "plan": "Plan read_plan",
     "planner": "RejectedConfig PlanResult make_plans",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, {"explain", "transformer"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES, {"explain", "transformer"})
 __all__ += ["Sizes"]

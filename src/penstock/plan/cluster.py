@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, check_seconds
-from penstock._base.second_names import formerly
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.simulate.costs import NO_COST, LinkCost
 
 
@@ -35,12 +35,12 @@ class DevicePool:
         if self.devices < 1:
             raise ArgumentError(f"devices={self.devices}{of}: expected an integer >= 1")
         if not self.memory_bytes > 0:
-            raise ArgumentError(f"memory_bytes={self.memory_bytes}{of}: expected what each device has, more than 0")
+            raise ArgumentError(f"memory_bytes={self.memory_bytes}{of}: expected the bytes of each device, > 0")
         if not 0 < self.speed < math.inf:
             raise ArgumentError(f"speed={self.speed}{of}: expected a number above 0; 1 is the profile's device")
 
 
-@formerly(between_hosts="inter_host_link", host_link="offload_link")
+@accept_old_names(between_hosts="inter_host_link", host_link="offload_link")
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices on hosts of equal size. They have consecutive numbers, kind after kind and host after host.
@@ -74,9 +74,9 @@ class Cluster:
         kinds = self.kinds or (DevicePool("", self.devices, self.memory_bytes),)
         total = sum(kind.devices for kind in kinds)
         if self.kinds and self.devices not in (0, total):
-            raise ArgumentError(f"devices={self.devices}, but kinds= has {total}; leave devices out")
+            raise ArgumentError(f"devices={self.devices}, but kinds= has {total}; omit devices")
         if self.kinds and self.memory_bytes < math.inf:
-            raise ArgumentError("memory_bytes= together with kinds=: give each kind its own")
+            raise ArgumentError("memory_bytes= together with kinds=: set it in each kind")
         object.__setattr__(self, "kinds", kinds)
         object.__setattr__(self, "devices", total)
         object.__setattr__(self, "memory_bytes", max(kind.memory_bytes for kind in kinds))
@@ -87,8 +87,8 @@ class Cluster:
             )
         if self.inter_host_link is not None and self.hosts == 1:
             raise ArgumentError(
-                f"between_hosts is given, but one host has all of {counted(self.devices, 'device')}: pass "
-                "devices_per_host= too, or leave it out"
+                f"inter_host_link is set, but one host has all of {pluralize(self.devices, 'device')}: pass "
+                "devices_per_host= too, or omit it"
             )
 
     @property

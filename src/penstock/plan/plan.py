@@ -10,9 +10,9 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 from penstock.costs import ModelFingerprint
-from penstock.plan.options import ParallelConfig
+from penstock.plan.configs import ParallelConfig
 from penstock.schedule import Schedule
 
 VERSION = 2
@@ -69,16 +69,16 @@ class Plan:
         if len(self.cuts) != choice.stages - 1 or not all(isinstance(cut, str) for cut in self.cuts):
             raise ArgumentError(f"cuts={list(self.cuts)!r}: expected the names of {choice.stages - 1} units")
         for name in ("recompute", "offload"):
-            if odd := [stage for stage in getattr(self, name) if stage not in stages]:
-                raise ArgumentError(f"{name}: there is no stage {odd[0]!r}; the stages are 0 to {choice.stages - 1}")
+            if absent := [stage for stage in getattr(self, name) if stage not in stages]:
+                raise ArgumentError(f"{name}: there is no stage {absent[0]!r}; the stages are 0 to {choice.stages - 1}")
         _check_numbers("stage_seconds", self.stage_seconds, choice.stages)
         _check_numbers("memory_bytes", self.memory_bytes, choice.ranks)
         _check_numbers("limit_bytes", self.limit_bytes, choice.ranks)
         seconds = self.pipeline_seconds, self.reduce_seconds, self.optimizer_seconds
         _check_numbers("pipeline_seconds, reduce_seconds, optimizer_seconds", seconds, 3)
         if self.devices and sorted(self.devices) != [*range(choice.devices)]:
-            given = shortened([*map(str, self.devices)])
-            raise ArgumentError(f"devices={given}: expected each of 0 to {choice.devices - 1} once")
+            text = list_names([*map(str, self.devices)])
+            raise ArgumentError(f"devices={text}: expected each of 0 to {choice.devices - 1} once")
 
     @property
     def mesh(self) -> str:
@@ -118,8 +118,8 @@ class Plan:
     @property
     def fullest(self) -> int:
         """The rank that lacks most memory, or else has least to spare."""
-        spare = [limit - needed for limit, needed in zip(self.limit_bytes, self.memory_bytes, strict=True)]
-        if all(math.isinf(one) for one in spare):
+        spare = [limit - peak for limit, peak in zip(self.limit_bytes, self.memory_bytes, strict=True)]
+        if all(math.isinf(size) for size in spare):
             return max(range(len(spare)), key=self.memory_bytes.__getitem__)
         return min(range(len(spare)), key=spare.__getitem__)
 
@@ -162,8 +162,8 @@ class Plan:
 
 
 def _check_numbers(name: str, values: Sequence[Any], count: int) -> None:
-    fine = (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 for value in values)
-    if len(values) != count or not all(fine):
+    valid = (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 for value in values)
+    if len(values) != count or not all(valid):
         raise ArgumentError(f"{name}={quoted([*values])}: expected {count} numbers of 0 or more")
 
 
@@ -171,18 +171,18 @@ def _check_order(plan: Plan) -> None:
     schedule, choice = plan.schedule, plan.choice
     if isinstance(schedule, str):
         return
-    its, chosen = (
+    actual, expected = (
         f"{ranks} ranks, {stages} stages, {microbatches} microbatches"
         for ranks, stages, microbatches in (
             (schedule.ranks, schedule.placement.depth, schedule.microbatches),
             (choice.ranks, choice.stages, choice.microbatches),
         )
     )
-    if its != chosen:
-        raise ArgumentError(f"order is for {its}, but choice has {chosen}")
+    if actual != expected:
+        raise ArgumentError(f"order is for {actual}, but choice has {expected}")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a JSON file. Raise ArgumentError if there is none."""
-    what = f"plan {os.fspath(path)!r}"
-    return Plan.from_dict(read_json(path, what), what)
+    label = f"plan {os.fspath(path)!r}"
+    return Plan.from_dict(read_json(path, label), label)

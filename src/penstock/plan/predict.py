@@ -12,11 +12,18 @@ from itertools import pairwise
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import CutProblem, UnitCost, best_cuts, tied_bytes_overcount
-from penstock.costs.stage_costs import priced, problem_of, with_memory
+from penstock.costs.stage_costs import add_memory, build_cut_problem, price_stages
+from penstock.plan.activation_policy import (
+    Demand,
+    Policy,
+    Transient,
+    choose_policies,
+    tied_overcounts,
+    transient_by_rank,
+)
 from penstock.plan.cluster import Cluster, DevicePool
-from penstock.plan.keeping import Demand, Transient, Way, best_keeping, held_again, transient_of_ranks
-from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
-from penstock.plan.options import ParallelConfig
+from penstock.plan.configs import ParallelConfig
+from penstock.plan.layout import Grid, Traffic, assign_devices, links_between, rings_cross_hosts
 from penstock.plan.plan import Plan
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
@@ -41,14 +48,14 @@ class Cut:
     speeds: Sequence[float]
     starts: Sequence[int] = ()
 
-    def at(self, starts: Sequence[int]) -> Cut:
+    def with_starts(self, starts: Sequence[int]) -> Cut:
         """Return the same, cut at these units."""
         return replace(self, starts=tuple(starts))
 
     @property
     def problem(self) -> CutProblem:
         """What to balance."""
-        return problem_of(self.units, self.cluster.link, [] if {*self.speeds} == {1.0} else self.speeds)
+        return build_cut_problem(self.units, self.cluster.link, [] if {*self.speeds} == {1.0} else self.speeds)
 
     @property
     def pieces(self) -> list[Sequence[UnitCost]]:
@@ -58,46 +65,46 @@ class Cut:
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """Of each stage, on its device, if nothing is recomputed."""
-        return priced(self.units, self.starts, self.cluster.action_seconds, self.speeds)
+        return price_stages(self.units, self.starts, self.cluster.action_seconds, self.speeds)
 
     @property
-    def again_seconds(self) -> list[float]:
+    def recompute_seconds(self) -> list[float]:
         """What the forward of each stage takes when it runs again."""
         pairs = zip(self.pieces, self.speeds, strict=True)
         return [sum(unit.again_seconds for unit in piece) / speed for piece, speed in pairs]
 
     @property
-    def of_ranks(self) -> list[list[DevicePool]]:
+    def rank_pools(self) -> list[list[DevicePool]]:
         """The kinds of the devices that run each rank."""
         return [[self.cluster.kinds[kind] for kind in column] for column in self.kinds.T.tolist()]
 
     @property
     def rank_speeds(self) -> list[float]:
         """How fast each rank's device is; of its replicas, the slowest."""
-        return [min(kind.speed for kind in column) for column in self.of_ranks]
+        return [min(kind.speed for kind in column) for column in self.rank_pools]
 
     @property
     def limits(self) -> tuple[float, ...]:
         """The memory of each rank's devices: of its replicas, the smallest counts."""
-        return tuple(min(kind.memory_bytes for kind in column) for column in self.of_ranks)
+        return tuple(min(kind.memory_bytes for kind in column) for column in self.rank_pools)
 
     def may_hold(self, placement: Placement) -> bool:
         """Whether ranks could at least hold what is there all the time, wherever the model is cut."""
-        each = [unit.held_bytes for unit in self.units]
-        held = placement.pipelines * (sum(each) - sum(tied_bytes_overcount(self.units)))
-        return held <= sum(self.limits) and max(each) <= max(self.limits)
+        sizes = [unit.held_bytes for unit in self.units]
+        static_bytes = placement.pipelines * (sum(sizes) - sum(tied_bytes_overcount(self.units)))
+        return static_bytes <= sum(self.limits) and max(sizes) <= max(self.limits)
 
 
-def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
+def cut_model(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
     """Cut the units so that the slowest stage is fastest, with what it sends over the cluster's link. Raise
     ArgumentError if there are fewer units than stages."""
-    depth, anywhere = placement.depth, Cut(cluster, units, kinds, ())
-    of_stages = [anywhere.rank_speeds[rank] for rank in placement.rank_of]
-    found = replace(anywhere, speeds=[min(of_stages[stage::depth]) for stage in range(depth)])
-    return found.at(best_cuts(found.problem, depth))
+    depth, uncut = placement.depth, Cut(cluster, units, kinds, ())
+    stage_speeds = [uncut.rank_speeds[rank] for rank in placement.rank_of]
+    with_speeds = replace(uncut, speeds=[min(stage_speeds[stage::depth]) for stage in range(depth)])
+    return with_speeds.with_starts(best_cuts(with_speeds.problem, depth))
 
 
-def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
+def cuts_within_memory(cut: Cut, schedule: Schedule) -> Iterator[Cut]:
     """Yield other cuts within the memory of the devices, with as many microbatches in flight as the schedule has, where
     stages recompute forwards if they have to; or, if no cut fits, those whose fullest stage is least full. Yield none
     if the devices differ in memory.
@@ -105,106 +112,106 @@ def cuts_within(where: Cut, schedule: Schedule) -> Iterator[Cut]:
     What ranks with several stages, or with weight gradients that wait, then need is known less well: cuts where no
     forward runs again come first.
     """
-    placement, limits, units = schedule.placement, where.limits, where.units
+    placement, limits, units = schedule.placement, cut.limits, cut.units
     if len({*limits}) > 1:
         return
-    keeps = replace(
-        with_memory(where.problem, units, schedule.microbatches),
+    keep_all = replace(
+        add_memory(cut.problem, units, schedule.microbatches),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )
-    again = replace(
-        keeps,
+    recomputing = replace(
+        keep_all,
         again_seconds=[unit.again_seconds for unit in units],
         received_bytes=[unit.boundary_bytes for unit in units],
         waiting_bytes=[unit.waiting_bytes for unit in units],
         waiting=in_flight_by_stage(schedule, since=Op.I),
     )
-    fullest = replace(keeps, limit_bytes=math.inf, balanced="bytes")
-    first = (keeps, fullest) if schedule.splits or placement.stages > placement.ranks else ()
-    tried = (*first, again) if where.may_hold(placement) else ()
-    for problem in (*tried, replace(fullest, in_flight=())):
+    even_memory = replace(keep_all, limit_bytes=math.inf, balanced="bytes")
+    strict = (keep_all, even_memory) if schedule.splits or placement.stages > placement.ranks else ()
+    problems = (*strict, recomputing) if cut.may_hold(placement) else ()
+    for problem in (*problems, replace(even_memory, in_flight=())):
         with suppress(ArgumentError):
-            yield where.at(best_cuts(problem, placement.depth))
+            yield cut.with_starts(best_cuts(problem, placement.depth))
 
 
-def predict(choice: ParallelConfig, where: Cut) -> Plan:
+def predict(choice: ParallelConfig, cut: Cut) -> Plan:
     """Build the plan with the schedule that the configuration names."""
-    return planned(choice, order_of(choice), where)
+    return build_plan(choice, schedule_for_config(choice), cut)
 
 
-def planned(choice: ParallelConfig, schedule: Schedule, where: Cut) -> Plan:
+def build_plan(choice: ParallelConfig, schedule: Schedule, cut: Cut) -> Plan:
     """Build the plan with this schedule and these cuts, whose ranks keep the activations that they have memory for."""
-    placement, depth, cluster, units = schedule.placement, schedule.placement.depth, where.cluster, where.units
-    devices, links = arranged(schedule, where)
-    more, again, each = transient_of(schedule, where)
-    timeline = simulate(schedule, [*where.costs] * placement.pipelines, links)
-    keeping = best_keeping(
+    placement, depth, cluster, units = schedule.placement, schedule.placement.depth, cut.cluster, cut.units
+    devices, links = arrange_devices(schedule, cut)
+    batch_bytes, overcounts, transient = transient_memory(schedule, cut)
+    timeline = simulate(schedule, [*cut.costs] * placement.pipelines, links)
+    chosen = choose_policies(
         schedule,
         Demand(
-            where.costs,
-            [units[start].boundary_bytes for start in where.starts],
+            cut.costs,
+            [units[start].boundary_bytes for start in cut.starts],
             cluster.offload_link,
-            [limit - one for limit, one in zip(where.limits, more, strict=True)],
-            where.again_seconds,
-            each,
+            [limit - batch for limit, batch in zip(cut.limits, batch_bytes, strict=True)],
+            cut.recompute_seconds,
+            transient,
         ),
     )
-    by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
-    if len(by_way[Way.KEEPS]) < depth:
-        timeline = simulate(schedule, keeping.costs, links)
-    gradients = [cost.gradient_bytes for cost in where.costs]
-    end = sums_end(schedule, timeline, gradients, cluster, crossed_rings(cluster, devices), choice.replicas)
-    states = [sum(where.costs[stage % depth].optimizer_bytes for stage in stages) for stages in placement.by_rank]
-    updates = [size / speed for size, speed in zip(states, where.rank_speeds, strict=True)]
+    by_policy = {kind: tuple(s for s, policy in enumerate(chosen.policies) if policy is kind) for kind in Policy}
+    if len(by_policy[Policy.KEEPS]) < depth:
+        timeline = simulate(schedule, chosen.costs, links)
+    gradients = [cost.gradient_bytes for cost in cut.costs]
+    end = reduce_end(schedule, timeline, gradients, cluster, rings_cross_hosts(cluster, devices), choice.replicas)
+    states = [sum(cut.costs[stage % depth].optimizer_bytes for stage in stages) for stages in placement.by_rank]
+    updates = [size / speed for size, speed in zip(states, cut.rank_speeds, strict=True)]
     flat = devices.ravel().tolist()
     return Plan(
         choice,
-        tuple(units[start].name for start in where.starts[1:]),
-        by_way[Way.RECOMPUTES],
-        tuple(cost.forward_seconds + cost.backward_seconds for cost in where.costs),
+        tuple(units[start].name for start in cut.starts[1:]),
+        by_policy[Policy.RECOMPUTES],
+        tuple(cost.forward_seconds + cost.backward_seconds for cost in cut.costs),
         timeline.makespan_seconds,
         end - timeline.makespan_seconds,
         _idle_shares(schedule, timeline),
-        tuple(peak + one for peak, one in zip(keeping.peak_bytes, more, strict=True)),
-        where.limits,
+        tuple(peak + batch for peak, batch in zip(chosen.peak_bytes, batch_bytes, strict=True)),
+        cut.limits,
         held_bytes=tuple(
-            sum(where.costs[stage % depth].held_bytes for stage in stages) - twice
-            for stages, twice in zip(placement.by_rank, again, strict=True)
+            sum(cut.costs[stage % depth].held_bytes for stage in stages) - overcount
+            for stages, overcount in zip(placement.by_rank, overcounts, strict=True)
         ),
-        offload=by_way[Way.OFFLOADS],
+        offload=by_policy[Policy.OFFLOADS],
         devices=() if flat == sorted(flat) else tuple(flat),
         optimizer_seconds=cluster.optimizer_byte_seconds * max(updates),
     )
 
 
-def transient_of(schedule: Schedule, where: Cut) -> tuple[list[float], list[float], list[Transient]]:
+def transient_memory(schedule: Schedule, cut: Cut) -> tuple[list[float], list[float], list[Transient]]:
     """Return what each rank needs for the batch, less what its stages count more than once for tied parameters; the
     latter alone; and the transient memory of each stage."""
-    each = [Transient.of(piece, splits=schedule.splits) for piece in where.pieces]
-    again = held_again(schedule.placement, where.pieces)
-    of_ranks = transient_of_ranks(schedule.placement, schedule.microbatches, each)
-    return [one.batch - twice for one, twice in zip(of_ranks, again, strict=True)], again, each
+    transient = [Transient.from_units(piece, splits=schedule.splits) for piece in cut.pieces]
+    overcounts = tied_overcounts(schedule.placement, cut.pieces)
+    by_rank = transient_by_rank(schedule.placement, schedule.microbatches, transient)
+    return [memory.batch - extra for memory, extra in zip(by_rank, overcounts, strict=True)], overcounts, transient
 
 
-def arranged(schedule: Schedule, where: Cut) -> tuple[Grid, Links]:
+def arrange_devices(schedule: Schedule, cut: Cut) -> tuple[Grid, Links]:
     """Return the best assignment of devices, and what messages between two ranks then cost."""
-    traffic = _traffic(schedule, where)
-    devices = arrange(where.cluster, where.kinds, traffic)
-    return devices, links_between(where.cluster, devices, sorted(traffic.messages))
+    traffic = _traffic(schedule, cut)
+    devices = assign_devices(cut.cluster, cut.kinds, traffic)
+    return devices, links_between(cut.cluster, devices, sorted(traffic.messages))
 
 
-def _traffic(schedule: Schedule, where: Cut) -> Traffic:
+def _traffic(schedule: Schedule, cut: Cut) -> Traffic:
     """Return what a step sends."""
     placement = schedule.placement
     messages = defaultdict[tuple[int, int], float](float)
     gradients = [0.0] * placement.ranks
     for stage in range(placement.stages):
         rank = placement.rank_of[stage]
-        gradients[rank] += where.costs[stage % placement.depth].gradient_bytes
+        gradients[rank] += cut.costs[stage % placement.depth].gradient_bytes
         if placement.is_first(stage):
             continue
-        unit = where.units[where.starts[stage % placement.depth]]
+        unit = cut.units[cut.starts[stage % placement.depth]]
         pair = min(placement.rank_of[stage - 1], rank), max(placement.rank_of[stage - 1], rank)
         if pair[0] != pair[1]:
             count = len(placement.microbatches_of(stage, schedule.microbatches))
@@ -214,25 +221,25 @@ def _traffic(schedule: Schedule, where: Cut) -> Traffic:
 
 def _idle_shares(schedule: Schedule, timeline: Timeline) -> dict[str, float]:
     """Return the share of all ranks' time that is lost, by cause."""
-    available, lost = timeline.makespan_seconds * schedule.ranks or math.inf, defaultdict[str, float](float)
+    available, shares = timeline.makespan_seconds * schedule.ranks or math.inf, defaultdict[str, float](float)
     for by_cause in idle_time_by_cause(schedule, timeline):
         for cause, seconds in by_cause.items():
-            lost[cause.value] += seconds / available
-    return {cause: share for cause, share in lost.items() if share > 0}
+            shares[cause.value] += seconds / available
+    return {cause: share for cause, share in shares.items() if share > 0}
 
 
-def order_of_plan(plan: Plan) -> Schedule:
+def schedule_for_plan(plan: Plan) -> Schedule:
     """Return the schedule that a plan names or contains."""
-    return order_of(plan.choice) if isinstance(plan.schedule, str) else plan.schedule
+    return schedule_for_config(plan.choice) if isinstance(plan.schedule, str) else plan.schedule
 
 
 @lru_cache(maxsize=64)
-def order_of(choice: ParallelConfig) -> Schedule:
+def schedule_for_config(choice: ParallelConfig) -> Schedule:
     """Return the schedule of a configuration."""
     return generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
 
 
-def sums_end(
+def reduce_end(
     schedule: Schedule,
     timeline: Timeline,
     gradient_bytes: Sequence[float],
@@ -251,25 +258,25 @@ def sums_end(
         crossed: for each rank, whether its replicas are on several hosts.
         replicas: how many there are.
     """
-    place = schedule.placement
-    last: dict[int, float] = {}  # when each stage's last B or W ends
+    placement = schedule.placement
+    backward_end: dict[int, float] = {}  # when each stage's last B or W ends
     for track in timeline.tracks:
         for op, stage, end in zip(track.actions.op, track.actions.stage, track.end, strict=True):
             if op in (Op.B.code, Op.W.code):
-                last[stage] = max(last.get(stage, 0.0), end)
-    free = [0.0] * place.ranks
-    if place.pipelines > 1:
-        for stage in range(place.depth):
-            holders = sorted({place.rank_of[copy] for copy in range(stage, place.stages, place.depth)})
+                backward_end[stage] = max(backward_end.get(stage, 0.0), end)
+    free = [0.0] * placement.ranks
+    if placement.pipelines > 1:
+        for stage in range(placement.depth):
+            holders = sorted({placement.rank_of[copy] for copy in range(stage, placement.stages, placement.depth)})
             if len(holders) > 1:
-                ends = [last.get(copy, 0.0) for copy in range(stage, place.stages, place.depth)]
+                ends = [backward_end.get(copy, 0.0) for copy in range(stage, placement.stages, placement.depth)]
                 begin = max(*ends, *(free[rank] for rank in holders))
                 seconds = cluster.ring_seconds(gradient_bytes[stage], len(holders), crosses=False)
                 for rank in holders:
                     free[rank] = begin + seconds
-        last = dict.fromkeys(last, timeline.makespan_seconds)
-    for stage, end in sorted(last.items(), key=lambda one: one[1]):
-        rank = place.rank_of[stage]
-        size = gradient_bytes[stage % place.depth]
+        backward_end = dict.fromkeys(backward_end, timeline.makespan_seconds)
+    for stage, end in sorted(backward_end.items(), key=lambda item: item[1]):
+        rank = placement.rank_of[stage]
+        size = gradient_bytes[stage % placement.depth]
         free[rank] = max(free[rank], end) + cluster.ring_seconds(size, replicas, crosses=crossed[rank])
     return max(timeline.makespan_seconds, *free)

@@ -1,4 +1,4 @@
-"""A timeline for people: as a picture, and as a trace for Perfetto. A schedule in words, slot by slot.
+"""Figures of timelines, traces for Perfetto, and schedules in words, slot by slot.
 
 >>> from penstock.schedule import generate
 >>> panel = make_panel(generate("1f1b", ranks=2, microbatches=4))
@@ -8,7 +8,7 @@
 '<svg'
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.report.perfetto import to_perfetto, write_perfetto
 from penstock.report.svg import Panel, make_panel, svg
 from penstock.report.walkthrough import SlotActivity, Source, Walkthrough, walkthrough
@@ -25,4 +25,4 @@ __all__ = [
     "write_perfetto",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

@@ -47,7 +47,7 @@ DARK = Theme(
 )  # fmt: skip
 
 _LIGHTER = (0.0, 0.15, 0.27)
-"""How far the color of a rank's first, second and further chunks moves towards white."""
+"""The fraction by which the colors of a rank's first, second and further chunks move towards white."""
 
 _DARKER = (1.0, 0.9)
 """The brightness of even and odd microbatches, so that neighbors can be told apart without their names."""
@@ -78,16 +78,16 @@ def rgb(color: str) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(color: str, background: str) -> float:
     """Return how readable one color is on the other: WCAG's contrast ratio, from 1 to 21."""
-    low, high = sorted(map(_luminance, (one, other)))
+    low, high = sorted(map(_luminance, (color, background)))
     return (high + 0.05) / (low + 0.05)
 
 
 def ink(theme: Theme, kind: Kind, chunk: int = 0) -> str:
     """Black or white, whichever is read better on the shades of all microbatches. Arguments as for `shade`."""
     shades = [shade(theme, kind, chunk, parity) for parity in range(PARITIES)]
-    return max("#000000", "#ffffff", key=lambda color: min(contrast(color, under) for under in shades))
+    return max("#000000", "#ffffff", key=lambda color: min(contrast(color, fill) for fill in shades))
 
 
 def css() -> str:
@@ -108,16 +108,16 @@ def css() -> str:
 
 def variables(theme: Theme) -> str:
     """Return the declarations of `css` for one background."""
-    made = {f"--{name}": getattr(theme, name) for name in ("page", "card", "ink", "muted", "rule", "accent")}
+    declarations = {f"--{name}": getattr(theme, name) for name in ("page", "card", "ink", "muted", "rule", "accent")}
     for kind, fill in theme.fills.items():
-        made[f"--op-{kind}"], made[f"--ink-{kind}"] = fill, ink(theme, kind)
+        declarations[f"--op-{kind}"], declarations[f"--ink-{kind}"] = fill, ink(theme, kind)
         if kind in (Kind.COMMUNICATION, Kind.WAIT):
             continue
         for chunk in range(CHUNKS):
             for parity in range(PARITIES):
-                made[f"--op-{kind}-{chunk}-{parity}"] = shade(theme, kind, chunk, parity)
-                made[f"--ink-{kind}-{chunk}-{parity}"] = ink(theme, kind, chunk)
-    return " ".join(f"{name}: {color};" for name, color in made.items())
+                declarations[f"--op-{kind}-{chunk}-{parity}"] = shade(theme, kind, chunk, parity)
+                declarations[f"--ink-{kind}-{chunk}-{parity}"] = ink(theme, kind, chunk)
+    return " ".join(f"{name}: {color};" for name, color in declarations.items())
 
 
 def _luminance(color: str) -> float:

@@ -32,18 +32,18 @@ def frame(title: str, body: str, *, style: str = "", script: str = "", generator
     Args:
         title: as plain text.
         body: markup, in which everything that came from elsewhere has been escaped.
-        style: CSS besides that of all pages.
+        style: CSS in addition to that of all pages.
         script: a module of JavaScript; none by default.
         generator: the command that writes the page.
     """
-    module = f'<script type="module">\n{script}</script>' if script else ""
+    script_tag = f'<script type="module">\n{script}</script>' if script else ""
     return _PAGE.format(
-        title=escape(title), generator=escape(generator), style=base_style() + style, body=body, script=module
+        title=escape(title), generator=escape(generator), style=base_style() + style, body=body, script=script_tag
     )
 
 
 @cache
 def base_style() -> str:
     """Return the CSS of all pages, with the colors of light and dark backgrounds."""
-    paper = f"@media print {{ :root:root:root {{ color-scheme: light; {variables(LIGHT)} }} }}\n"
-    return css() + paper + files("penstock.report").joinpath("base.css").read_text(encoding="utf-8")
+    print_style = f"@media print {{ :root:root:root {{ color-scheme: light; {variables(LIGHT)} }} }}\n"
+    return css() + print_style + files("penstock.report").joinpath("base.css").read_text(encoding="utf-8")

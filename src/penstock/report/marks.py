@@ -1,4 +1,5 @@
-"""What a picture of a timeline shows, whatever draws it: a mark for each action, or less where these are too many."""
+"""The parts of a picture of a timeline, whatever draws it: a mark for each action, or merged columns if there are too
+many."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from penstock.schedule.describe import Kind, describe
 from penstock.schedule.timeline import Timeline, Track
 
 MAX_MARKS = 6000
-"""Beyond so many actions each is a pixel wide or less: pictures show what a rank does most of a pixel's time."""
+"""Beyond this number each action is a pixel wide or less: pictures show each pixel's main kind of action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Mark:
     Attributes:
         chunk: the stage's index among its rank's stages.
         label: what fits into it: the microbatch.
-        said: what it is, in words.
+        description: what it is, in words.
     """
 
     start: float
@@ -33,7 +34,7 @@ class Mark:
     chunk: int
     microbatch: int
     label: str
-    said: str
+    description: str
 
 
 def marks(timeline: Timeline, rank: int) -> Iterator[Mark]:
@@ -65,13 +66,13 @@ def longest_label(timeline: Timeline) -> int:
     return len(str(max(0, last)))
 
 
-def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:
+def merge_columns(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:
     """Divide the rank's time into columns of `unit` seconds; merge neighbors with the same main kind, as (first, end,
     kind).
 
     Columns in which it mostly does nothing are left out.
     """
-    most: list[Kind | None] = [None] * columns
+    main_kinds: list[Kind | None] = [None] * columns
     share: defaultdict[Kind, float] = defaultdict(float)
     column = 0
     kinds = [Kind.of(op) for op in OPS]
@@ -80,26 +81,26 @@ def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]
         if share:
             kind = max(share, key=share.__getitem__)
             if share[kind] >= 1 - sum(share.values()):
-                most[column] = kind
+                main_kinds[column] = kind
             share.clear()
 
     for code, start, end in sorted(zip(track.actions.op, track.start, track.end, strict=True), key=itemgetter(1)):
-        at, until = start / unit, end / unit
-        while at < until:
-            here = min(int(at), columns - 1)
-            if here != column:
+        position, end_position = start / unit, end / unit
+        while position < end_position:
+            column_here = min(int(position), columns - 1)
+            if column_here != column:
                 close()
-                column = here
-            stop = min(until, here + 1) if here < columns - 1 else until
-            share[kinds[code]] += stop - at
-            at = stop
+                column = column_here
+            stop = min(end_position, column_here + 1) if column_here < columns - 1 else end_position
+            share[kinds[code]] += stop - position
+            position = stop
     close()
-    found = []
-    for kind, alike in groupby(range(columns), key=most.__getitem__):
+    merged = []
+    for kind, group in groupby(range(columns), key=main_kinds.__getitem__):
         if kind is not None:
-            places = [*alike]
-            found.append((places[0], places[-1] + 1, kind))
-    return found
+            indices = [*group]
+            merged.append((indices[0], indices[-1] + 1, kind))
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Axis:
     """A time axis: the numbers on it, and their unit.
 
     Attributes:
-        ticks: places in seconds, ascending, each with its text.
+        ticks: positions in seconds, ascending, each with its text.
         unit: what the numbers count.
         scale: how many seconds one of them is.
     """
@@ -122,14 +123,14 @@ class Axis:
         return f"{number} {self.unit}" if self.unit in ("s", "ms", "us") else number
 
     @classmethod
-    def of(cls, seconds: float, unit: str = "s", most: int = 12) -> Axis:
+    def of(cls, seconds: float, unit: str = "s", max_ticks: int = 12) -> Axis:
         """Build an axis from 0 to `seconds` with at most this many ticks. Short times are in ms or us."""
         scale, unit = scaled(seconds) if unit == "s" else (1.0, unit)
         span = seconds / scale
         if not span > 0:
             return cls(((0.0, "0"),), unit, scale)
-        power = 10.0 ** math.floor(math.log10(span / most))
-        step = next(step for factor in (1, 2, 5, 10) if span / (step := factor * power) <= most)
+        power = 10.0 ** math.floor(math.log10(span / max_ticks))
+        step = next(step for factor in (1, 2, 5, 10) if span / (step := factor * power) <= max_ticks)
         if unit == "slots":
             step = max(1.0, step)
         count = math.floor(span / step + 1e-9)

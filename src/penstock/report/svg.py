@@ -9,24 +9,26 @@ from html import escape
 from typing import Literal
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.colors import DARK, LIGHT, Theme, ink, shade
-from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
+from penstock.report.marks import MAX_MARKS, Axis, Mark, has_chunks, longest_label, marks, merge_columns
 from penstock.schedule import Action, Schedule
 from penstock.schedule.describe import WORDS, Kind
-from penstock.schedule.grid import in_slots
+from penstock.schedule.grid import slot_timeline
 from penstock.schedule.timeline import Timeline
 
 Background = Literal["auto", "light", "dark"]
-"""What a picture is made for; `auto` follows what the reader's system asks for."""
+"""The background of a picture; `auto` follows the setting of the reader's system."""
 
 WIDTH = 960
 """The width of a picture in pixels, unless another is asked for."""
-_SLOT = 30.0
+_SLOT_WIDTH = 30.0
 """The width of a second of the timeline, at most, in pixels: pictures of little need not be wide."""
 _TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
-_DIGIT = 6.8
+_DIGIT_WIDTH = 6.8
 """The width of a digit of labels."""
+_MAX_NOTEBOOK_ACTIONS = 100_000
+"""Maximum number of actions that a notebook draws by itself, which takes a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,17 @@ def make_panel(drawn: Schedule | Timeline, timeline: Timeline | None = None, tit
         ScheduleError: the schedule cannot be run.
     """
     if isinstance(drawn, Timeline):
-        ranks = f"{counted(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
+        ranks = f"{pluralize(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
         return Panel(f"{ranks}; {_bubble(drawn)}" if title is None else title, drawn)
-    known = in_slots(drawn) if timeline is None else timeline
+    shown = slot_timeline(drawn) if timeline is None else timeline
     if title is None:
-        numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
-        title = f"{drawn.name}: {numbers}; {_bubble(known)}"
+        numbers = f"{pluralize(drawn.ranks, 'rank')}, {pluralize(drawn.microbatches, 'microbatch')}"
+        title = f"{drawn.name}: {numbers}; {_bubble(shown)}"
     lighter = "the copy" if drawn.placement.pipelines > 1 else "later chunks"
-    return Panel(title, known, lighter)
+    return Panel(title, shown, lighter)
 
 
-def unit_of(drawn: Schedule | Timeline) -> str:
+def drawing_unit(drawn: Schedule | Timeline) -> str:
     """Return what a second of the drawing of a schedule or a timeline stands for."""
     return "slots" if isinstance(drawn, Schedule) else "s"
 
@@ -95,32 +97,42 @@ def svg(
     """
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
-    frame = _Frame(panels, unit, width, hover)
-    top, drawn = float(_MARGIN), []
+    drawing = _Drawing(panels, unit, width, hover)
+    top, elements = float(_MARGIN), []
     for panel in panels:
-        drawn.append(f'<text class="title" x="{_MARGIN}" y="{top + 13:g}">{escape(panel.title)}</text>')
-        drawn += frame.rows(panel, top + _TITLE)
-        top += _TITLE + frame.row * panel.timeline.ranks + _GAP
+        elements.append(f'<text class="title" x="{_MARGIN}" y="{top + 13:g}">{escape(panel.title)}</text>')
+        elements += drawing.rows(panel, top + _TITLE)
+        top += _TITLE + drawing.row * panel.timeline.ranks + _GAP
     bottom = top - _GAP
-    drawn += frame.axis(bottom)
+    elements += drawing.axis(bottom)
     lighter = " or ".join(dict.fromkeys(panel.lighter for panel in panels if has_chunks(panel.timeline)))
-    legend, height = frame.legend(bottom + _AXIS, lighter)
-    drawn += legend
-    said = escape("; ".join(panel.title for panel in panels), quote=True)
-    size = f'viewBox="0 0 {frame.width:g} {height:g}" width="{frame.width:g}" height="{height:g}"'
+    legend, height = drawing.legend(bottom + _AXIS, lighter)
+    elements += legend
+    label = escape("; ".join(panel.title for panel in panels), quote=True)
+    size = f'viewBox="0 0 {drawing.width:g} {height:g}" width="{drawing.width:g}" height="{height:g}"'
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="penstock-{background}" role="img" aria-label="{said}" {size}>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="penstock-{background}" role="img" aria-label="{label}" {size}>'
     )
-    page = f'<rect class="page" width="{frame.width:g}" height="{height:g}" rx="6"/>'
-    return "\n".join([head, f"<style>{_style(frame.used, background)}</style>", page, *drawn, "</svg>", ""])
+    page = f'<rect class="page" width="{drawing.width:g}" height="{height:g}" rx="6"/>'
+    return "\n".join([head, f"<style>{_style(drawing.used, background)}</style>", page, *elements, "</svg>", ""])
 
 
-class _Frame:
-    """What all panels have in common: where ranks' names and time lie, and which colors have been used.
+def picture(drawn: Schedule | Timeline) -> str:
+    """Draw a schedule in slots, or a timeline, as HTML for a notebook. Raise the errors of `make_panel`."""
+    count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
+    if count > _MAX_NOTEBOOK_ACTIONS:
+        name, unit = ("timeline", "") if isinstance(drawn, Timeline) else ("schedule", ", 'slots'")
+        call = f"penstock.report.svg([penstock.report.make_panel({name})]{unit})"
+        return f"<pre>{count:,} actions; {call} draws them, in a while</pre>"
+    return svg([make_panel(drawn)], drawing_unit(drawn))
+
+
+class _Drawing:
+    """The layout that all panels share, and the colors that have been used.
 
     Attributes:
         scale: pixels a second.
-        few: whether each action is drawn.
+        draws_actions: whether each action is drawn.
     """
 
     def __init__(self, panels: Sequence[Panel], unit: str, width: int, hover: bool) -> None:
@@ -129,68 +141,68 @@ class _Frame:
         self.row = 24 if ranks <= 16 else 17 if ranks <= 32 else 11
         self.longest = max((panel.timeline.makespan_seconds for panel in panels), default=0.0)
         self.left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
-        room = width - self.left - _MARGIN
-        if room < 60:
+        available = width - self.left - _MARGIN
+        if available < 60:
             raise ArgumentError(f"width={width}: pass at least {math.ceil(self.left + _MARGIN + 60)} pixels")
         # Seconds of a clock fill the width; slots and costs keep a size in which they are easily read.
-        scale = room / self.longest if self.longest else 1.0
-        self.scale = scale if unit == "s" else min(_SLOT, scale)
-        self.few = sum(len(panel.timeline) for panel in panels) <= MAX_MARKS
-        words = max([360.0, *(2 * _MARGIN + 7.2 * len(panel.title) for panel in panels)])  # of titles and the legend
-        self.width = max(self.left + self.longest * self.scale + _MARGIN, min(width, words))
-        self.clock = Axis.of(self.longest, unit)
+        scale = available / self.longest if self.longest else 1.0
+        self.scale = scale if unit == "s" else min(_SLOT_WIDTH, scale)
+        self.draws_actions = sum(len(panel.timeline) for panel in panels) <= MAX_MARKS
+        text_width = max([360.0, *(2 * _MARGIN + 7.2 * len(panel.title) for panel in panels)])  # titles and legend
+        self.width = max(self.left + self.longest * self.scale + _MARGIN, min(width, text_width))
+        self.time_axis = Axis.of(self.longest, unit)
         self.used: set[tuple[Kind, int, int]] = set()
 
     def rows(self, panel: Panel, top: float) -> Iterator[str]:
         """Draw the ranks of a panel."""
         timeline = panel.timeline
-        every = 1 if self.row > 11 else 4
+        step = 1 if self.row > 11 else 4
         longest = longest_label(panel.timeline)
         for rank in range(timeline.ranks):
-            y, high = top + rank * self.row, self.row - (3 if self.row > 11 else 1)
-            if rank % every == 0:
-                yield f'<text class="rank" x="{_MARGIN}" y="{y + high / 2 + 4:g}">rank {rank}</text>'
+            y, height = top + rank * self.row, self.row - (3 if self.row > 11 else 1)
+            if rank % step == 0:
+                yield f'<text class="rank" x="{_MARGIN}" y="{y + height / 2 + 4:g}">rank {rank}</text>'
             length = self.scale * timeline.makespan_seconds
-            yield f'<rect class="idle" x="{self.left:g}" y="{y:g}" width="{length:.4g}" height="{high:g}"/>'
-            if self.few:
+            yield f'<rect class="idle" x="{self.left:g}" y="{y:g}" width="{length:.4g}" height="{height:g}"/>'
+            if self.draws_actions:
                 for mark in marks(timeline, rank):
-                    yield self._mark(mark, y, high, longest)
+                    yield self._mark(mark, y, height, longest)
             else:
-                yield from self._columns(timeline, rank, y, high)
+                yield from self._columns(timeline, rank, y, height)
             for span in [] if panel.marked is None else timeline.spans(rank):
                 if span.action == panel.marked:
-                    x, wide = self.left + span.start_seconds * self.scale, span.end_seconds - span.start_seconds
-                    size = f'width="{max(6.0, wide * self.scale):.2f}" height="{high + 2:g}" rx="2"'
+                    x, seconds = self.left + span.start_seconds * self.scale, span.end_seconds - span.start_seconds
+                    size = f'width="{max(6.0, seconds * self.scale):.2f}" height="{height + 2:g}" rx="2"'
                     yield f'<rect class="marked" x="{x - 1:.2f}" y="{y - 1:g}" {size}/>'
 
-    def _mark(self, mark: Mark, y: float, high: float, longest: int) -> str:
-        x, wide = self.left + mark.start * self.scale, (mark.end - mark.start) * self.scale
-        strip = mark.kind is Kind.COMMUNICATION  # lies over what the rank computes meanwhile
-        if strip:
-            y, high = y + 0.75 * high, 0.25 * high
-        gap = 1.0 if wide > 6 else 0.15 * wide
-        corner = ' rx="2"' if wide > 8 and not strip else ""
-        times = f"{self.clock.text(mark.start)} to {self.clock.text(mark.end)}"
-        title = f"<title>{mark.said}: {times}</title>" if self.hover else ""
-        box = f'<rect x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" height="{high:g}"{corner}/>'
-        size = min(12.0, high - 3, (wide - gap - 2) / longest * 12 / _DIGIT)
+    def _mark(self, mark: Mark, y: float, height: float, longest: int) -> str:
+        x, width = self.left + mark.start * self.scale, (mark.end - mark.start) * self.scale
+        is_message = mark.kind is Kind.COMMUNICATION  # lies over what the rank computes meanwhile
+        if is_message:
+            y, height = y + 0.75 * height, 0.25 * height
+        gap = 1.0 if width > 6 else 0.15 * width
+        corner = ' rx="2"' if width > 8 and not is_message else ""
+        times = f"{self.time_axis.text(mark.start)} to {self.time_axis.text(mark.end)}"
+        title = f"<title>{mark.description}: {times}</title>" if self.hover else ""
+        box = f'<rect x="{x:.2f}" y="{y:g}" width="{width - gap:.2f}" height="{height:g}"{corner}/>'
+        size = min(12.0, height - 3, (width - gap - 2) / longest * 12 / _DIGIT_WIDTH)
         text = ""
-        if mark.label and size >= 8 and not strip:
-            middle = f'x="{x + (wide - gap) / 2:.2f}" y="{y + high / 2 + 0.36 * size:.2f}"'
+        if mark.label and size >= 8 and not is_message:
+            middle = f'x="{x + (width - gap) / 2:.2f}" y="{y + height / 2 + 0.36 * size:.2f}"'
             text = f'<text {middle} font-size="{size:.3g}">{mark.label}</text>'
-        color = (mark.kind, 0, 0) if strip else (mark.kind, min(mark.chunk, 2), mark.microbatch % 2)
+        color = (mark.kind, 0, 0) if is_message else (mark.kind, min(mark.chunk, 2), mark.microbatch % 2)
         self.used.add(color)
         return f'<g class="{"-".join(map(str, color))}">{title}{box}{text}</g>'
 
-    def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
+    def _columns(self, timeline: Timeline, rank: int, y: float, height: float) -> Iterator[str]:
         """Draw one path for each kind, a pixel at a time."""
         columns = max(1, math.ceil(timeline.makespan_seconds * self.scale))
-        found = runs(timeline.tracks[rank], 1 / self.scale, columns)
+        merged = merge_columns(timeline.tracks[rank], 1 / self.scale, columns)
         for kind in Kind:
             parts = [
-                f"M{self.left + first:g} {y:g}h{end - first}v{high:g}h{first - end}z"
-                for first, end, which in found
-                if which is kind
+                f"M{self.left + first:g} {y:g}h{end - first}v{height:g}h{first - end}z"
+                for first, end, main_kind in merged
+                if main_kind is kind
             ]
             if parts:
                 self.used.add((kind, 0, 0))
@@ -198,8 +210,8 @@ class _Frame:
 
     def axis(self, bottom: float) -> Iterator[str]:
         """Draw the numbers under the last panel."""
-        most = max(2, min(16, int(self.longest * self.scale / 48)))
-        axis = Axis.of(self.longest, self.unit, most)
+        max_ticks = max(2, min(16, int(self.longest * self.scale / 48)))
+        axis = Axis.of(self.longest, self.unit, max_ticks)
         for seconds, text in axis.ticks:
             x = self.left + seconds * self.scale
             yield f'<path class="tick" d="M{x:.2f} {bottom:g}v4"/>'
@@ -211,21 +223,21 @@ class _Frame:
         kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
         self.used.update((kind, 0, 0) for kind in kinds)
         entries = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
-        if lighter and self.few:
+        if lighter and self.draws_actions:
             entries.append(("", f"lighter: {lighter}"))
-        if not self.few:
+        if not self.draws_actions:
             entries.append(("", "each pixel: what the rank does most of that time"))
-        drawn, x, y = [], float(_MARGIN), top
+        elements, x, y = [], float(_MARGIN), top
         for css, words in entries:
             box = 20 if css else 0
-            wide = box + 6.5 * len(words)
-            if x > _MARGIN and x + wide > self.width - _MARGIN:
+            width = box + 6.5 * len(words)
+            if x > _MARGIN and x + width > self.width - _MARGIN:
                 x, y = float(_MARGIN), y + 20
             if css:
-                drawn.append(f'<g class="{css}"><rect x="{x:g}" y="{y + 4:g}" width="13" height="13" rx="2"/></g>')
-            drawn.append(f'<text class="rank" x="{x + box:g}" y="{y + 15:g}">{words}</text>')
-            x += wide + 16
-        return drawn, y + _LEGEND + 4
+                elements.append(f'<g class="{css}"><rect x="{x:g}" y="{y + 4:g}" width="13" height="13" rx="2"/></g>')
+            elements.append(f'<text class="rank" x="{x + box:g}" y="{y + 15:g}">{words}</text>')
+            x += width + 16
+        return elements, y + _LEGEND + 4
 
 
 def _bubble(timeline: Timeline) -> str:

@@ -17,50 +17,50 @@ def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -
     """Build a table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
     from rich.table import Table  # here and below, so that `penstock.report` does not load it
 
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    built = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     lines = max(column.count("\n") for column in columns)
     for index, column in enumerate(columns):
         head = "\n" * (lines - column.count("\n")) + column
-        made.add_column(head, justify="left" if index < left else "right", overflow=overflow)
-    return made
+        built.add_column(head, justify="left" if index < left else "right", overflow=overflow)
+    return built
 
 
 def pairs(lines: Iterable[tuple[str | Text, str | Text]]) -> Table:
-    """Lines of two columns without a head, the first of which is never broken."""
-    made = table("", "", left=2)
-    made.show_header, made.columns[0].no_wrap = False, True
+    """Build a table of two columns without headings, the first of which is never broken."""
+    built = table("", "", left=2)
+    built.show_header, built.columns[0].no_wrap = False, True
     for line in lines:
-        made.add_row(*line)
-    return made
+        built.add_row(*line)
+    return built
 
 
-def width_of(made: Table, console: Console) -> int:
+def table_width(grid: Table, console: Console) -> int:
     """Return the width of a table, in characters, if no cell is broken."""
-    return console.measure(made, options=console.options.update(max_width=10_000)).maximum
+    return console.measure(grid, options=console.options.update(max_width=10_000)).maximum
 
 
-def print_unbroken(console: Console, made: Table) -> None:
+def print_unbroken(console: Console, grid: Table) -> None:
     """Print a table without breaking or cutting off its cells; columns move closer if there is little room."""
     from rich.console import Console
 
-    if width_of(made, console) > console.width:
-        made.padding = (0, 1, 0, 0)
-    Console(file=console.file, highlight=False, width=max(width_of(made, console), console.width)).print(made)
+    if table_width(grid, console) > console.width:
+        grid.padding = (0, 1, 0, 0)
+    Console(file=console.file, highlight=False, width=max(table_width(grid, console), console.width)).print(grid)
 
 
-def columns_of(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
+def columns_table(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
     """Build a table of these columns. Cells are texts or numbers, None is a dash; a column without any other is left
     out."""
     from rich.text import Text
 
-    known = {head: [*cells] for head, cells in columns.items()}
-    shown = {head: cells for head, cells in known.items() if any(cell is not None for cell in cells)}
-    made = table(*shown, left=sum(head in shown for head in [*columns][:left]))
+    cells_by_head = {head: [*cells] for head, cells in columns.items()}
+    shown = {head: cells for head, cells in cells_by_head.items() if any(cell is not None for cell in cells)}
+    built = table(*shown, left=sum(head in shown for head in [*columns][:left]))
     for row in zip(*shown.values(), strict=True):
-        made.add_row(*(cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell)) for cell in row))
-    return made
+        built.add_row(*(cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell)) for cell in row))
+    return built
 
 
 def print_columns(console: Console, columns: Mapping[str, Iterable[object]], left: int = 1) -> None:
     """Print a table of these columns, unbroken."""
-    print_unbroken(console, columns_of(columns, left))
+    print_unbroken(console, columns_table(columns, left))

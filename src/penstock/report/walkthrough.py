@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.describe import WORDS, Kind
 from penstock.schedule.order import earliest_times
@@ -16,7 +16,7 @@ from penstock.schedule.passes import compute_only
 
 _NOUN = {op: f"the {WORDS[Kind.of(op)]} of" for op in (Op.F, Op.B, Op.I, Op.W)}
 WORK = {op: f"{'runs' if op in (Op.F, Op.B) else 'computes'} {noun}" for op, noun in _NOUN.items()}
-"""What a rank does, before the microbatch and the stage."""
+"""The verb phrase for each op, before the microbatch and the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SlotActivity:
-    """What one rank does in one slot.
+    """The activity of one rank in one slot.
 
     Attributes:
         action: what it runs; None: it is idle.
@@ -67,7 +67,7 @@ class Walkthrough:
     def headline(self, slot: int) -> str:
         """Summarize one slot: how many ranks work."""
         busy = sum(moment.action is not None for moment in self.at(slot))
-        return f"slot {slot} of {self.schedule.name}: {busy} of {counted(self.schedule.ranks, 'rank')} at work"
+        return f"slot {slot} of {self.schedule.name}: {busy} of {pluralize(self.schedule.ranks, 'rank')} at work"
 
 
 def walkthrough(schedule: Schedule) -> Walkthrough:
@@ -83,12 +83,12 @@ def walkthrough(schedule: Schedule) -> Walkthrough:
     Raises:
         ScheduleError: the schedule cannot be run.
     """
-    words = _Words(compute_only(schedule))
-    slots = max((slot + 1 for slot in words.slots), default=0)
-    return Walkthrough(schedule, tuple(tuple(words.of_rank(rank, slots)) for rank in range(schedule.ranks)))
+    narrator = _Narrator(compute_only(schedule))
+    slots = max((slot + 1 for slot in narrator.slots), default=0)
+    return Walkthrough(schedule, tuple(tuple(narrator.describe_rank(rank, slots)) for rank in range(schedule.ranks)))
 
 
-class _Words:
+class _Narrator:
     """The sentences of one schedule, which has computations only.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Words:
         starts, _ = earliest_times(self.dependencies, lambda node: 1.0, lambda *_: 0.0)
         self.slots = [int(start) for start in starts]
 
-    def of_rank(self, rank: int, slots: int) -> list[SlotActivity]:
+    def describe_rank(self, rank: int, slots: int) -> list[SlotActivity]:
         """Return the rank's moments, one for each slot."""
         node, end = self.dependencies.first[rank : rank + 2]
         finished = f"rank {rank} has nothing to do in this schedule"
@@ -112,55 +112,55 @@ class _Words:
             if node == end:
                 moments.append(SlotActivity(rank, slot, None, (), finished))
             elif self.slots[node] == slot:
-                moments.append(self._working(rank, node))
+                moments.append(self._describe_action(rank, node))
                 node += 1
             else:
-                moments.append(self._waiting(rank, node, slot))
+                moments.append(self._describe_wait(rank, node, slot))
         return moments
 
-    def _working(self, rank: int, node: int) -> SlotActivity:
+    def _describe_action(self, rank: int, node: int) -> SlotActivity:
         action, needs = self.dependencies.actions[node], self._sources(node)
-        text = f"rank {rank} {WORK[action.op]} {self._where(action)}, {self._with(rank, action, needs)}"
+        text = f"rank {rank} {WORK[action.op]} {self._locate(action)}, {self._describe_inputs(rank, action, needs)}"
         if self.dependencies.actions.joined[node]:
-            other = self.dependencies.actions[node + 1]
-            text += f"; {_NOUN[other.op]} {self._where(other)} may run at the same time"
+            overlapped = self.dependencies.actions[node + 1]
+            text += f"; {_NOUN[overlapped.op]} {self._locate(overlapped)} may run at the same time"
         return SlotActivity(rank, self.slots[node], action, needs, text)
 
-    def _waiting(self, rank: int, node: int, slot: int) -> SlotActivity:
+    def _describe_wait(self, rank: int, node: int, slot: int) -> SlotActivity:
         action = self.dependencies.actions[node]
         missing = tuple(source for source in self._sources(node) if source.slot >= slot)
         reasons = " and ".join(
-            f"{_NOUN[one.action.op]} {self._where(one.action)}, which rank {one.rank} "
-            + ("runs in this slot" if one.slot == slot else f"runs in slot {one.slot}")
-            for one in missing
+            f"{_NOUN[source.action.op]} {self._locate(source.action)}, which rank {source.rank} "
+            + ("runs in this slot" if source.slot == slot else f"runs in slot {source.slot}")
+            for source in missing
         )
-        text = f"rank {rank} waits: {_NOUN[action.op]} {self._where(action)} needs {reasons}"
+        text = f"rank {rank} waits: {_NOUN[action.op]} {self._locate(action)} needs {reasons}"
         return SlotActivity(rank, slot, None, missing, text)
 
     def _sources(self, node: int) -> tuple[Source, ...]:
-        known = self.dependencies
-        return tuple(Source(known.actions[need], known.rank_of[need], self.slots[need]) for need in known.before(node))
+        deps = self.dependencies
+        return tuple(Source(deps.actions[need], deps.rank_of[need], self.slots[need]) for need in deps.before(node))
 
-    def _where(self, action: Action) -> str:
+    def _locate(self, action: Action) -> str:
         depth = self.schedule.placement.depth
         copy = "" if action.stage < depth else f", the copy of stage {action.stage % depth}"
         return f"microbatch {action.microbatch} on stage {action.stage}{copy}"
 
-    def _with(self, rank: int, action: Action, needs: tuple[Source, ...]) -> str:
+    def _describe_inputs(self, rank: int, action: Action, needs: tuple[Source, ...]) -> str:
         """Describe an action's inputs: each of its sources, and the batch or the loss at the model's ends."""
         parts = []
-        if all(one.action.stage == action.stage for one in needs) and action.op is not Op.W:
+        if all(source.action.stage == action.stage for source in needs) and action.op is not Op.W:
             parts.append("on its piece of the batch" if action.op is Op.F else "from the loss")
-        for one in needs:
-            of = one.action
-            if of.stage != action.stage:
-                what = "output" if of.op is Op.F else "gradient"
-                who = f"rank {one.rank} sent at the end of slot {one.slot}"
-                if one.rank == rank:
-                    who = f"it made itself on stage {of.stage} in slot {one.slot}"
-                parts.append(f"with the {what} that {who}")
-            elif of.op is Op.I:
-                parts.append(f"with what its input gradient left in slot {one.slot}")
+        for source in needs:
+            producer = source.action
+            if producer.stage != action.stage:
+                product = "output" if producer.op is Op.F else "gradient"
+                origin = f"rank {source.rank} sent at the end of slot {source.slot}"
+                if source.rank == rank:
+                    origin = f"it made itself on stage {producer.stage} in slot {source.slot}"
+                parts.append(f"with the {product} that {origin}")
+            elif producer.op is Op.I:
+                parts.append(f"with what its input gradient left in slot {source.slot}")
             else:
-                parts.append(f"with what its forward kept in slot {one.slot}")
+                parts.append(f"with what its forward kept in slot {source.slot}")
         return " and ".join(parts)

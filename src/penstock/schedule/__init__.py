@@ -11,7 +11,7 @@ rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 []
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.check import Violation, check, in_flight_by_stage, peak_activations, summary
 from penstock.schedule.communication import add_communication
@@ -85,4 +85,4 @@ __all__ = [
 ]
 
 generators = schedule_specs  # until 0.2; hides the package of that name
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

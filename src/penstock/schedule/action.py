@@ -126,12 +126,12 @@ class Action:
         >>> Action.parse("2I0")
         Action(stage=2, op=<Op.I: 'I'>, microbatch=0, peer=None)
         """
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             raise ScheduleError(
                 f"{quoted(text)} is not an action; expected stage, op and microbatch, as in 0F1 or 0SEND_F1>3"
             )
-        stage, op, microbatch, arrow, peer = found.groups()
+        stage, op, microbatch, arrow, peer = match.groups()
         if arrow and arrow != (">" if Op(op).is_send else "<"):
             raise ScheduleError(f"{quoted(text)}: a send names its target with '>', a receive its source with '<'")
         return cls(int(stage), Op(op), int(microbatch) if microbatch else None, int(peer) if peer else None)
@@ -173,7 +173,7 @@ class Overlap:
 
 def parse_item(text: str) -> Action | Overlap:
     """Parse one item of a row: an action, or two that overlap. Raise ScheduleError if it is neither."""
-    found = _OVERLAP_TEXT.fullmatch(text.strip())
-    if found is None:
+    match = _OVERLAP_TEXT.fullmatch(text.strip())
+    if match is None:
         return Action.parse(text)
-    return Overlap(Action.parse(found[1]), Action.parse(found[2]))
+    return Overlap(Action.parse(match[1]), Action.parse(match[2]))

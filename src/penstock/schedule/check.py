@@ -68,8 +68,8 @@ def check(schedule: Schedule) -> list[Violation]:
     dependencies = Dependencies(schedule)
     # A schedule that finishes when sends wait also finishes when they are buffered, and its rows are in order.
     unbuffered = advance(dependencies, rendezvous=True)
-    found = [
-        *_places(schedule),
+    violations = [
+        *_index_problems(schedule),
         *_repeated(dependencies),
         *_sharding(schedule),
         *itertools.islice(_missing(schedule, dependencies), _MAX_MISSING),
@@ -78,19 +78,19 @@ def check(schedule: Schedule) -> list[Violation]:
         *_message_order(schedule, dependencies),
         *_reduction_order(schedule),
     ]
-    if not found:
-        found += _deadlock(dependencies, unbuffered) if unbuffered.blocked else _early(dependencies, unbuffered)
-    return [*found, *_inexact(schedule)]
+    if not violations:
+        violations += _deadlock(dependencies, unbuffered) if unbuffered.blocked else _early(dependencies, unbuffered)
+    return [*violations, *_inexact(schedule)]
 
 
 def require_legal(schedule: Schedule, file: str = "") -> Schedule:
-    """Return the schedule. Raise ScheduleError: it is not legal; names the rules that it breaks, of one in a `file` the
+    """Return the schedule. Raise ScheduleError: it is not legal; names the rules that it breaks; for a `file`, the
     first."""
-    wrong = [violation for violation in check(schedule) if violation.fatal]
-    if wrong and file:
-        raise ScheduleError(f"{file} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
-    if wrong:
-        raise ScheduleError(f"schedule {schedule.name!r} cannot be run: {summary(wrong)}")
+    violations = [violation for violation in check(schedule) if violation.fatal]
+    if violations and file:
+        raise ScheduleError(f"{file} holds no legal schedule: {violations[0].kind}: {summary(violations, 1)}")
+    if violations:
+        raise ScheduleError(f"schedule {schedule.name!r} cannot be run: {summary(violations)}")
     return schedule
 
 
@@ -100,8 +100,8 @@ def summary(violations: Sequence[Violation], most: int = 3) -> str:
     A single slip in a schedule may be wrong once for each microbatch.
     """
     ordered = sorted(violations, key=lambda violation: not violation.fatal)
-    more = f" (and {len(violations) - most} more)" if len(violations) > most else ""
-    return "; ".join(violation.text for violation in ordered[:most]) + more
+    suffix = f" (and {len(violations) - most} more)" if len(violations) > most else ""
+    return "; ".join(violation.text for violation in ordered[:most]) + suffix
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
@@ -110,41 +110,41 @@ def peak_activations(schedule: Schedule) -> list[int]:
     The unit is what one microbatch keeps on one stage (with v chunks per rank, 1/v of a microbatch on a rank). It is
     held from F until B or W; on a stage without a backward, during F only.
     """
-    kept = stages_with_backward(schedule)
-    return [max(_held_activations(row, kept), default=0) for row in schedule.rows]
+    with_backward = stages_with_backward(schedule)
+    return [max(_held_activations(row, with_backward), default=0) for row in schedule.rows]
 
 
 def in_flight_by_stage(schedule: Schedule, since: Op = Op.F) -> list[int]:
     """Return the peak number of microbatches in flight on each stage of the model, over all its copies: from their
     forward, or from their I, until their weight gradients are done."""
-    kept, ends = stages_with_backward(schedule), _ADDS_WEIGHT_GRADIENTS if since is Op.F else (Op.W.code,)
-    held, most = [0] * schedule.stages, [0] * schedule.placement.depth
+    with_backward, ends = stages_with_backward(schedule), _ADDS_WEIGHT_GRADIENTS if since is Op.F else (Op.W.code,)
+    in_flight, peaks = [0] * schedule.stages, [0] * schedule.placement.depth
     for row in schedule.rows:
         for stage, op in zip(row.stage, row.op, strict=True):
             if op == since.code:
-                held[stage] += 1
-                place = stage % schedule.placement.depth
-                most[place] = max(most[place], held[stage])
-            if op in ends or (op == _F and stage not in kept):
-                held[stage] -= 1
-    return most
+                in_flight[stage] += 1
+                model_stage = stage % schedule.placement.depth
+                peaks[model_stage] = max(peaks[model_stage], in_flight[stage])
+            if op in ends or (op == _F and stage not in with_backward):
+                in_flight[stage] -= 1
+    return peaks
 
 
-def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[int]:
+def _held_activations(row: Row, with_backward: frozenset[int]) -> Iterator[int]:
     """Yield the number of activations that a rank holds during each F."""
-    held: set[tuple[int, int]] = set()
+    activations: set[tuple[int, int]] = set()
     for stage, op, number in zip(row.stage, row.op, row.microbatch, strict=True):
         if op == _F:
-            held.add((stage, number))
-            yield len(held)
-            if stage not in kept:
-                held.discard((stage, number))
+            activations.add((stage, number))
+            yield len(activations)
+            if stage not in with_backward:
+                activations.discard((stage, number))
         elif op in _ADDS_WEIGHT_GRADIENTS:
-            held.discard((stage, number))
+            activations.discard((stage, number))
 
 
-def _places(schedule: Schedule) -> Iterator[Violation]:
-    """Numbers out of range, and actions on ranks that do not own their stage."""
+def _index_problems(schedule: Schedule) -> Iterator[Violation]:
+    """Yield numbers out of range, and actions on ranks that do not own their stage."""
     rank_of, stages = schedule.placement.rank_of, schedule.stages
     numbers_on = [schedule.numbers_on(stage) for stage in range(stages)]
     first, end = [numbers.start for numbers in numbers_on], [numbers.stop for numbers in numbers_on]
@@ -154,8 +154,8 @@ def _places(schedule: Schedule) -> Iterator[Violation]:
             if stage >= stages or peer >= stages:
                 kind, reason = "out of range", f"the stages are 0..{stages - 1}"
             elif not first[stage] <= number < end[stage] and number >= 0 and op != _REDUCE:
-                of = "" if schedule.placement.pipelines == 1 else f" of stage {stage}"
-                kind, reason = "out of range", f"the microbatches{of} are {first[stage]}..{end[stage] - 1}"
+                suffix = "" if schedule.placement.pipelines == 1 else f" of stage {stage}"
+                kind, reason = "out of range", f"the microbatches{suffix} are {first[stage]}..{end[stage] - 1}"
             elif rank_of[stage] != rank:
                 kind, reason = "misplaced", f"stage {stage} is on rank {rank_of[stage]}"
             elif peer >= 0 and rank_of[peer] == rank:
@@ -166,7 +166,7 @@ def _places(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
-    """Actions that occur twice, and microbatches with two backwards on a stage: B, and I or W as well."""
+    """Yield actions that occur twice, and microbatches with two backwards on a stage: B, and I or W as well."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     if sum(map(len, dependencies.kinds.values())) < len(actions):
         for node, action in enumerate(actions):
@@ -175,16 +175,16 @@ def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
                 text = f"rank {rank_of[node]} has {action}, which rank {rank_of[first]} has already"
                 yield Violation(rank_of[node], action, "repeated", text)
     for stage, op in itertools.product(sorted({stage for stage, *_ in dependencies.kinds}), (Op.I, Op.W)):
-        nodes, whole = dependencies.nodes(stage, op), dependencies.nodes(stage, Op.B)
-        for number in sorted(nodes.keys() & whole.keys()):
-            action, including = actions[nodes[number]], actions[whole[number]]
+        nodes, full = dependencies.nodes(stage, op), dependencies.nodes(stage, Op.B)
+        for number in sorted(nodes.keys() & full.keys()):
+            action, full_action = actions[nodes[number]], actions[full[number]]
             rank = rank_of[nodes[number]]
-            text = f"rank {rank} has {action} besides {including}, which includes it; keep one of the two"
+            text = f"rank {rank} has {action} besides {full_action}, which includes it; keep one of the two"
             yield Violation(rank, action, "repeated", text)
 
 
 def _sharding(schedule: Schedule) -> Iterator[Violation]:
-    """Stages whose parameters are gathered, or freed, twice in a row, or that compute while they are not gathered."""
+    """Yield stages that are gathered, or freed, twice in a row, or that compute while they are not gathered."""
     codes = {op.code for op in _SHARDING}
     for rank, row in enumerate(schedule.rows):
         if codes.isdisjoint(row.op):
@@ -194,8 +194,8 @@ def _sharding(schedule: Schedule) -> Iterator[Violation]:
         for action in row:
             if action.op in _SHARDING:
                 if latest.get(action.stage) is action.op:
-                    between = Action(action.stage, _SHARDING[action.op])
-                    text = f"rank {rank} has {action} twice in succession; {between} must come in between"
+                    counterpart = Action(action.stage, _SHARDING[action.op])
+                    text = f"rank {rank} has {action} twice in succession; {counterpart} must come in between"
                     yield Violation(rank, action, "repeated", text)
                 latest[action.stage] = action.op
             elif action.op.is_compute and action.stage in sharded and latest.get(action.stage) is not Op.UNSHARD:
@@ -205,18 +205,18 @@ def _sharding(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
-    """Missing forwards and backwards, and missing messages on a link that other microbatches use."""
+    """Yield missing forwards and backwards, and missing messages on a link that other microbatches use."""
     with_backward = stages_with_backward(schedule)
     for stage, rank in enumerate(schedule.placement.rank_of):
-        forward, whole, split, weights = (dependencies.nodes(stage, op) for op in (Op.F, Op.B, Op.I, Op.W))
+        forward, full, split, weights = (dependencies.nodes(stage, op) for op in (Op.F, Op.B, Op.I, Op.W))
         backward = stage in with_backward
         for k in schedule.numbers_on(stage):
-            if k in forward and (not backward or k in whole or (k in split and k in weights)):
+            if k in forward and (not backward or k in full or (k in split and k in weights)):
                 continue
-            wanted = {Op.F: forward}
-            if backward and k not in whole:
-                wanted |= {Op.I: split, Op.W: weights} if k in split or k in weights else {Op.B: whole}
-            for action in (Action(stage, op, k) for op, nodes in wanted.items() if k not in nodes):
+            expected = {Op.F: forward}
+            if backward and k not in full:
+                expected |= {Op.I: split, Op.W: weights} if k in split or k in weights else {Op.B: full}
+            for action in (Action(stage, op, k) for op, nodes in expected.items() if k not in nodes):
                 text = f"rank {rank} has no {action}; each microbatch goes through stage {stage} once"
                 yield Violation(rank, action, "missing", text)
     for (stage, code, peer), nodes in dependencies.kinds.items():
@@ -229,7 +229,7 @@ def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violati
 
 
 def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violation]:
-    """Actions that come before one that they wait for in the same row. They block their rank."""
+    """Yield actions that come before one that they wait for in the same row. They block their rank."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     for node in range(len(actions)) if unbuffered.blocked else ():
         rank = rank_of[node]
@@ -240,7 +240,7 @@ def _row_order(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Viol
 
 
 def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
-    """Messages without their other end, and reductions with a single participant."""
+    """Yield messages without their other end, and reductions with a single participant."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     reducing: defaultdict[int, list[int]] = defaultdict(list)
     for (_, code, _), nodes in dependencies.kinds.items():
@@ -261,17 +261,17 @@ def _unmatched(dependencies: Dependencies) -> Iterator[Violation]:
 
 
 def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:
-    """Pairs of ranks that post receives in a different order from the sends."""
+    """Yield pairs of ranks that post receives in a different order from the sends."""
     actions, rank_of = dependencies.actions, dependencies.rank_of
     sent: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     posted: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for node, (op, peer) in enumerate(zip(actions.op, actions.peer, strict=True)):
         if 0 <= peer < schedule.stages:
-            other = schedule.placement.rank_of[peer]
+            peer_rank = schedule.placement.rank_of[peer]
             if op in SENDS:
-                sent[rank_of[node], other].append(node)
+                sent[rank_of[node], peer_rank].append(node)
             else:
-                posted[other, rank_of[node]].append(node)
+                posted[peer_rank, rank_of[node]].append(node)
     for (source, target), sends in sorted(sent.items()):
         for send, receive in zip(sends, posted[source, target], strict=False):
             if dependencies.other_end(send) != receive:
@@ -284,7 +284,7 @@ def _message_order(schedule: Schedule, dependencies: Dependencies) -> Iterator[V
 
 
 def _reduction_order(schedule: Schedule) -> Iterator[Violation]:
-    """Groups that ranks reduce in different orders."""
+    """Yield groups that ranks reduce in different orders."""
     sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
     rows = [[(k, i) for i, k in enumerate(row.microbatch) if row.op[i] == _REDUCE and k >= 0] for row in schedule.rows]
     for reductions in rows:
@@ -323,7 +323,7 @@ def _early(dependencies: Dependencies, unbuffered: Advance) -> Iterator[Violatio
 
 
 def _inexact(schedule: Schedule) -> Iterator[Violation]:
-    """Weight gradients that are not added up in ascending order of microbatch, as they are on one device."""
+    """Yield weight gradients that are not added up in ascending order of microbatch, as they are on one device."""
     for rank, row in enumerate(schedule.rows):
         latest: dict[int, tuple[int, int]] = {}  # by stage, the last weight gradient: its microbatch and place
         for index, (stage, op, number) in enumerate(zip(row.stage, row.op, row.microbatch, strict=True)):

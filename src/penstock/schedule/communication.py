@@ -45,10 +45,10 @@ class LinkLike(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """`made` is the node of the action that produces it; the receive is posted before item `due` at the latest."""
+    """`producer` is the node of the action that produces it; the receive is posted before item `due` at the latest."""
 
     send: Action
-    made: int
+    producer: int
     due: int
     posted: bool = False
     sent: bool = False
@@ -94,21 +94,21 @@ def add_communication(
     return postpone_receives(_Writer(schedule, down, up).write())
 
 
-def ways(schedule: Schedule) -> list[tuple[int, int]]:
+def rank_pairs(schedule: Schedule) -> list[tuple[int, int]]:
     """Return the (source, target) pairs of ranks that exchange messages, without duplicates, in ascending order."""
     rank_of = schedule.placement.rank_of
-    found = {
+    pairs = {
         (rank, rank_of[peer])
         for rank, row in enumerate(schedule.rows)
         for peer, op in set(zip(row.peer, row.op, strict=True))
         if op in SENDS
     }
-    return sorted(found)
+    return sorted(pairs)
 
 
 def _check_links(schedule: Schedule, down: list[tuple[int, int]], up: list[tuple[int, int]]) -> None:
-    ways = [("forward", *link, link) for link in down] + [("backward", *link, link[::-1]) for link in up]
-    for name, source, target, (low, high) in ways:
+    links = [("forward", *link, link) for link in down] + [("backward", *link, link[::-1]) for link in up]
+    for name, source, target, (low, high) in links:
         if not 0 <= low < high < schedule.stages:
             raise ArgumentError(
                 f"{name} link from stage {source} to stage {target}: expected two of the stages "
@@ -127,10 +127,10 @@ class _Writer:
     def __init__(self, schedule: Schedule, down: list[tuple[int, int]], up: list[tuple[int, int]]) -> None:
         self._schedule = schedule
         self._dependencies = Dependencies(schedule)
-        runnable_order(self._dependencies)  # refuses a schedule that cannot be run
+        runnable_order(self._dependencies)  # raises if the schedule cannot be run
         self._items = [list(row.items()) for row in schedule.rows]
         self._rows: list[list[Action | Overlap]] = [[] for _ in schedule.rows]
-        self._at = [0] * schedule.ranks
+        self._position = [0] * schedule.ranks
         self._node = self._dependencies.first[:-1]
         self._done = bytearray(len(self._dependencies.actions))
         self._arriving: defaultdict[int, list[_Message]] = defaultdict(list)  # by the node that needs them
@@ -147,38 +147,38 @@ class _Writer:
             for source, target in links:
                 if rank_of[source] != rank_of[target] and (forward or source in with_backward):
                     sources[forward, target].add(source)
-        found: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
+        by_pair: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
         for rank, items in enumerate(self._items):
             node, due = self._dependencies.first[rank], 0
             for index, item in enumerate(items):
                 for part in item.parts:
                     for message in self._messages(part, due, sources[part.op is Op.F, part.stage]):
-                        found[rank_of[message.send.stage], rank].append(message)
+                        by_pair[rank_of[message.send.stage], rank].append(message)
                         self._arriving[node].append(message)
                     node += 1
                 if item.parts[0].op.is_compute:
                     due = index
-        for (source, target), waiting in sorted(found.items()):
-            unposted, unsent = deque(waiting), deque(waiting)
+        for (source, target), messages in sorted(by_pair.items()):
+            unposted, unsent = deque(messages), deque(messages)
             self._channels.append((target, unposted, unsent))
             self._unsent[source].append(unsent)
             self._unposted[target].append(unposted)
 
-    def _messages(self, used: Action, due: int, sources: set[int]) -> list[_Message]:
+    def _messages(self, consumer: Action, due: int, sources: set[int]) -> list[_Message]:
         """Return the messages that an action needs, in the order in which they are produced."""
-        if used.op not in (Op.F, Op.B, Op.I):
+        if consumer.op not in (Op.F, Op.B, Op.I):
             return []
-        send, makers = (Op.SEND_F, [Op.F]) if used.op is Op.F else (Op.SEND_B, [Op.B, Op.I])
+        send, producer_ops = (Op.SEND_F, [Op.F]) if consumer.op is Op.F else (Op.SEND_B, [Op.B, Op.I])
         messages = []
         for source in sources:
-            nodes = (self._dependencies.node(Action(source, maker, used.microbatch)) for maker in makers)
-            made = next(node for node in nodes if node is not None)
-            messages.append(_Message(Action(source, send, used.microbatch, used.stage), made, due))
-        return sorted(messages, key=lambda message: message.made)
+            nodes = (self._dependencies.node(Action(source, op, consumer.microbatch)) for op in producer_ops)
+            producer = next(node for node in nodes if node is not None)
+            messages.append(_Message(Action(source, send, consumer.microbatch, consumer.stage), producer, due))
+        return sorted(messages, key=lambda message: message.producer)
 
     def write(self) -> Schedule:
         ranks = range(self._schedule.ranks)
-        while any(map(self._left, ranks)) or any(unsent for _, _, unsent in self._channels):
+        while any(map(self._remaining, ranks)) or any(unsent for _, _, unsent in self._channels):
             advanced = [self._run(rank) for rank in ranks]
             if not any(advanced) and not self._post_early():
                 # Of the actions not yet run, the first in a linear order waits for nothing: what it needs exists, so
@@ -194,9 +194,9 @@ class _Writer:
                 self._compute(rank)
         return self._schedule.with_rows(self._rows)
 
-    def _left(self, rank: int) -> int:
+    def _remaining(self, rank: int) -> int:
         """Return the number of items that the rank has yet to run."""
-        return len(self._items[rank]) - self._at[rank]
+        return len(self._items[rank]) - self._position[rank]
 
     def _run(self, rank: int) -> bool:
         """Run a rank as far as it can go. Return whether it did anything."""
@@ -210,17 +210,17 @@ class _Writer:
 
     def _send(self, rank: int) -> bool:
         """Send what can be sent. Return whether a SEND blocks the rank."""
-        held_up = False
+        blocked = False
         for unsent in self._unsent[rank]:
-            while unsent and self._done[unsent[0].made] and unsent[0].posted:
+            while unsent and self._done[unsent[0].producer] and unsent[0].posted:
                 self._rows[rank].append(unsent[0].send)
                 unsent.popleft().sent = True
-            held_up |= bool(unsent and self._done[unsent[0].made])
-        return held_up
+            blocked |= bool(unsent and self._done[unsent[0].producer])
+        return blocked
 
     def _post_due(self, rank: int) -> None:
         for unposted in self._unposted[rank]:
-            while unposted and unposted[0].due <= self._at[rank]:
+            while unposted and unposted[0].due <= self._position[rank]:
                 self._post(rank, unposted.popleft())
 
     def _post(self, rank: int, message: _Message) -> None:
@@ -231,26 +231,26 @@ class _Writer:
     def _post_early(self) -> bool:
         """Post the first receive that a SEND waits for and whose link has a free buffer."""
         for target, unposted, unsent in self._channels:
-            if unsent and self._done[unsent[0].made] and self._in_use[unsent[0].link] < BUFFERS_PER_LINK:
+            if unsent and self._done[unsent[0].producer] and self._in_use[unsent[0].link] < BUFFERS_PER_LINK:
                 self._post(target, unposted.popleft())
                 return True
         return False
 
     def _is_ready(self, rank: int) -> bool:
         """Whether everything that the rank's next item waits for is there."""
-        if not self._left(rank):
+        if not self._remaining(rank):
             return False
         first = self._node[rank]
-        nodes = range(first, first + len(self._items[rank][self._at[rank]].parts))
+        nodes = range(first, first + len(self._items[rank][self._position[rank]].parts))
         needed = (need for node in nodes for need in self._dependencies.before(node) if need not in nodes)
         arrived = (message.sent for node in nodes for message in self._arriving.get(node, ()))
         return all(self._done[need] for need in needed) and all(arrived)
 
     def _compute(self, rank: int) -> None:
-        item = self._items[rank][self._at[rank]]
+        item = self._items[rank][self._position[rank]]
         self._rows[rank].append(item)
         for node in range(self._node[rank], self._node[rank] + len(item.parts)):
             self._done[node] = True
             self._in_use.subtract(message.link for message in self._arriving.get(node, ()))
         self._node[rank] += len(item.parts)
-        self._at[rank] += 1
+        self._position[rank] += 1

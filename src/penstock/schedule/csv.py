@@ -92,18 +92,18 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
     """
     if format not in get_args(Format):
         raise ArgumentError(f"format={format!r}: expected {' or '.join(map(repr, get_args(Format)))}")
-    _refuse_inexpressible(schedule)
-    made = compute_only(schedule) if format == "compute_only" else _complete(schedule)
+    _check_expressible(schedule)
+    reduced = compute_only(schedule) if format == "compute_only" else _complete(schedule)
     file = io.StringIO(newline="")
-    csv.writer(file).writerows([str(item) for item in row.items()] for row in made.rows)
+    csv.writer(file).writerows([str(item) for item in row.items()] for row in reduced.rows)
     text = file.getvalue()
     try:
-        read = from_csv(text, schedule.name)
+        parsed = from_csv(text, schedule.name)
     except ScheduleError as error:
         raise _inexpressible(schedule, str(error)) from None
-    if read != made:
-        reason = f"it would be read as {read.microbatches} microbatches, stages on ranks {read.placement}, but has"
-        raise _inexpressible(schedule, f"{reason} {made.microbatches}, on {made.placement}")
+    if parsed != reduced:
+        reason = f"it would be read as {parsed.microbatches} microbatches, stages on ranks {parsed.placement}, but has"
+        raise _inexpressible(schedule, f"{reason} {reduced.microbatches}, on {reduced.placement}")
     return text
 
 
@@ -129,8 +129,8 @@ def from_csv(text: str, name: str = "csv", *, drop: Collection[Op] = ()) -> Sche
     table, rows = _table(text)
     rank_of = _owners(table, rows)
     microbatches = 1 + max(a.microbatch or 0 for _, a in _actions(rows) if a.op.is_compute)
-    kept = ([item for item in row.values() if isinstance(item, Overlap) or item.op not in drop] for row in rows)
-    return Schedule(name, Placement(len(rows), rank_of), microbatches, kept)
+    items = ([item for item in row.values() if isinstance(item, Overlap) or item.op not in drop] for row in rows)
+    return Schedule(name, Placement(len(rows), rank_of), microbatches, items)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -140,12 +140,12 @@ _Items: TypeAlias = dict[int, Action | Overlap]
 
 
 def _error(row: int, column: int, text: str | bytes, reason: str) -> ScheduleError:
-    """`row` and `column` count from 0 here, and from 1 in the message."""
+    """Return the error for a cell. `row` and `column` count from 0 here, and from 1 in the message."""
     return ScheduleError(f"row {row + 1}, column {column + 1}, {text[:_SHOWN_CHARACTERS]!r}: {reason}")
 
 
 def _table(text: str) -> tuple[list[list[str]], list[_Items]]:
-    files.check_number_of_values(text, "the text")
+    files.check_value_count(text, "the text")
     text = text.removeprefix("\ufeff")  # the byte order mark that spreadsheets write
     reader = csv.reader(io.StringIO(text, newline=""))
     table: list[list[str]] = []
@@ -193,20 +193,20 @@ def _actions(rows: list[_Items]) -> Iterator[tuple[tuple[int, int], Action]]:
 def _owners(table: list[list[str]], rows: list[_Items]) -> tuple[int, ...]:
     """Return the rank of each stage: the one that computes it."""
     computed: dict[int, tuple[int, int]] = {}
-    for place, action in _actions(rows):
+    for position, action in _actions(rows):
         if action.op.is_compute:
-            computed.setdefault(action.stage, place)
+            computed.setdefault(action.stage, position)
     for (rank, column), action in _actions(rows):
         stage, cell = action.stage, table[rank][column]
         if stage not in computed:
             raise _error(rank, column, cell, f"no rank computes stage {stage}, so its rank is unknown; add F or B")
         owner, first = computed[stage]
         if owner != rank:
-            where = f"row {owner + 1}, column {first + 1} has {table[owner][first].strip()}"
-            raise _error(rank, column, cell, f"stage {stage} is on two ranks: {where}; keep all its actions on one")
+            location = f"row {owner + 1}, column {first + 1} has {table[owner][first].strip()}"
+            raise _error(rank, column, cell, f"stage {stage} is on two ranks: {location}; keep all its actions on one")
         if stage >= len(computed):
-            lacking = next(s for s in range(stage) if s not in computed)
-            raise _error(rank, column, cell, f"no rank computes stage {lacking}; number the stages 0, 1, 2 and so on")
+            missing = next(s for s in range(stage) if s not in computed)
+            raise _error(rank, column, cell, f"no rank computes stage {missing}; number the stages 0, 1, 2 and so on")
     return tuple(computed[stage][0] for stage in range(len(computed)))
 
 
@@ -220,7 +220,7 @@ def _inexpressible(schedule: Schedule, reason: str) -> ScheduleError:
     )
 
 
-def _refuse_inexpressible(schedule: Schedule) -> None:
+def _check_expressible(schedule: Schedule) -> None:
     if schedule.placement.pipelines > 1:
         raise _inexpressible(schedule, f"it has {schedule.placement.pipelines} pipelines, where torch has one")
     for rank, row in enumerate(schedule.rows):
@@ -231,7 +231,7 @@ def _refuse_inexpressible(schedule: Schedule) -> None:
             if isinstance(item, Action) and item.op.is_communication:
                 reason = f"rank {rank} has {item}, and torch's messages go between neighboring stages only"
             elif isinstance(item, Action) and item.op is Op.REDUCE_GRAD:
-                reason = f"rank {rank} has {item}, and torch knows no tied stages"
+                reason = f"rank {rank} has {item}, and torch does not support tied stages"
             raise _inexpressible(schedule, reason)
     last = schedule.stages - 1
     row = schedule.rows[schedule.placement.rank_of[last]]
@@ -239,7 +239,7 @@ def _refuse_inexpressible(schedule: Schedule) -> None:
     for earlier, later in pairwise(forwards):
         if earlier > later:
             # Torch appends each loss to a list, and the backward of microbatch k takes the list's entry k.
-            reason = f"stage {last} has F{earlier} before F{later}, and torch would take one's loss for the other's"
+            reason = f"stage {last} has F{earlier} before F{later}, and torch would mix up their losses"
             raise _inexpressible(schedule, reason)
 
 

@@ -1,6 +1,6 @@
 """The single definition of what must come before an action. Checks, orders, simulations and passes derive from it.
 
-An action waits for the action before it in its rank's row, and for what `NEEDS` lists:
+An action waits for the action before it in its rank's row, and for what `REQUIREMENTS` lists:
 
 | action       | waits for                                                                                       |
 |--------------|-------------------------------------------------------------------------------------------------|
@@ -37,7 +37,7 @@ from penstock.schedule.row import COLUMNS, Row
 from penstock.schedule.schedule import Schedule
 
 
-class Where(Enum):
+class Relation(Enum):
     """The stage of the awaited action, relative to the one that waits. Both are of one microbatch."""
 
     SAME = "the same stage"
@@ -46,29 +46,29 @@ class Where(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Requirement:
     """One line of the table: the first of `ops` that the schedule has there."""
 
-    where: Where
+    relation: Relation
     ops: tuple[Op, ...]
 
 
 _FORWARD, _GRADIENT = (Op.F,), (Op.I, Op.B)
-_BACKWARD = (Need(Where.SAME, _FORWARD), Need(Where.ABOVE, _GRADIENT))
+_BACKWARD = (Requirement(Relation.SAME, _FORWARD), Requirement(Relation.ABOVE, _GRADIENT))
 
-NEEDS: dict[Op, tuple[Need, ...]] = {
-    Op.F: (Need(Where.BELOW, _FORWARD),),
+REQUIREMENTS: dict[Op, tuple[Requirement, ...]] = {
+    Op.F: (Requirement(Relation.BELOW, _FORWARD),),
     Op.B: _BACKWARD,
     Op.I: _BACKWARD,
-    Op.W: (Need(Where.SAME, (Op.I,)),),
-    Op.SEND_F: (Need(Where.SAME, _FORWARD),),
-    Op.SEND_B: (Need(Where.SAME, _GRADIENT),),
+    Op.W: (Requirement(Relation.SAME, (Op.I,)),),
+    Op.SEND_F: (Requirement(Relation.SAME, _FORWARD),),
+    Op.SEND_B: (Requirement(Relation.SAME, _GRADIENT),),
 }
-"""What each op waits for, besides messages. Everything that needs to know what comes before what reads it here."""
+"""What each op waits for, besides messages. All other code derives the order of actions from this table."""
 
 
 class Neighbors:
-    """Resolves each `Where` to a stage; -1 if there is none.
+    """Resolves each `Relation` to a stage; -1 if there is none.
 
     Attributes:
         below: by stage, the stage whose output it takes.
@@ -84,14 +84,14 @@ class Neighbors:
             if not placement.is_last(stage):
                 self.above[stage] = stage + 1 if stage + 1 in with_backward else self.above[stage + 1]
 
-    def find(self, where: Where, stage: int) -> int:
+    def find(self, relation: Relation, stage: int) -> int:
         """Return the stage; -1 if there is none."""
-        return {Where.SAME: stage, Where.BELOW: self.below[stage], Where.ABOVE: self.above[stage]}[where]
+        return {Relation.SAME: stage, Relation.BELOW: self.below[stage], Relation.ABOVE: self.above[stage]}[relation]
 
 
 _MESSAGES = ((Op.SEND_F, Op.RECV_F), (Op.SEND_B, Op.RECV_B))
-_OTHER_END = {one.code: other for pair in _MESSAGES for one, other in (pair, pair[::-1])}
-_BROUGHT_BY = {Op.F: _MESSAGES[0], Op.B: _MESSAGES[1], Op.I: _MESSAGES[1]}
+_OTHER_END = {op.code: other for pair in _MESSAGES for op, other in (pair, pair[::-1])}
+_MESSAGE_OPS = {Op.F: _MESSAGES[0], Op.B: _MESSAGES[1], Op.I: _MESSAGES[1]}
 _REDUCE = Op.REDUCE_GRAD.code
 _NONE = -1
 
@@ -121,22 +121,22 @@ class Dependencies:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.actions, self.rank_of, self.first = _joined(schedule.rows)
+        self.actions, self.rank_of, self.first = _concatenate(schedule.rows)
         self.kinds: defaultdict[Kind, dict[int, int]] = defaultdict(dict)
-        for node, (kind, number) in enumerate(zip(self._kind_of_each(), self.actions.microbatch, strict=True)):
+        for node, (kind, number) in enumerate(zip(self._kinds_by_node(), self.actions.microbatch, strict=True)):
             self.kinds[kind].setdefault(number, node)
         self._neighbors = Neighbors(schedule)
         self._peers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for stage, code, peer in self.kinds:
             self._peers[stage, code].append(peer)
         # What a kind of action waits for is looked up once; the needs of a single action are then found by its number.
-        self._needs = {kind: tuple(self._made_for(*kind)) for kind in self.kinds}
-        self._arrivals = {kind: tuple(self._brought_to(*kind)) for kind in self.kinds}
+        self._needs = {kind: tuple(self._producers(*kind)) for kind in self.kinds}
+        self._arrivals = {kind: tuple(self._arrivals_to(*kind)) for kind in self.kinds}
         needed = {
             kind: (*(nodes for _, nodes in self._needs[kind]), *itertools.chain(*self._arrivals[kind]))
             for kind in self.kinds
         }
-        self._needed = [needed[kind] for kind in self._kind_of_each()]
+        self._needed = [needed[kind] for kind in self._kinds_by_node()]
 
     def before(self, node: int) -> list[int]:
         """Return the nodes that a node waits for, except the one before it in its row."""
@@ -148,14 +148,14 @@ class Dependencies:
 
     def missing(self) -> Iterator[tuple[int, Action]]:
         """Yield each node that waits for an action that no rank has, with that action."""
-        for kind, own in self.kinds.items():
+        for kind, waiting in self.kinds.items():
             for need, nodes in self._needs[kind]:
-                stage = self._neighbors.find(need.where, kind[0])
-                for number in own.keys() - nodes.keys():
-                    yield own[number], Action(stage, need.ops[-1], number)
+                stage = self._neighbors.find(need.relation, kind[0])
+                for number in waiting.keys() - nodes.keys():
+                    yield waiting[number], Action(stage, need.ops[-1], number)
             for posted, sent in self._arrivals[kind]:
-                for number in (own.keys() & posted.keys()) - sent.keys():
-                    yield own[number], self.actions[posted[number]].other_end
+                for number in (waiting.keys() & posted.keys()) - sent.keys():
+                    yield waiting[number], self.actions[posted[number]].other_end
 
     def nodes(self, stage: int, op: Op, peer: int = _NONE) -> Nodes:
         """Return the nodes of one kind of action; empty if no rank has any."""
@@ -169,37 +169,37 @@ class Dependencies:
     def other_end(self, node: int) -> int | None:
         """Return the receive of a send, or the send of a receive; None for all other actions, or if no rank has it."""
         actions = self.actions
-        other = _OTHER_END.get(actions.op[node])
-        if other is None:
+        other_op = _OTHER_END.get(actions.op[node])
+        if other_op is None:
             return None
-        return self.nodes(actions.peer[node], other, actions.stage[node]).get(actions.microbatch[node])
+        return self.nodes(actions.peer[node], other_op, actions.stage[node]).get(actions.microbatch[node])
 
     def rendezvous(self, node: int) -> int | None:
         """Return the receive that a send waits for if sends are not buffered; None for all other actions."""
         return self.other_end(node) if self.actions.op[node] in SENDS else None
 
-    def _kind_of_each(self) -> Iterator[Kind]:
+    def _kinds_by_node(self) -> Iterator[Kind]:
         return zip(self.actions.stage, self.actions.op, self.actions.peer, strict=True)
 
-    def _made_for(self, stage: int, code: int, peer: int) -> Iterator[tuple[Need, Nodes]]:
+    def _producers(self, stage: int, code: int, peer: int) -> Iterator[tuple[Requirement, Nodes]]:
         """Yield, for each need in the table, the nodes that fill it, keyed by the index of the waiting action."""
         if stage >= len(self._neighbors.below):
             return  # out of range: `check` reports it
-        for need in NEEDS.get(OPS[code], ()):
-            if (other := self._neighbors.find(need.where, stage)) < 0:
+        for need in REQUIREMENTS.get(OPS[code], ()):
+            if (producer_stage := self._neighbors.find(need.relation, stage)) < 0:
                 continue
-            tables = [nodes for op in need.ops if (nodes := self.nodes(other, op))] or [{}]
+            tables = [nodes for op in need.ops if (nodes := self.nodes(producer_stage, op))] or [{}]
             yield need, tables[0] if len(tables) == 1 else dict(itertools.chain(*(t.items() for t in reversed(tables))))
 
-    def _brought_to(self, stage: int, code: int, peer: int) -> Iterator[tuple[Nodes, Nodes]]:
+    def _arrivals_to(self, stage: int, code: int, peer: int) -> Iterator[tuple[Nodes, Nodes]]:
         """Yield, for each link to this kind of action, the receives and the sends that fill them."""
-        if OPS[code] in _BROUGHT_BY:
-            send, receive = _BROUGHT_BY[OPS[code]]
+        if OPS[code] in _MESSAGE_OPS:
+            send, receive = _MESSAGE_OPS[OPS[code]]
             for source in self._peers.get((stage, receive.code), ()):
                 yield self.nodes(stage, receive, source), self.nodes(source, send, stage)
 
 
-def _joined(rows: Sequence[Row]) -> tuple[Row, array[int], list[int]]:
+def _concatenate(rows: Sequence[Row]) -> tuple[Row, array[int], list[int]]:
     """Concatenate all rows; return the result, the rank of each action in it, and where each rank's actions begin."""
     actions, rank_of, first = Row(), array("i"), [0]
     for rank, row in enumerate(rows):

@@ -43,7 +43,7 @@ WORDS: Mapping[Kind, str] = MappingProxyType(
 )
 """What legends call them."""
 
-_OTHERS = {
+_COMMUNICATION_WORDS = {
     Op.SEND_F: "send activations",
     Op.RECV_F: "receive activations",
     Op.SEND_B: "send gradients",
@@ -54,13 +54,13 @@ _OTHERS = {
 }
 
 _OPTIONAL = re.compile(r"\[([^\]]*)\]")
-_PLACE = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def _sentence(op: Op) -> str:
-    what = WORDS[Kind.of(op)] if op.is_compute else _OTHERS[op]
+    words = WORDS[Kind.of(op)] if op.is_compute else _COMMUNICATION_WORDS[op]
     piece = "tie" if op is Op.REDUCE_GRAD else "microbatch"
-    return f"{what}[ of {piece} {{microbatch}}], stage {{stage}}[ {'to' if op.is_send else 'from'} stage {{peer}}]"
+    return f"{words}[ of {piece} {{microbatch}}], stage {{stage}}[ {'to' if op.is_send else 'from'} stage {{peer}}]"
 
 
 SENTENCES: Mapping[str, str] = MappingProxyType({op.value: _sentence(op) for op in Op})
@@ -69,12 +69,12 @@ SENTENCES: Mapping[str, str] = MappingProxyType({op.value: _sentence(op) for op 
 
 def describe(action: Action) -> str:
     """Describe an action in words: `forward of microbatch 3, stage 1`."""
-    text = _with_known(action.op, has_number=action.microbatch is not None, has_peer=action.peer is not None)
+    text = _label(action.op, has_number=action.microbatch is not None, has_peer=action.peer is not None)
     return text.format(stage=action.stage, microbatch=action.microbatch, peer=action.peer)
 
 
 @cache
-def _with_known(op: Op, *, has_number: bool, has_peer: bool) -> str:
-    """Return a label without brackets: of the two values, only those that are known."""
-    known = {"microbatch": has_number, "peer": has_peer}
-    return _OPTIONAL.sub(lambda part: part[1] if known[_PLACE.findall(part[1])[0]] else "", SENTENCES[op.value])
+def _label(op: Op, *, has_number: bool, has_peer: bool) -> str:
+    """Return a label without brackets, with those of the two values that are known."""
+    present = {"microbatch": has_number, "peer": has_peer}
+    return _OPTIONAL.sub(lambda part: part[1] if present[_PLACEHOLDER.findall(part[1])[0]] else "", SENTENCES[op.value])

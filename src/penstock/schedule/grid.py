@@ -13,7 +13,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 
 
-def in_slots(schedule: Schedule) -> Timeline:
+def slot_timeline(schedule: Schedule) -> Timeline:
     """Time each F, B, I and W as if it took one slot, as early as possible; a slot is a second of the timeline.
 
     Messages and reductions take no slot and are left out.
@@ -29,8 +29,8 @@ def in_slots(schedule: Schedule) -> Timeline:
     for first, end in pairwise(dependencies.first):
         nodes = [node for node in range(first, end) if actions[node].op.is_compute]
         rows.append(Row([actions[node] for node in nodes]))
-        begun = (int(starts[node]) * _SECOND for node in nodes)
-        times.append([(start, start, start + _SECOND) for start in begun])
+        begins = (int(starts[node]) * _SECOND for node in nodes)
+        times.append([(start, start, start + _SECOND) for start in begins])
     return Timeline.from_rows(rows, times)
 
 
@@ -52,11 +52,11 @@ def grid(schedule: Schedule, width: int = 120) -> str:
         ScheduleError: the schedule cannot be run.
         ArgumentError: `width` has no room for a single column.
     """
-    timeline = in_slots(schedule)
-    bare = schedule.stages == schedule.ranks
+    timeline = slot_timeline(schedule)
+    one_stage_per_rank = schedule.stages == schedule.ranks
     lines: list[dict[int, str]] = [{} for _ in timeline.tracks]
     for span in timeline:
-        text = f"{span.action.op.value}{span.action.microbatch}" if bare else str(span.action)
+        text = f"{span.action.op.value}{span.action.microbatch}" if one_stage_per_rank else str(span.action)
         lines[span.rank][round(span.start_seconds)] = text
     slots = max((slot + 1 for line in lines for slot in line), default=0)
     cell = max((len(text) for line in lines for text in line.values()), default=1)
@@ -66,10 +66,10 @@ def grid(schedule: Schedule, width: int = 120) -> str:
         raise ArgumentError(f"width={width}: a column takes {label + cell + 3} characters; pass at least as many")
     blocks = []
     for first in range(0, max(slots, 1), columns):
-        shown = range(first, min(first + columns, slots))
+        drawn = range(first, min(first + columns, slots))
         blocks.append(
             "\n".join(
-                f"{f'rank {rank}':<{label}} | {' '.join(line.get(slot, '.').ljust(cell) for slot in shown)}".rstrip()
+                f"{f'rank {rank}':<{label}} | {' '.join(line.get(slot, '.').ljust(cell) for slot in drawn)}".rstrip()
                 for rank, line in enumerate(lines)
             )
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from penstock._base.aliases import schedule_of_peer
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock._base.second_names import schedule_of_peer
-from penstock._base.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.stages import StageMeta, backward_links, forward_links, merge_links, needs_backward
 from penstock.schedule import (
     MICROBATCHES,
     Op,
@@ -35,30 +35,30 @@ class Sharded:
     stages: Set[int] = frozenset()
     window: int | None = None
 
-    def gathering(self, order: Schedule, like: Schedule | None, kept: Callable[[Schedule], Schedule]) -> Schedule:
-        """Return the computations that are `kept` of the order, with gathers, whose places follow from `like`'s order.
+    def with_gathers(self, order: Schedule, pattern: Schedule | None, keep: Callable[[Schedule], Schedule]) -> Schedule:
+        """Return the computations of the order that `keep` keeps, with gathers, placed as in `pattern`'s order.
 
-        A stage is gathered as often as `like` says, and reduces its gradients in the same place between gathers: its
+        A stage is gathered as often as in `pattern`, and reduces its gradients in the same place between gathers: its
         last backward is that of the same microbatch. So replicas with fewer microbatches do the same collectives in
         the same order.
         """
 
-        def gathered(schedule: Schedule) -> Schedule:
-            return add_sharding(kept(merge_last_backward(schedule, self.stages)), self.stages, self.window)
+        def add_gathers(schedule: Schedule) -> Schedule:
+            return add_sharding(keep(merge_last_backward(schedule, self.stages)), self.stages, self.window)
 
-        if like is None or self.window is None or like.microbatches == order.microbatches:
-            return gathered(order)
-        full = gathered(like)
+        if pattern is None or self.window is None or pattern.microbatches == order.microbatches:
+            return add_gathers(order)
+        full = add_gathers(pattern)
         last = {a.stage: a.microbatch for row in full.rows for a in row if a.op is Op.B and a.stage in self.stages}
         reduced_in = {number for number in last.values() if number is not None}
         return truncate_microbatches(full, order.microbatches, reduced_in)
 
 
 UNSHARDED = Sharded()
-"""For stages of which each replica holds the whole."""
+"""No stage is sharded: each replica holds all parameters."""
 
 
-def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
+def resolve_order(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
     """Return the computations of a schedule, given by name or as a `Schedule`, for this many ranks.
 
     Raises:
@@ -68,10 +68,10 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
     if isinstance(schedule, str):
         schedule = generate(schedule, ranks, MICROBATCHES if microbatches is None else microbatches, chunks)
         microbatches = chunks = None
-    _check_kind(schedule)
+    _check_schedule_type(schedule)
     if schedule.ranks != ranks:
         raise ArgumentError(
-            f"schedule {schedule.name!r} is for {counted(schedule.ranks, 'rank')}, but there are {ranks}"
+            f"schedule {schedule.name!r} is for {pluralize(schedule.ranks, 'rank')}, but there are {ranks}"
         )
     if microbatches not in (None, schedule.microbatches):
         raise ArgumentError(
@@ -81,24 +81,24 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
     if chunks is not None and chunks * ranks != schedule.stages:
         raise ArgumentError(
             f"stages_per_rank={chunks}, but schedule {schedule.name!r} has {schedule.stages} stages on "
-            f"{counted(ranks, 'rank')}; omit stages_per_rank=, or make the schedule for as many"
+            f"{pluralize(ranks, 'rank')}; omit stages_per_rank=, or make the schedule for as many"
         )
     return require_legal(compute_only(schedule))
 
 
-def _check_kind(schedule: object) -> None:
+def _check_schedule_type(schedule: object) -> None:
     if isinstance(schedule, Schedule):
         return
     peer = schedule_of_peer(getattr(schedule, "__name__", type(schedule).__name__))
-    called = f"; pass {peer}" if peer else "; pass what this returns" if callable(schedule) else ""
+    hint = f"; pass {peer}" if peer else "; pass what this returns" if callable(schedule) else ""
     raise ArgumentError(
-        f"schedule={schedule!r}: expected a name, such as '1f1b', or a penstock.schedule.Schedule{called}"
+        f"schedule={schedule!r}: expected a name, such as '1f1b', or a penstock.schedule.Schedule{hint}"
     )
 
 
 def lower_training(
     order: Schedule,
-    kinds: Sequence[Sequence[StageMeta]],
+    metas_by_kind: Sequence[Sequence[StageMeta]],
     ties: Sequence[Sequence[int]],
     sharded: Sharded,
     replicas_like: Schedule | None,
@@ -107,7 +107,7 @@ def lower_training(
 
     Args:
         order: computations only.
-        kinds: all stages, as each kind of microbatch goes through them.
+        metas_by_kind: all stages' metas, for each kind of microbatch.
         ties: the stages of each group of tied parameters.
         sharded: the stages that `fully_shard` was applied to.
         replicas_like: the schedule in whose order replicas reduce and gather, of which `order` is the first
@@ -117,28 +117,30 @@ def lower_training(
         ArgumentError: the window of `sharded` is too narrow for what the schedule runs at once.
         ScheduleError: it is illegal, or has no backward for a stage that must be trained.
     """
-    needed = {meta.index for metas in kinds for meta in metas if needs_backward(meta)}
-    idle = [meta.index for meta in kinds[0] if meta.index not in needed]
-    order = sharded.gathering(order, replicas_like, lambda each: drop_backward(each, idle))
-    order = add_communication(order, links_of(kinds, forward_links), links_of(kinds, backward_links))
+    needed = {meta.index for metas in metas_by_kind for meta in metas if needs_backward(meta)}
+    idle = [meta.index for meta in metas_by_kind[0] if meta.index not in needed]
+    order = sharded.with_gathers(order, replicas_like, lambda s: drop_backward(s, idle))
+    order = add_communication(
+        order, merge_links(metas_by_kind, forward_links), merge_links(metas_by_kind, backward_links)
+    )
     order = reduce_ties(order, ties)
     if replicas_like is not None:
-        trained = {meta.index for metas in kinds for meta in metas if meta.trainable}
+        trained = {meta.index for metas in metas_by_kind for meta in metas if meta.trainable}
         order = reduce_replicas(order, trained, replicas_like)
-    _refuse_untrained(order, needed)
+    _check_trained(order, needed)
     return require_legal(order)
 
 
 def lower_evaluation(
-    order: Schedule, kinds: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
+    order: Schedule, metas_by_kind: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
 ) -> Schedule:
     """Build the schedule of an evaluation: forwards only. Arguments and errors are those of `lower_training`."""
-    order = sharded.gathering(order, replicas_like, forward_only)
-    order = add_communication(order, links_of(kinds, forward_links), ())
+    order = sharded.with_gathers(order, replicas_like, forward_only)
+    order = add_communication(order, merge_links(metas_by_kind, forward_links), ())
     return require_legal(order)
 
 
-def _refuse_untrained(order: Schedule, needed: Set[int]) -> None:
+def _check_trained(order: Schedule, needed: Set[int]) -> None:
     untrained = sorted(needed - stages_with_backward(order))
     if untrained:
         raise ScheduleError(

@@ -31,15 +31,15 @@ def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
     With `rendezvous` a send also waits until its receive has been posted; without, sends are buffered. What can run
     never depends on the order of turns, so a deadlock found here is the schedule's own.
     """
-    at, end = dependencies.first[:-1], dependencies.first[1:]
+    position, end = dependencies.first[:-1], dependencies.first[1:]
     done = bytearray(len(dependencies.actions))
     order: list[int] = []
     blocked: dict[int, tuple[int, int]] = {}
     waiting: defaultdict[int, list[int]] = defaultdict(list)
-    turns = deque(range(len(at)))
-    while turns:
-        rank = turns.popleft()
-        if (node := at[rank]) == end[rank]:
+    runnable = deque(range(len(position)))
+    while runnable:
+        rank = runnable.popleft()
+        if (node := position[rank]) == end[rank]:
             continue
         needed = dependencies.before(node)
         if rendezvous and (receive := dependencies.rendezvous(node)) is not None:
@@ -52,11 +52,11 @@ def advance(dependencies: Dependencies, rendezvous: bool = False) -> Advance:
         else:
             done[node] = True
             order.append(node)
-            at[rank] += 1
-            turns.append(rank)
-            for woken in waiting.pop(node, ()):
-                del blocked[woken]
-                turns.append(woken)
+            position[rank] += 1
+            runnable.append(rank)
+            for waiter in waiting.pop(node, ()):
+                del blocked[waiter]
+                runnable.append(waiter)
     return Advance(order, blocked)
 
 
@@ -88,8 +88,8 @@ def linearize(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def runnable_order(dependencies: Dependencies) -> list[int]:
-    """`linearize` in nodes. Raise ScheduleError like it."""
-    first = min(dependencies.missing(), key=lambda found: found[0], default=None)
+    """Return the order of `linearize` as nodes. Raise ScheduleError as it does."""
+    first = min(dependencies.missing(), key=lambda pair: pair[0], default=None)
     if first is not None:
         node, need = first
         rank, action = dependencies.rank_of[node], dependencies.actions[node]

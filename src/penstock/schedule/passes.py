@@ -90,21 +90,21 @@ def truncate_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] 
         )
     numbers: dict[int, int] = {}
     for stage in range(0, placement.stages, placement.depth):
-        before, after = (placement.microbatches_of(stage, count) for count in (schedule.microbatches, microbatches))
-        others = [number for number in before if number not in ends]
-        kept = [*others[: max(0, len(after) - len(before) + len(others))], *(ends & set(before))]
-        if len(kept) > len(after):
+        old, new = (placement.microbatches_of(stage, count) for count in (schedule.microbatches, microbatches))
+        free = [number for number in old if number not in ends]
+        chosen = [*free[: max(0, len(new) - len(old) + len(free))], *(ends & set(old))]
+        if len(chosen) > len(new):
             raise ArgumentError(
-                f"microbatches={microbatches}: {len(kept)} must stay of schedule {schedule.name!r}: {sorted(kept)}"
+                f"microbatches={microbatches}: {len(chosen)} must stay of schedule {schedule.name!r}: {sorted(chosen)}"
             )
-        numbers.update(zip(sorted(kept), after, strict=True))
+        numbers.update(zip(sorted(chosen), new, strict=True))
 
-    def renumbered(action: Action) -> tuple[Action, ...]:
+    def renumber(action: Action) -> tuple[Action, ...]:
         if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # its number is that of a group
             return (action,)
         return (replace(action, microbatch=numbers[action.microbatch]),) if action.microbatch in numbers else ()
 
-    return Schedule(schedule.name, placement, microbatches, _replace(schedule, renumbered).rows)
+    return Schedule(schedule.name, placement, microbatches, _replace(schedule, renumber).rows)
 
 
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
@@ -135,13 +135,13 @@ def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule
     rows = []
     for rank, row in enumerate(schedule.rows):
         last = _last_weight_gradients(row)
-        here = {g: [stage for stage in group if rank_of[stage] == rank] for g, group in reduced.items()}
-        turns = [
-            (Action(min(own), Op.REDUCE_GRAD, g), max([last[stage] for stage in own if stage in last] or [len(row)]))
-            for g, own in here.items()
-            if own
+        stages_by_group = {g: [stage for stage in group if rank_of[stage] == rank] for g, group in reduced.items()}
+        reductions = [
+            (Action(min(local), Op.REDUCE_GRAD, g), max([last[s] for s in local if s in last] or [len(row)]))
+            for g, local in stages_by_group.items()
+            if local
         ]
-        rows.append(_with_reductions(row, turns))
+        rows.append(_with_reductions(row, reductions))
     return schedule.with_rows(rows)
 
 
@@ -158,10 +158,10 @@ def reduce_replicas(schedule: Schedule, stages: Set[int], like: Schedule | None 
 
     rows = []
     for row, pattern in zip(schedule.rows, (schedule if like is None else like).rows, strict=True):
-        last, turn = _last_weight_gradients(row), _last_weight_gradients(pattern)
-        order = sorted(stages & last.keys(), key=turn.__getitem__)
-        turns = [(Action(stage, Op.REDUCE_GRAD), last[stage]) for stage in order]
-        rows.append(_with_reductions(row, turns, after_sends=True))
+        last, pattern_last = _last_weight_gradients(row), _last_weight_gradients(pattern)
+        order = sorted(stages & last.keys(), key=pattern_last.__getitem__)
+        reductions = [(Action(stage, Op.REDUCE_GRAD), last[stage]) for stage in order]
+        rows.append(_with_reductions(row, reductions, after_sends=True))
     return schedule.with_rows(rows)
 
 
@@ -175,19 +175,19 @@ def _with_reductions(
     row: Row, reductions: Iterable[tuple[Action, int]], *, after_sends: bool = False
 ) -> list[Action | Overlap]:
     """Insert these reductions into the row in order, each after the item with this index or later."""
-    items, behind, place = [*row.items()], defaultdict[int, list[Action]](list), 0
-    for action, least in reductions:
-        place = min(max(place, least), len(items) - 1)
-        while after_sends and place + 1 < len(items) and items[place + 1].parts[0].op.is_send:
-            place += 1
-        behind[place].append(action)
-    return [entry for index, item in enumerate(items) for entry in (item, *behind[index])]
+    items, inserted, position = [*row.items()], defaultdict[int, list[Action]](list), 0
+    for action, earliest in reductions:
+        position = min(max(position, earliest), len(items) - 1)
+        while after_sends and position + 1 < len(items) and items[position + 1].parts[0].op.is_send:
+            position += 1
+        inserted[position].append(action)
+    return [entry for index, item in enumerate(items) for entry in (item, *inserted[index])]
 
 
 def _replace(schedule: Schedule, change: Callable[[Action], Iterable[Action]]) -> Schedule:
     """Replace each action by what `change` makes of it. An overlap stays one only if both its parts stay."""
 
-    def changed(row: Row) -> Iterator[Action | Overlap]:
+    def rewrite(row: Row) -> Iterator[Action | Overlap]:
         for item in row.items():
             parts = tuple(action for part in item.parts for action in change(part))
             if parts == item.parts:
@@ -195,4 +195,4 @@ def _replace(schedule: Schedule, change: Callable[[Action], Iterable[Action]]) -
             else:
                 yield from parts
 
-    return schedule.with_rows([changed(row) for row in schedule.rows])
+    return schedule.with_rows([rewrite(row) for row in schedule.rows])

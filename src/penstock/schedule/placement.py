@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock._base.errors import ArgumentError
 
 MAX_RANKS = 65_536
-"""Of a schedule or a timeline in a file: more than any job has."""
+"""The limit for a schedule or a timeline in a file: more than any job has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,10 @@ class Placement:
     @property
     def by_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every rank: `stages_on` for each."""
-        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        stages_by_rank: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, owner in enumerate(self.rank_of):
-            found[owner].append(stage)
-        return tuple(map(tuple, found))
+            stages_by_rank[owner].append(stage)
+        return tuple(map(tuple, stages_by_rank))
 
     def microbatches_of(self, stage: int, microbatches: int) -> range:
         """Return the microbatches that go through a stage: its pipeline's contiguous share."""

@@ -30,18 +30,18 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
     if SENDS.isdisjoint(ops):
         return
     # For each rank, the last of its nodes that came before. The list is replaced, never changed, so nodes can share it.
-    known = [[-1] * ranks for _ in range(ranks)]
-    known_at: list[list[int]] = [[]] * len(dependencies.actions)
+    latest = [[-1] * ranks for _ in range(ranks)]
+    latest_at: list[list[int]] = [[]] * len(dependencies.actions)
     for node in order:
         rank = rank_of[node]
         for need in dependencies.before(node):
-            other = rank_of[need]
-            if known[rank][other] < need and other != rank:
-                known[rank] = list(map(max, known[rank], known_at[need]))
-                known[rank][other] = need
-        known_at[node] = known[rank]
+            need_rank = rank_of[need]
+            if latest[rank][need_rank] < need and need_rank != rank:
+                latest[rank] = list(map(max, latest[rank], latest_at[need]))
+                latest[rank][need_rank] = need
+        latest_at[node] = latest[rank]
         if ops[node] in SENDS and (receive := dependencies.other_end(node)) is not None:
-            last = known[rank][rank_of[receive]]
+            last = latest[rank][rank_of[receive]]
             if last > receive:
                 yield receive, last
 
@@ -56,24 +56,24 @@ def postpone_receives(schedule: Schedule) -> Schedule:
         schedule: with messages, and runnable.
     """
     dependencies = Dependencies(schedule)
-    moved = dict(early_receives(dependencies, advance(dependencies).order))
-    if not moved:
+    targets = dict(early_receives(dependencies, advance(dependencies).order))
+    if not targets:
         return schedule
-    return schedule.with_rows([_moved(schedule, dependencies, rank, moved) for rank in range(schedule.ranks)])
+    return schedule.with_rows([_move(schedule, dependencies, rank, targets) for rank in range(schedule.ranks)])
 
 
-def _moved(schedule: Schedule, dependencies: Dependencies, rank: int, moved: dict[int, int]) -> list[Action | Overlap]:
+def _move(schedule: Schedule, dependencies: Dependencies, rank: int, moved: dict[int, int]) -> list[Action | Overlap]:
     """Return a rank's items, with each receive in `moved` placed after the node that `moved` names for it."""
     items: list[Action | Overlap] = []
-    behind: defaultdict[int, list[Action | Overlap]] = defaultdict(list)
+    after: defaultdict[int, list[Action | Overlap]] = defaultdict(list)
     node = dependencies.first[rank]
     for item in schedule.rows[rank].items():
         nodes = range(node, node + len(item.parts))
         if node in moved:
-            behind[moved[node]].append(item)
+            after[moved[node]].append(item)
         else:
             items.append(item)
-        for each in nodes:
-            items += behind.pop(each, ())
+        for current in nodes:
+            items += after.pop(current, ())
         node = nodes.stop
     return items

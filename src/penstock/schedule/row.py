@@ -37,7 +37,7 @@ class Row(Sequence[Action]):
         self.microbatch, self.peer, self.joined = array("i"), array("i"), array("b")
         self._kinds: frozenset[tuple[int, int]] | None = None
         if not is_list(items):
-            raise _not_a("row", items, "actions")
+            raise _type_error("row", items, "actions")
         for item in items:
             try:
                 for part in item.parts:
@@ -47,7 +47,7 @@ class Row(Sequence[Action]):
                     self.peer.append(_NONE if part.peer is None else part.peer)
                     self.joined.append(isinstance(item, Overlap) and part is item.parts[0])
             except (AttributeError, TypeError, OverflowError):
-                raise _not_a("action", item, "an Action, as in Action(0, Op.F, 0), or an Overlap of two") from None
+                raise _type_error("action", item, "an Action, as in Action(0, Op.F, 0), or an Overlap of two") from None
 
     def items(self) -> Iterator[Action | Overlap]:
         """Yield the actions, with two that overlap as one `Overlap`. `Row(row.items()) == row`."""
@@ -72,7 +72,7 @@ class Row(Sequence[Action]):
     def from_columns(
         cls, stage: array[int], op: array[int], microbatch: array[int], joined: array[int] | None = None
     ) -> Row:
-        """Compute actions, given as columns of equal length, which the row keeps."""
+        """Build a row of compute actions from columns of equal length, without copying them."""
         row = cls()
         row.stage, row.op, row.microbatch = stage, op, microbatch
         row.peer = _constant("i", _NONE, len(stage))
@@ -92,27 +92,27 @@ class Row(Sequence[Action]):
     @classmethod
     def alternate(cls, *rows: Row) -> Row:
         """Interleave rows of equal length: the first action of each row, then the second of each, and so on."""
-        made = cls()
+        result = cls()
         for name in COLUMNS:
             columns = [getattr(row, name) for row in rows]
             column = array(columns[0].typecode, bytes(columns[0].itemsize * sum(map(len, columns))))
-            for place, part in enumerate(columns):
-                column[place :: len(rows)] = part
-            setattr(made, name, column)
-        return made
+            for offset, part in enumerate(columns):
+                column[offset :: len(rows)] = part
+            setattr(result, name, column)
+        return result
 
     def part(self, start: int | None, stop: int | None) -> Row:
         """Return the actions from `start` up to but excluding `stop`: a slice that is again a row."""
-        made = Row()
+        result = Row()
         for name in COLUMNS:
-            setattr(made, name, getattr(self, name)[start:stop])
-        return made
+            setattr(result, name, getattr(self, name)[start:stop])
+        return result
 
     def __add__(self, other: Row) -> Row:
-        made = Row()
+        result = Row()
         for name in COLUMNS:
-            setattr(made, name, getattr(self, name) + getattr(other, name))
-        return made
+            setattr(result, name, getattr(self, name) + getattr(other, name))
+        return result
 
     @overload
     def __getitem__(self, index: int) -> Action: ...
@@ -156,11 +156,11 @@ def _constant(typecode: str, value: int, length: int) -> array[int]:
     return array(typecode, [value]) * length
 
 
-def is_list(given: object) -> bool:
+def is_list(value: object) -> bool:
     """Whether something has items; text does not count."""
-    return isinstance(given, Iterable) and not isinstance(given, str)
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
-def _not_a(kind: str, given: object, expected: str) -> ArgumentError:
-    text = "; Row.parse reads a row from text, as in Row.parse('0F0 0B0')" if isinstance(given, str) else ""
-    return ArgumentError(f"{kind} {given!r:.80}: expected {expected}{text}")
+def _type_error(kind: str, value: object, expected: str) -> ArgumentError:
+    text = "; Row.parse reads a row from text, as in Row.parse('0F0 0B0')" if isinstance(value, str) else ""
+    return ArgumentError(f"{kind} {value!r:.80}: expected {expected}{text}")

@@ -11,7 +11,7 @@ from typing import SupportsIndex
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import quoted
 from penstock.schedule.action import Action, Op, Overlap
-from penstock.schedule.drawn import Drawn
+from penstock.schedule.display import Displayable
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row, is_list
 
@@ -20,7 +20,7 @@ _ROW = re.compile(r"rank ([0-9]+):(.*)")
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Schedule(Drawn):
+class Schedule(Displayable):
     """The order of work of a pipeline, for each rank.
 
     `str` gives a text, one line per rank, that `Schedule.parse` reads back. A schedule need not be legal; `check` says
@@ -54,14 +54,14 @@ class Schedule(Drawn):
         if not is_list(rows):
             hint = "Schedule.parse reads a schedule from text"
             raise ArgumentError(f"rows={rows!r:.80}: expected one row of actions for each rank; {hint}")
-        made = tuple(row if isinstance(row, Row) else Row(row) for row in rows)
-        if len(made) != placement.ranks:
-            raise ArgumentError(f"{len(made)} rows for {placement.ranks} ranks; pass one row of actions for each rank")
+        built = tuple(row if isinstance(row, Row) else Row(row) for row in rows)
+        if len(built) != placement.ranks:
+            raise ArgumentError(f"{len(built)} rows for {placement.ranks} ranks; pass one row of actions for each rank")
         if not isinstance(microbatches, SupportsIndex) or index(microbatches) < 1:
             raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
         if not isinstance(name, str) or len(name.splitlines()) != 1:
             raise ArgumentError(f"name={name!r}: a schedule's name is one line of text")
-        for field, value in zip(self.__slots__, (name, placement, microbatches, made), strict=True):
+        for field, value in zip(self.__slots__, (name, placement, microbatches, built), strict=True):
             object.__setattr__(self, field, value)
 
     @property
@@ -99,8 +99,8 @@ class Schedule(Drawn):
         (2, 2, ['1F0', '1B0'])
         """
         header, *lines = text.strip("\n").splitlines() or [""]
-        found = _HEADER.fullmatch(header)
-        if found is None:
+        match = _HEADER.fullmatch(header)
+        if match is None:
             raise ScheduleError(
                 f"{quoted(header)}: expected a first line as in '1f1b: 8 microbatches, stages on ranks 0 1 2 3'"
             )
@@ -111,6 +111,6 @@ class Schedule(Drawn):
                 raise ScheduleError(f"{line[:60]!r}: expected the actions of rank {rank}, as in 'rank {rank}: 0F0 0B0'")
             rows.append(Row.parse(row[2]))
         try:
-            return cls(found[1], Placement.parse(found[3]), int(found[2]), rows)
+            return cls(match[1], Placement.parse(match[3]), int(match[2]), rows)
         except ArgumentError as error:
             raise ScheduleError(f"the text describes no schedule: {error}") from None

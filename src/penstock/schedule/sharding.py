@@ -34,27 +34,27 @@ def merge_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
     For stages whose gradients are reduced within their last backward (`fully_shard`).
     """
 
-    def changed(row: Row) -> Iterable[Action | Overlap]:
+    def rewrite(row: Row) -> Iterable[Action | Overlap]:
         items = list(row.items())
         for stage in stages:
-            ends = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.I for p in item.parts)]
-            whole = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.B for p in item.parts)]
-            if ends and (not whole or ends[-1] > whole[-1]):
-                items = _ending_whole(items, stage, ends[-1])
+            split = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.I for p in item.parts)]
+            full = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.B for p in item.parts)]
+            if split and (not full or split[-1] > full[-1]):
+                items = _merge_backward_at(items, stage, split[-1])
         return items
 
-    return schedule.with_rows([changed(row) for row in schedule.rows])
+    return schedule.with_rows([rewrite(row) for row in schedule.rows])
 
 
-def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
+def _merge_backward_at(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
     """Make the stage's I at `last` whole in these items; the Ws that followed, except its own, move before it."""
     (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
-    waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
-    whole = Action(stage, Op.B, number)
+    weight_gradients = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
+    full = Action(stage, Op.B, number)
     item = items[last]
-    end = Overlap(item.forward, whole) if isinstance(item, Overlap) else whole
-    before = [w for w in waiting if w.microbatch != number]
-    return [*items[:last], *before, end, *(i for i in items[last + 1 :] if i not in waiting)]
+    merged = Overlap(item.forward, full) if isinstance(item, Overlap) else full
+    earlier = [w for w in weight_gradients if w.microbatch != number]
+    return [*items[:last], *earlier, merged, *(i for i in items[last + 1 :] if i not in weight_gradients)]
 
 
 def add_sharding(schedule: Schedule, stages: Set[int], window: int | None = None) -> Schedule:
@@ -86,43 +86,43 @@ def add_sharding(schedule: Schedule, stages: Set[int], window: int | None = None
 class _Step(NamedTuple):
     """A computation: its place among the items of the row, and the sharded stages that it needs."""
 
-    place: int
+    position: int
     stages: frozenset[int]
 
 
 def _with_gathers(rank: int, row: Row, stages: Set[int], window: int | None) -> Iterator[Action | Overlap]:
     items = [item for item in row.items() if not (item.parts[0].op in SHARDING and item.parts[0].stage in stages)]
     steps = [
-        _Step(place, frozenset(part.stage for part in item.parts) & stages)
-        for place, item in enumerate(items)
+        _Step(position, frozenset(part.stage for part in item.parts) & stages)
+        for position, item in enumerate(items)
         if item.parts[0].op.is_compute
     ]
-    held = len(frozenset().union(*(step.stages for step in steps)))
-    room = held if window is None else window
-    short = next((step for step in steps if len(step.stages) > room), None)
-    if short is not None:
+    num_sharded = len(frozenset().union(*(step.stages for step in steps)))
+    room = num_sharded if window is None else window
+    wide = next((step for step in steps if len(step.stages) > room), None)
+    if wide is not None:
         raise ArgumentError(
-            f"unshard_window={window}: rank {rank} has {items[short.place]}, which needs {len(short.stages)} stages at "
-            f"once; pass at least {len(short.stages)}"
+            f"unshard_window={window}: rank {rank} has {items[wide.position]}, which needs {len(wide.stages)} stages "
+            f"at once; pass at least {len(wide.stages)}"
         )
-    before, behind = defaultdict(list), defaultdict(list)
-    gathers, releases = _turns([step.stages for step in steps], room, ahead=room < held)
-    for stage, at in gathers:
-        before[steps[at].place].append(Action(stage, Op.UNSHARD))
-    own = defaultdict(list)
+    before, after = defaultdict(list), defaultdict(list)
+    gathers, releases = _plan([step.stages for step in steps], room, ahead=room < num_sharded)
+    for stage, gather_step in gathers:
+        before[steps[gather_step].position].append(Action(stage, Op.UNSHARD))
+    by_stage = defaultdict(list)
     for index, item in enumerate(items):
         for part in item.parts:
-            own[part.stage].append(index)
+            by_stage[part.stage].append(index)
     for stage, until in releases:
-        end = bisect_left(own[stage], steps[until].place) if until < len(steps) else len(own[stage])
-        behind[own[stage][end - 1]].append(Action(stage, Op.RESHARD))
+        end = bisect_left(by_stage[stage], steps[until].position) if until < len(steps) else len(by_stage[stage])
+        after[by_stage[stage][end - 1]].append(Action(stage, Op.RESHARD))
     for index, item in enumerate(items):
         yield from before[index]
         yield item
-        yield from behind[index]
+        yield from after[index]
 
 
-def _turns(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _plan(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Decide which stages to gather before which step, and which to free before which step; both in order.
 
     Args:
@@ -130,29 +130,29 @@ def _turns(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[t
         room: how many may be gathered at once.
         ahead: whether to gather one step ahead.
     """
-    steps_of: defaultdict[int, list[int]] = defaultdict(list)
+    steps_by_stage: defaultdict[int, list[int]] = defaultdict(list)
     for step, needed in enumerate(needs):
         for stage in needed:
-            steps_of[stage].append(step)
+            steps_by_stage[stage].append(step)
     gathers, releases = [], []
     gathered: set[int] = set()
     for step, needed in enumerate(needs):
-        for wanted in needs[step : step + 2] if ahead else (needed,):
-            for stage in sorted(wanted - gathered):
+        for upcoming in needs[step : step + 2] if ahead else (needed,):
+            for stage in sorted(upcoming - gathered):
                 if len(gathered) == room:
-                    spare = gathered - needed - wanted
-                    if not spare:
+                    evictable = gathered - needed - upcoming
+                    if not evictable:
                         break  # nothing can be freed before this step has run
-                    freed = max(spare, key=lambda stage: (_next(steps_of[stage], step), stage))
-                    gathered.remove(freed)
-                    releases.append((freed, step))
+                    evicted = max(evictable, key=lambda stage: (_next_use(steps_by_stage[stage], step), stage))
+                    gathered.remove(evicted)
+                    releases.append((evicted, step))
                 gathered.add(stage)
                 gathers.append((stage, step))
     releases += [(stage, len(needs)) for stage in sorted(gathered)]
     return gathers, releases
 
 
-def _next(steps: Sequence[int], step: int) -> float:
+def _next_use(steps: Sequence[int], step: int) -> float:
     """Return the first of the steps after `step`; infinity if there is none."""
-    place = bisect_right(steps, step)
-    return steps[place] if place < len(steps) else math.inf
+    index = bisect_right(steps, step)
+    return steps[index] if index < len(steps) else math.inf

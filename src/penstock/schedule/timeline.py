@@ -14,12 +14,12 @@ from itertools import compress
 from operator import sub
 from typing import Any
 
+from penstock._base.aliases import accept_aliases, accept_old_names
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock._base.second_names import also, formerly
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule.action import Action, Op
-from penstock.schedule.drawn import Drawn
+from penstock.schedule.display import Displayable
 from penstock.schedule.placement import MAX_RANKS
 from penstock.schedule.row import Row
 
@@ -77,9 +77,9 @@ class _TimelineFile:
     crowded: bool = False
 
 
-@formerly(in_turns="serialized")
+@accept_old_names(in_turns="serialized")
 @dataclass(frozen=True, repr=False)
-class Timeline(Drawn):
+class Timeline(Displayable):
     """The spans of all ranks on one clock, which starts at 0 when the first rank begins to wait or run.
 
     Iterating yields `Span`s, rank by rank.
@@ -95,7 +95,7 @@ class Timeline(Drawn):
     crowded: bool = False
 
     @classmethod
-    @also(in_turns="serialized")
+    @accept_aliases(in_turns="serialized")
     def from_rows(
         cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, serialized: bool = False, crowded: bool = False
     ) -> Timeline:
@@ -107,17 +107,17 @@ class Timeline(Drawn):
         Raises:
             ArgumentError: begin, ready and end are not in this order.
         """
-        zero = min((of_rank[0][0] for of_rank in times if of_rank), default=0)
+        zero = min((rank_times[0][0] for rank_times in times if rank_times), default=0)
         columns = (
             (
-                [(ready - zero) / 1e9 for _, ready, _ in of_rank],
-                [(end - zero) / 1e9 for _, _, end in of_rank],
-                [(ready - begin) / 1e9 for begin, ready, _ in of_rank],
+                [(ready - zero) / 1e9 for _, ready, _ in rank_times],
+                [(end - zero) / 1e9 for _, _, end in rank_times],
+                [(ready - begin) / 1e9 for begin, ready, _ in rank_times],
             )
-            for of_rank in times
+            for rank_times in times
         )
-        made = cls.from_columns(rows, columns)
-        return replace(made, serialized=serialized and len(rows) > 1, crowded=crowded)
+        timeline = cls.from_columns(rows, columns)
+        return replace(timeline, serialized=serialized and len(rows) > 1, crowded=crowded)
 
     @classmethod
     def from_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:
@@ -127,7 +127,7 @@ class Timeline(Drawn):
         Raises:
             ArgumentError: one ends before it starts, or waited less than nothing.
         """
-        return cls(tuple(_track(row, *of_rank) for row, of_rank in zip(rows, times, strict=True)))
+        return cls(tuple(_track(row, *rank_times) for row, rank_times in zip(rows, times, strict=True)))
 
     of_rows, of_columns = from_rows, from_columns  # until 0.2
 
@@ -140,25 +140,25 @@ class Timeline(Drawn):
         """
         if isinstance(data, dict) and isinstance(data.get("ranks"), list) and len(data["ranks"]) > MAX_RANKS:
             raise ArgumentError(f"{what} has {len(data['ranks']):,} ranks; expected at most {MAX_RANKS:,}")
-        given = validate(_TimelineFile, data, what)
+        parsed = validate(_TimelineFile, data, what)
         try:
             tracks = [
                 _track(Row([Action.parse(text) for text in track.actions]), *columns)
-                for track in given.ranks
+                for track in parsed.ranks
                 for columns in [(track.start_seconds, track.end_seconds, track.waited_seconds)]
             ]
             for track in tracks:
                 if max((0, *track.actions.stage, *track.actions.microbatch)) > _MAX_NUMBER:
-                    refuse_far_numbers(track.actions)
-        except ValueError as error:  # of which ArgumentError and ScheduleError are two
+                    check_index_range(track.actions)
+        except ValueError as error:  # ArgumentError and ScheduleError included
             raise ArgumentError(f"{what} is no timeline, as `Timeline.to_dict` writes it: {error}") from None
-        made = cls(tuple(tracks), given.in_turns, given.crowded)
-        if made.stages < given.stages:
+        timeline = cls(tuple(tracks), parsed.in_turns, parsed.crowded)
+        if timeline.stages < parsed.stages:
             raise ArgumentError(
-                f"{what} has {made.stages} of {given.stages} stages: no rank has stage {given.stages - 1}; pass the "
-                "timeline of every rank"
+                f"{what} has {timeline.stages} of {parsed.stages} stages: no rank has stage {parsed.stages - 1}; pass "
+                "the timeline of every rank"
             )
-        return made
+        return timeline
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and text, for JSON."""
@@ -247,7 +247,7 @@ class Timeline(Drawn):
         return list(map(_busy_seconds, self.tracks))
 
     def __repr__(self) -> str:
-        size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
+        size = f"{pluralize(self.ranks, 'rank')}, {pluralize(len(self), 'span')}"
         turns = ", ranks took turns in one process" if self.serialized else ""
         return f"Timeline({size}, makespan {self.makespan_seconds:g} s{turns})"
 
@@ -259,7 +259,7 @@ def _busy_seconds(track: Track) -> float:
     return sum(durations)
 
 
-def refuse_far_numbers(actions: Iterable[Action]) -> None:
+def check_index_range(actions: Iterable[Action]) -> None:
     """Raise ArgumentError if a stage or microbatch is numbered so high that a file must be damaged: tables of all
     stages and microbatches would fill the memory."""
     for action in actions:

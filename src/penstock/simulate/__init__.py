@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.simulate.costs import NO_COST as NO_COST
@@ -38,4 +38,4 @@ _HOMES = {
     "memory_use": "Memory Peaks memory peaks",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES, {"search"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES, {"search"})

@@ -1,7 +1,7 @@
 """A schedule's computations as numpy columns, one entry per action: what the simulation and its analyses run on.
 
-What an action waits for comes from the table `penstock.schedule.dependencies.NEEDS`, looked up for whole columns. They
-are made rank by rank and in 32 bits: a schedule of 17 million actions has to fit into memory, with its times.
+What an action waits for comes from `penstock.schedule.dependencies.REQUIREMENTS`, looked up for whole columns. They are
+built rank by rank and in 32 bits: a schedule of 17 million actions has to fit into memory, with its times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock._base.errors import ScheduleError
 from penstock.schedule import Action, Dependencies, Op, Row, Schedule
-from penstock.schedule.dependencies import NEEDS, Neighbors, Where
+from penstock.schedule.dependencies import REQUIREMENTS, Neighbors, Relation
 from penstock.schedule.order import runnable_order
 
 Ints = NDArray[Any]
@@ -51,20 +51,20 @@ class Columns:
     source: Ints
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Columns:
+    def from_schedule(cls, schedule: Schedule) -> Columns:
         """Raise ScheduleError if an action waits for one that is missing, or that comes later on the same rank, and if
         an action is out of range or on a rank that does not own its stage."""
         rows = tuple(map(_compute_only, schedule.rows))
         first = np.cumsum([0, *map(len, rows)])
         rank_of = np.array(schedule.placement.rank_of)
-        found = _needs(schedule, rows, first, rank_of)
-        if found is None:
+        needs = _needs(schedule, rows, first, rank_of)
+        if needs is None:
             runnable_order(Dependencies(schedule.with_rows(rows)))  # reports what is missing, or waits for itself
             raise ScheduleError(
                 f"schedule {schedule.name!r} has actions out of range or on a rank that does not own their stage; "
                 "penstock.schedule.check says which"
             )
-        return cls(rows, first, rank_of, *found)
+        return cls(rows, first, rank_of, *needs)
 
     @property
     def ranks(self) -> int:
@@ -93,11 +93,11 @@ class Columns:
         rank = int(np.searchsorted(self.first, node, side="right")) - 1
         return self.rows[rank][node - int(self.first[rank])]
 
-    def before(self, ends: Floats) -> Floats:
+    def previous_ends(self, ends: Floats) -> Floats:
         """Return when each node's rank ended the node before; NaN for the first of a rank."""
-        found = np.roll(ends, 1)
-        found[self.first[:-1]] = np.nan
-        return found
+        previous = np.roll(ends, 1)
+        previous[self.first[:-1]] = np.nan
+        return previous
 
     def kinds(self) -> Ints:
         """Return the kind of each node: `Op.code` * stages + stage."""
@@ -111,9 +111,9 @@ class Columns:
         return np.concatenate([column(row.microbatch) for row in self.rows])
 
 
-def column(of_row: array[Any]) -> NDArray[Any]:
+def column(values: array[Any]) -> NDArray[Any]:
     """Return a view of a row's or a track's column."""
-    return np.frombuffer(of_row, dtype=of_row.typecode)
+    return np.frombuffer(values, dtype=values.typecode)
 
 
 def _compute_only(row: Row) -> Row:
@@ -125,8 +125,8 @@ def _compute_only(row: Row) -> Row:
     return Row.from_columns(*(array(c.typecode, column(c)[keep].tobytes()) for c in columns))
 
 
-_TOGETHER = 500_000
-"""How many nodes are worked on at once: enough to be quick, and few enough that their memory does not count."""
+_NODES_PER_PART = 500_000
+"""How many nodes are processed at once: enough to be fast, and few enough that their memory does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,10 @@ class _Part:
 
 
 def _parts(rows: Sequence[Row], first: Ints) -> Iterator[_Part]:
-    """Yield all ranks, in parts of about `_TOGETHER` nodes."""
+    """Yield all ranks, in parts of about `_NODES_PER_PART` nodes."""
     start = 0
     for end in range(1, len(rows) + 1):
-        if first[end] - first[start] >= _TOGETHER or end == len(rows):
+        if first[end] - first[start] >= _NODES_PER_PART or end == len(rows):
             columns = (
                 np.concatenate([column(getattr(row, name)) for row in rows[start:end]])
                 for name in ("op", "stage", "microbatch", "joined")
@@ -156,7 +156,7 @@ def _parts(rows: Sequence[Row], first: Ints) -> Iterator[_Part]:
 
 
 def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) -> tuple[Ints, Ints, Ints, Ints] | None:
-    """`Columns.op`, `joined`, `need` and `source`. None if an action is out of place, or a need missing or too late."""
+    """Return `Columns.op`, `joined`, `need` and `source`; None if an action is misplaced, or a need missing or late."""
     ops, joined = np.empty(first[-1], np.int8), []
     tables: dict[Op, Ints] = {}
     for part in _parts(rows, first):
@@ -166,52 +166,52 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
             return None
         ops[part.begin : part.begin + len(part.op)] = part.op
         joined.append(part.begin + np.flatnonzero(part.joined))
-        _enter(tables, schedule, part)
+        _index_nodes(tables, schedule, part)
     need, source = np.full(first[-1], -1, np.int32), np.full(len(Op) * schedule.stages, -1)
     neighbors = Neighbors(schedule)
     for part in _parts(rows, first):
-        for op, nodes, stage, other, place, makers in _wanted(schedule, neighbors, part, tables):
-            needed = np.full(len(place), -1, np.int32)  # the node of the first of the makers that is there
-            for table in (tables[op] for op in makers if op in tables):
-                needed = np.where(needed < 0, table[place], needed)
-            if other is stage:
+        for op, nodes, stage, source_stage, position, producers in _iter_needs(schedule, neighbors, part, tables):
+            needed = np.full(len(position), -1, np.int32)  # of the first producer in the schedule
+            for table in (tables[op] for op in producers if op in tables):
+                needed = np.where(needed < 0, table[position], needed)
+            if source_stage is stage:
                 if (needed < 0).any() or (needed >= nodes).any():
                     return None
                 continue
-            remote = rank_of[other] != rank_of[stage]
+            remote = rank_of[source_stage] != rank_of[stage]
             if (needed < 0).any() or (needed >= nodes)[~remote].any():
                 return None
             need[nodes[remote]] = needed[remote]
-            source[op.code * schedule.stages + stage[remote]] = other[remote]
+            source[op.code * schedule.stages + stage[remote]] = source_stage[remote]
     return ops, np.concatenate(joined), need, source
 
 
-def _enter(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
+def _index_nodes(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
     """Write a part's nodes into the tables of their ops, each at its place: stage * numbers + number."""
-    place = part.stage.astype(np.int64) * schedule.microbatches + part.number
+    position = part.stage.astype(np.int64) * schedule.microbatches + part.number
     for op in COMPUTE:
         chosen = np.flatnonzero(part.op == op.code)[::-1]  # if an action occurs twice, the first counts
         if len(chosen):
             if op not in tables:
                 tables[op] = np.full(schedule.stages * schedule.microbatches, -1, np.int32)
-            tables[op][place[chosen]] = chosen + part.begin
+            tables[op][position[chosen]] = chosen + part.begin
 
 
-def _wanted(
-    schedule: Schedule, neighbors: Neighbors, part: _Part, occurring: Iterable[Op]
+def _iter_needs(
+    schedule: Schedule, neighbors: Neighbors, part: _Part, ops: Iterable[Op]
 ) -> Iterator[tuple[Op, Ints, Ints, Ints, Ints, tuple[Op, ...]]]:
     """Yield, for each need of each op: the op, the nodes that have the need, their stages, the stages and positions
-    that they look at, and the ops that can fill it there. Nodes that look at their own stage have the very same array
-    for both."""
-    for op in occurring:
+    of the actions that they need, and the ops that satisfy the need there. Nodes that need their own stage have the
+    identical array for both."""
+    for op in ops:
         chosen = np.flatnonzero(part.op == op.code)
         nodes, stage, number = part.begin + chosen, part.stage[chosen], part.number[chosen]
-        for need in NEEDS[op]:
-            other = stage
-            if need.where is not Where.SAME:
-                other = np.array(neighbors.below if need.where is Where.BELOW else neighbors.above)[stage]
-            place = other * np.int64(schedule.microbatches) + number
-            if other is stage or (there := other >= 0).all():
-                yield op, nodes, stage, other, place, need.ops
-            elif there.any():
-                yield op, nodes[there], stage[there], other[there], place[there], need.ops
+        for need in REQUIREMENTS[op]:
+            source = stage
+            if need.relation is not Relation.SAME:
+                source = np.array(neighbors.below if need.relation is Relation.BELOW else neighbors.above)[stage]
+            position = source * np.int64(schedule.microbatches) + number
+            if source is stage or (exists := source >= 0).all():
+                yield op, nodes, stage, source, position, need.ops
+            elif exists.any():
+                yield op, nodes[exists], stage[exists], source[exists], position[exists], need.ops

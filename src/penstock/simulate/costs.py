@@ -13,13 +13,13 @@ BOUND = 1e100
 """Costs are below this, and bandwidths above its inverse, so that sums and quotients stay finite."""
 
 
-SECONDS_OF = {
+SECONDS_FIELD = {
     Op.F: "forward_seconds",
     Op.B: "backward_seconds",
     Op.I: "backward_input_seconds",
     Op.W: "backward_weight_seconds",
 }
-"""What of a stage's cost says how long an op takes. Other ops take no time."""
+"""The field of `StageCost` with the duration of an op. Other ops take no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class StageCost:
 
     def seconds(self, op: Op) -> float:
         """Return the seconds of one action with this op."""
-        name = SECONDS_OF.get(op)
+        name = SECONDS_FIELD.get(op)
         return 0.0 if name is None else getattr(self, name)
 
 
@@ -104,23 +104,23 @@ class LinkCost:
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
-def refuse_extreme(name: str, value: float, given: str) -> None:
-    """Refuse numbers that could make a sum or a quotient infinite; `given` is the number as the user wrote it.
+def check_magnitude(name: str, value: float, text: str) -> None:
+    """Check that a number cannot make a sum or a quotient infinite; `text` is the argument as the user wrote it.
 
     Raises:
         ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.
     """
     if value >= BOUND:
-        raise ArgumentError(f"{given}: expected a number below {BOUND:g}; pass it in a larger unit")
+        raise ArgumentError(f"{text}: expected a number below {BOUND:g}; pass it in a larger unit")
     if name == "bandwidth" and 0 < value <= 1 / BOUND:
-        raise ArgumentError(f"{given}: expected a bandwidth above {1 / BOUND:g}; pass sizes in a smaller unit")
+        raise ArgumentError(f"{text}: expected a bandwidth above {1 / BOUND:g}; pass sizes in a smaller unit")
 
 
 def check_cost(name: str, value: float) -> None:
     """Raise ArgumentError unless a cost is finite and not negative."""
     if not value >= 0:
         raise ArgumentError(f"{name}={value}: expected a cost of 0 or more")
-    refuse_extreme(name, value, f"{name}={value}")
+    check_magnitude(name, value, f"{name}={value}")
 
 
 def check_bandwidth(name: str, value: float) -> None:
@@ -128,7 +128,7 @@ def check_bandwidth(name: str, value: float) -> None:
     if not value > 0:
         raise ArgumentError(f"{name}={value}: expected a bandwidth above 0")
     if value < math.inf:
-        refuse_extreme("bandwidth", value, f"{name}={value}")
+        check_magnitude("bandwidth", value, f"{name}={value}")
 
 
 NO_COST = LinkCost(0.0)
@@ -138,51 +138,51 @@ Links = LinkCost | Mapping[tuple[int, int], LinkCost]
 """One cost for all links, or one for each link in use, by (sending rank, receiving rank)."""
 
 
-OfStage = StageCost | Sequence[StageCost]
+StageCosts = StageCost | Sequence[StageCost]
 """What a stage costs: the same for every microbatch, or a cost for each (for each slice, where they are sliced)."""
 
 
-def each_of(cost: OfStage) -> tuple[StageCost, ...]:
+def as_cost_tuple(cost: StageCosts) -> tuple[StageCost, ...]:
     """Return a stage's costs as a tuple: a single one, or one for each microbatch."""
     return (cost,) if isinstance(cost, StageCost) else tuple(cost)
 
 
-def costs_by_stage(placement: Placement, costs: StageCost | Sequence[OfStage]) -> list[OfStage]:
+def costs_by_stage(placement: Placement, costs: StageCost | Sequence[StageCosts]) -> list[StageCosts]:
     """Return the cost of each stage, copies included. Raise ArgumentError if there are too few or too many."""
     if isinstance(costs, StageCost):
         return [costs] * placement.stages
-    given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
-    if len(given) != placement.stages:
-        raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; pass one, or one for each stage")
-    return given
+    by_stage = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
+    if len(by_stage) != placement.stages:
+        raise ArgumentError(f"{len(by_stage)} costs for {placement.stages} stages; pass one, or one for each stage")
+    return by_stage
 
 
-def costs_of_actions(schedule: Schedule, costs: StageCost | Sequence[OfStage]) -> list[tuple[StageCost, ...]]:
+def costs_by_microbatch(schedule: Schedule, costs: StageCost | Sequence[StageCosts]) -> list[tuple[StageCost, ...]]:
     """Return, for each stage, one cost or one for each microbatch.
 
     Raises:
         ArgumentError: there are too few or too many, or they do not agree on what the stage holds all the time.
     """
-    found = []
-    for stage, given in enumerate(costs_by_stage(schedule.placement, costs)):
-        each = each_of(given)
-        if not isinstance(given, StageCost) and len(each) != schedule.microbatches:
+    by_stage = []
+    for stage, stage_cost in enumerate(costs_by_stage(schedule.placement, costs)):
+        per_microbatch = as_cost_tuple(stage_cost)
+        if not isinstance(stage_cost, StageCost) and len(per_microbatch) != schedule.microbatches:
             raise ArgumentError(
-                f"stage {stage} has {len(each)} costs for {schedule.microbatches} microbatches; pass one, or one for "
-                "each"
+                f"stage {stage} has {len(per_microbatch)} costs for {schedule.microbatches} microbatches; pass one, or "
+                "one for each"
             )
-        for name in _HELD:
-            if len({getattr(cost, name) for cost in each}) > 1:
+        for name in _STATIC_FIELDS:
+            if len({getattr(cost, name) for cost in per_microbatch}) > 1:
                 raise ArgumentError(
                     f"stage {stage}: {name} is not the same for all microbatches, but it is there all the time; pass "
                     "the same in each cost"
                 )
-        found.append(each)
-    return found
+        by_stage.append(per_microbatch)
+    return by_stage
 
 
-_HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "unsharded_bytes")
-"""What a stage holds, whichever microbatch it works on."""
+_STATIC_FIELDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "unsharded_bytes")
+"""The fields that are the same for all microbatches of a stage."""
 
 
 def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
@@ -195,14 +195,14 @@ def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
     return link
 
 
-_OF_STAGE = (
+_DIVISIBLE_FIELDS = (
     *("forward_seconds", "backward_input_seconds", "backward_weight_seconds", "overlapped_seconds"),
     *("activation_bytes", "weight_gradient_bytes", "unsharded_bytes"),
 )
 """The costs that are shared out when a stage is divided."""
 
 
-def divided(cost: StageCost, by: float) -> StageCost:
-    """Return the cost of each of `by` equal parts of a stage."""
-    shares = {name: value / by for name in _OF_STAGE if (value := getattr(cost, name)) is not None}
+def divide_cost(cost: StageCost, parts: float) -> StageCost:
+    """Return the cost of each of `parts` equal parts of a stage."""
+    shares = {name: value / parts for name in _DIVISIBLE_FIELDS if (value := getattr(cost, name)) is not None}
     return replace(cost, **shares)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.computations import Columns
-from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
+from penstock.simulate.costs import NO_COST, Links, StageCost, StageCosts, as_cost_tuple
 from penstock.simulate.memory_use import Peaks, peaks
-from penstock.simulate.simulator import timed
+from penstock.simulate.simulator import simulate_with_columns
 from penstock.simulate.waits import CriticalPath, IdleCause, Waits
 
 WORK = (Op.F, Op.B, Op.I, Op.W)
@@ -25,18 +25,18 @@ class SimulationSummary:
 
     Attributes:
         by_stage: the cost of each stage, copies included.
-        columns: those of the timeline's actions, if they are known.
+        columns: those of the timeline's actions, if they have been built already.
     """
 
     schedule: Schedule
-    by_stage: Sequence[OfStage]
+    by_stage: Sequence[StageCosts]
     timeline: Timeline
     columns: Columns | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, schedule: Schedule, by_stage: Sequence[OfStage], links: Links = NO_COST) -> SimulationSummary:
+    def of(cls, schedule: Schedule, by_stage: Sequence[StageCosts], links: Links = NO_COST) -> SimulationSummary:
         """Simulate a schedule. Raise what `simulate` raises."""
-        return cls(schedule, by_stage, *timed(schedule, by_stage, links))
+        return cls(schedule, by_stage, *simulate_with_columns(schedule, by_stage, links))
 
     @property
     def peaks(self) -> list[Peaks]:
@@ -47,14 +47,14 @@ class SimulationSummary:
     def peak_activations(self) -> list[float]:
         """Each rank's peak, in units of one microbatch's activations on all of the rank's stages."""
         placement = self.schedule.placement
-        costs = with_activations(placement, self.by_stage)
-        held = peaks(self.schedule, costs, self.timeline)
-        units = units_of_memory(placement, costs)
-        return [one.activations / unit for one, unit in zip(held, units, strict=True)]
+        costs = fill_activation_sizes(placement, self.by_stage)
+        rank_peaks = peaks(self.schedule, costs, self.timeline)
+        units = memory_units(placement, costs)
+        return [peak.activations / unit for peak, unit in zip(rank_peaks, units, strict=True)]
 
     @cached_property
     def _waits(self) -> Waits:
-        return Waits.of(self.schedule, self.timeline, self.columns)
+        return Waits.from_timeline(self.schedule, self.timeline, self.columns)
 
     @cached_property
     def idle(self) -> list[dict[IdleCause, float]]:
@@ -83,7 +83,7 @@ class SimulationSummary:
 
 
 def chunks(schedule: Schedule) -> int:
-    """Stages per rank and copy of the model; the most on any rank, if a file distributes them unevenly."""
+    """Return the stages per rank and copy of the model; the maximum if a file distributes them unevenly."""
     placement = schedule.placement
     return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
 
@@ -91,37 +91,37 @@ def chunks(schedule: Schedule) -> int:
 def title(schedule: Schedule) -> str:
     """Return a one-line description of the schedule."""
     counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
-    text = ", ".join(counted(count, what) for what, count in counts.items())
+    text = ", ".join(pluralize(count, noun) for noun, count in counts.items())
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
     return f"{schedule.name}: {text} a rank{copies}"
 
 
-def with_activations(placement: Placement, costs: Sequence[OfStage]) -> list[OfStage]:
+def fill_activation_sizes(placement: Placement, costs: Sequence[StageCosts]) -> list[StageCosts]:
     """Fill in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
-    known = {
+    ranks_with_sizes = {
         rank
         for rank, stage in zip(placement.rank_of, costs, strict=True)
-        if any(cost.activation_bytes for cost in each_of(stage))
+        if any(cost.activation_bytes for cost in as_cost_tuple(stage))
     }
 
-    known_ones: dict[int, OfStage] = {}  # most stages are one and the same
+    filled: dict[int, StageCosts] = {}  # most stages share one object
 
-    def counted_ones(stage: OfStage) -> OfStage:
-        if id(stage) not in known_ones:
-            made = [replace(c, activation_bytes=1.0, weight_gradient_bytes=1.0) for c in each_of(stage)]
-            known_ones[id(stage)] = made[0] if isinstance(stage, StageCost) else made
-        return known_ones[id(stage)]
+    def fill(stage: StageCosts) -> StageCosts:
+        if id(stage) not in filled:
+            unit_costs = [replace(c, activation_bytes=1.0, weight_gradient_bytes=1.0) for c in as_cost_tuple(stage)]
+            filled[id(stage)] = unit_costs[0] if isinstance(stage, StageCost) else unit_costs
+        return filled[id(stage)]
 
     return [
-        stage if rank in known else counted_ones(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)
+        stage if rank in ranks_with_sizes else fill(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)
     ]
 
 
-def units_of_memory(placement: Placement, costs: Sequence[OfStage]) -> list[float]:
+def memory_units(placement: Placement, costs: Sequence[StageCosts]) -> list[float]:
     """Return, for each rank, the activations of one microbatch on all its stages, averaged over the copies of the
     model: a microbatch goes through one of them."""
-    held = [0.0] * placement.ranks
+    units = [0.0] * placement.ranks
     for rank, stage in zip(placement.rank_of, costs, strict=True):
-        sizes = [cost.activation_bytes for cost in each_of(stage)]
-        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) / placement.pipelines
-    return held
+        sizes = [cost.activation_bytes for cost in as_cost_tuple(stage)]
+        units[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) / placement.pipelines
+    return units

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.schedule import Op, Row, Schedule, stages_with_backward
 from penstock.schedule.timeline import Timeline, Track
 from penstock.simulate.computations import IS_COMPUTE, Floats, Ints, column
-from penstock.simulate.costs import OfStage, StageCost, costs_of_actions
+from penstock.simulate.costs import StageCost, StageCosts, costs_by_microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + coming_and_going
 
 
-def memory(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline) -> list[Memory]:
+def memory(schedule: Schedule, costs: StageCost | Sequence[StageCosts], timeline: Timeline) -> list[Memory]:
     """Return the memory of each rank over the timeline.
 
     A microbatch's `activation_bytes` are held from the start of its F to the end of its B; if the backward is split,
@@ -63,8 +63,8 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: T
         ArgumentError: not one cost for each stage.
     """
     return [
-        Memory(*held, *(tuple(column.tolist()) for column in course))
-        for held, course in _courses(schedule, costs, timeline)
+        Memory(*static, *(tuple(column.tolist()) for column in usage))
+        for static, usage in _usage_by_rank(schedule, costs, timeline)
     ]
 
 
@@ -80,56 +80,56 @@ class Peaks:
     at_once: float
 
 
-def peaks(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline) -> list[Peaks]:
+def peaks(schedule: Schedule, costs: StageCost | Sequence[StageCosts], timeline: Timeline) -> list[Peaks]:
     """Return the peaks of `memory`, whose columns may take more room than the schedule and the timeline themselves.
 
     Args and errors as for `memory`.
     """
-    found = []
-    for (parameters, gradients, optimizer), (_, one, two) in _courses(schedule, costs, timeline):
-        activations, unsharded, both = (float(column.max(initial=0)) for column in (one, two, one + two))
-        at_once = parameters + gradients + optimizer + both
-        found.append(Peaks(parameters, gradients, optimizer, activations, unsharded, at_once))
-    return found
+    rank_peaks = []
+    for static, (_, activations, unsharded) in _usage_by_rank(schedule, costs, timeline):
+        columns = activations, unsharded, activations + unsharded
+        peak_activations, peak_unsharded, peak_total = (float(column.max(initial=0)) for column in columns)
+        rank_peaks.append(Peaks(*static, peak_activations, peak_unsharded, sum(static) + peak_total))
+    return rank_peaks
 
 
-_Held = tuple[float, float, float]
+_Static = tuple[float, float, float]
 """What a rank holds all the time: parameters, gradients and the optimizer's state."""
 
 
-def _courses(
-    schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline
-) -> Iterator[tuple[_Held, tuple[Floats, Floats, Floats]]]:
+def _usage_by_rank(
+    schedule: Schedule, costs: StageCost | Sequence[StageCosts], timeline: Timeline
+) -> Iterator[tuple[_Static, tuple[Floats, Floats, Floats]]]:
     """Yield, for each rank, its static memory and the last three columns of `Memory`."""
-    by_stage = costs_of_actions(schedule, costs)
-    table = changes_of(by_stage, stages_with_backward(schedule))
+    by_stage = costs_by_microbatch(schedule, costs)
+    table = allocation_table(by_stage, stages_with_backward(schedule))
     for stages, row, track in zip(schedule.placement.by_rank, schedule.rows, timeline.tracks, strict=False):
-        held = [by_stage[stage][0] for stage in stages]
-        constant = (
-            sum(cost.parameter_bytes for cost in held),
-            sum(cost.gradient_bytes for cost in held),
-            sum(cost.optimizer_bytes for cost in held),
+        stage_costs = [by_stage[stage][0] for stage in stages]
+        static = (
+            sum(cost.parameter_bytes for cost in stage_costs),
+            sum(cost.gradient_bytes for cost in stage_costs),
+            sum(cost.optimizer_bytes for cost in stage_costs),
         )
-        yield constant, _course(table, *_with_gathers(row, track))
+        yield static, _usage(table, *_with_gathers(row, track))
 
 
-def changes_of(costs: Sequence[Sequence[StageCost]], kept: frozenset[int]) -> Floats:
+def allocation_table(costs: Sequence[Sequence[StageCost]], with_backward: frozenset[int]) -> Floats:
     """Return what actions allocate at their start and free at their end: by kind of memory, start or end, op, stage and
     microbatch.
 
-    What I frees may be negative. `kept`: the stages that keep activations for a backward.
+    What I frees may be negative. `with_backward`: the stages that keep activations for a backward.
     """
     table = np.zeros((2, 2, len(Op), len(costs), max(map(len, costs))))
-    for stage, each in enumerate(costs):
+    for stage, stage_costs in enumerate(costs):
         activations, unsharded = table[:, :, :, stage]
-        activation = np.array([cost.activation_bytes for cost in each])
-        weight_gradient = np.array([cost.weight_gradient_bytes for cost in each])
+        activation = np.array([cost.activation_bytes for cost in stage_costs])
+        weight_gradient = np.array([cost.weight_gradient_bytes for cost in stage_costs])
         activations[0, Op.F.code] = activation
-        activations[1, Op.F.code] = 0 if stage in kept else activation
+        activations[1, Op.F.code] = 0 if stage in with_backward else activation
         activations[1, Op.B.code] = activation
         activations[1, Op.I.code] = activation - weight_gradient
         activations[1, Op.W.code] = weight_gradient
-        unsharded[0, Op.UNSHARD.code] = unsharded[1, Op.RESHARD.code] = each[0].unsharded_bytes
+        unsharded[0, Op.UNSHARD.code] = unsharded[1, Op.RESHARD.code] = stage_costs[0].unsharded_bytes
     return table
 
 
@@ -146,27 +146,27 @@ def _with_gathers(row: Row, track: Track) -> tuple[Ints, Ints, Ints, Floats, Flo
     gathers = np.flatnonzero(np.isin(codes, _GATHERS)) if any(code in _GATHERS for _, code in row.kinds) else ()
     if not len(gathers) or any(code in _GATHERS for _, code in track.actions.kinds):
         return op, stage, number, start, end
-    places = np.cumsum(IS_COMPUTE[codes])[gathers]  # how many computations come before
-    moments = np.concatenate([[0.0], end])[places]
-    inserted = (codes[gathers], stages[gathers], np.full(len(gathers), -1), moments, moments)
+    positions = np.cumsum(IS_COMPUTE[codes])[gathers]  # how many computations come before
+    times = np.concatenate([[0.0], end])[positions]
+    inserted = (codes[gathers], stages[gathers], np.full(len(gathers), -1), times, times)
     columns = zip((op, stage, number, start, end), inserted, strict=True)
-    op, stage, number, start, end = (np.insert(old, places, values) for old, values in columns)
+    op, stage, number, start, end = (np.insert(values_before, positions, values) for values_before, values in columns)
     return op, stage, number, start, end
 
 
-def _course(
+def _usage(
     table: Floats, op: Ints, stage: Ints, number: Ints, start: Floats, end: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return when memory changes, and to what, by kind. A rank runs one action after another, so its nodes are in order
     of time."""
-    place = (op, stage, number if table.shape[-1] > 1 else 0)  # what gathers take is the same for every number
-    moments, changes = np.empty(2 * len(op)), np.zeros((len(table), 2 * len(op)))
-    moments[::2], moments[1::2] = start, end
-    for change, (taken, freed) in zip(changes, table, strict=True):
-        if taken.any() or freed.any():
-            change[::2], change[1::2] = taken[place], -freed[place]
+    index = (op, stage, number if table.shape[-1] > 1 else 0)  # what gathers take is the same for every number
+    times, changes = np.empty(2 * len(op)), np.zeros((len(table), 2 * len(op)))
+    times[::2], times[1::2] = start, end
+    for change, (allocated, freed) in zip(changes, table, strict=True):
+        if allocated.any() or freed.any():
+            change[::2], change[1::2] = allocated[index], -freed[index]
     changed = changes.any(axis=0)
     if not changed.all():
-        moments, changes = moments[changed], changes[:, changed]
+        times, changes = times[changed], changes[:, changed]
     activations, unsharded = np.cumsum(changes, axis=1)
-    return moments, activations, unsharded
+    return times, activations, unsharded

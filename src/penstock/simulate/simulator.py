@@ -18,21 +18,21 @@ from penstock.simulate.computations import Columns, Floats, Ints, column
 from penstock.simulate.costs import (
     BOUND,
     NO_COST,
-    SECONDS_OF,
+    SECONDS_FIELD,
     LinkCost,
     Links,
-    OfStage,
     StageCost,
+    StageCosts,
     cost_between,
-    costs_of_actions,
+    costs_by_microbatch,
 )
-from penstock.simulate.earliest import NOT_RUN, loop, run
+from penstock.simulate.event_loop import NOT_RUN, compiled_run, run
 
 
 @dataclass(frozen=True, slots=True)
 class CostColumns:
-    """What a simulation needs of all stages' costs, by stage (S) and number (N), of which there is one where costs do
-    not depend on it. A cost for each action of a large schedule fits here, and not into as many `StageCost`s.
+    """The costs of all stages as arrays, by stage (S) and microbatch (N); N is 1 if costs do not depend on it. Costs of
+    each action of a large schedule fit here, but not into as many `StageCost`s.
 
     Attributes:
         seconds: how long an op takes, by `Op.code`, [len(Op), S, N].
@@ -52,15 +52,15 @@ class CostColumns:
             raise ArgumentError(f"an action takes {self.seconds.min()} s; expected 0 or more, below {BOUND:g}")
 
     @classmethod
-    def of(cls, costs: Sequence[Sequence[StageCost]]) -> CostColumns:
+    def from_costs(cls, costs: Sequence[Sequence[StageCost]]) -> CostColumns:
         """Build the columns from each stage's one cost, or one for each microbatch."""
         seconds = np.zeros((len(Op), len(costs), max(map(len, costs))))
-        for op, name in SECONDS_OF.items():
+        for op, name in SECONDS_FIELD.items():
             seconds[op.code] = _by_number(costs, name)
         return cls(seconds, _by_number(costs, "output_bytes"), _by_number(costs, "overlapped_seconds"))
 
     @classmethod
-    def of_seconds(cls, seconds: Floats) -> CostColumns:
+    def from_seconds(cls, seconds: Floats) -> CostColumns:
         """Build the columns from times alone: messages have no bytes."""
         shape = seconds.shape[1:]
         return cls(seconds, np.zeros(shape), np.full(shape, np.nan))
@@ -68,24 +68,24 @@ class CostColumns:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Nodes that cost the same share an entry in the tables.
+    """The costs of nodes; nodes that cost the same share an entry in the tables.
 
     Attributes:
-        of: for each node, its entry: its kind, or one of its own if it overlaps with another.
+        entry: the entry of each node: its kind, or a separate one if it overlaps with another.
         seconds: how long it takes; for two that overlap, each one's share of the time that both take.
         lag: from when the message that it waits for leaves until it arrives.
         paired: whether it overlaps with the next node.
         hold: how long that next node takes.
     """
 
-    of: Ints
+    entry: Ints
     seconds: Floats
     lag: Floats
     paired: NDArray[np.bool_]
     hold: Floats
 
     @classmethod
-    def of_columns(cls, columns: Columns, costs: CostColumns, links: Links) -> Work:
+    def from_columns(cls, columns: Columns, costs: CostColumns, links: Links) -> Work:
         """Build the work of all nodes. Entries are kinds of nodes, or kinds by microbatch where costs differ by
         microbatch.
 
@@ -94,9 +94,9 @@ class Work:
         """
         width = costs.seconds.shape[2]
         lag = _lags(columns, costs.output_bytes, links).ravel()
-        of = columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers()
-        plain = cls(of, costs.seconds.ravel(), lag, np.zeros(lag.size, bool), np.zeros(lag.size))
-        return plain._with_overlaps(columns, costs.overlapped_seconds.ravel()) if len(columns.joined) else plain
+        entry = columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers()
+        work = cls(entry, costs.seconds.ravel(), lag, np.zeros(lag.size, bool), np.zeros(lag.size))
+        return work._with_overlaps(columns, costs.overlapped_seconds.ravel()) if len(columns.joined) else work
 
     def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
         """Add an entry for each two nodes that overlap; pairs with the same entries share one.
@@ -104,56 +104,56 @@ class Work:
         `fused` is how long two take together, by the stage (and number) of the forward; NaN if that is unknown.
         """
         entries = len(self.seconds)
-        pairs = self.of[columns.joined].astype(np.int64) * entries + self.of[columns.joined + 1]
-        both, which = np.unique(pairs, return_inverse=True)
-        one, two = np.divmod(both, entries)
-        total = fused[one % len(fused)]
-        apart = self.seconds[one] + self.seconds[two]
-        share = np.divide(self.seconds[one], apart, out=np.full(len(both), 0.5), where=apart > 0)
-        known = ~np.isnan(total)
-        first = np.where(known, total * share, self.seconds[one])
+        pairs = self.entry[columns.joined].astype(np.int64) * entries + self.entry[columns.joined + 1]
+        distinct, index = np.unique(pairs, return_inverse=True)
+        first, second = np.divmod(distinct, entries)
+        total = fused[first % len(fused)]
+        serial = self.seconds[first] + self.seconds[second]
+        share = np.divide(self.seconds[first], serial, out=np.full(len(distinct), 0.5), where=serial > 0)
+        has_total = ~np.isnan(total)
+        first_seconds = np.where(has_total, total * share, self.seconds[first])
         # So that their end does not depend on how the share was rounded.
-        second = np.where(known, total - first, self.seconds[two])
-        of = self.of.copy()
-        of[columns.joined] = entries + which
-        of[columns.joined + 1] = entries + len(both) + which
-        old = np.concatenate([np.arange(entries), one, two])
-        hold = np.concatenate([self.hold, second, np.zeros(len(both))])
-        paired = np.concatenate([self.paired, np.ones(len(both), bool), np.zeros(len(both), bool)])
-        seconds = np.concatenate([self.seconds, first, second])
-        return Work(of, seconds, self.lag[old], paired, hold)
+        second_seconds = np.where(has_total, total - first_seconds, self.seconds[second])
+        entry = self.entry.copy()
+        entry[columns.joined] = entries + index
+        entry[columns.joined + 1] = entries + len(distinct) + index
+        origin = np.concatenate([np.arange(entries), first, second])
+        hold = np.concatenate([self.hold, second_seconds, np.zeros(len(distinct))])
+        paired = np.concatenate([self.paired, np.ones(len(distinct), bool), np.zeros(len(distinct), bool)])
+        seconds = np.concatenate([self.seconds, first_seconds, second_seconds])
+        return Work(entry, seconds, self.lag[origin], paired, hold)
 
 
 def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
     """Return one field of all costs, by stage and microbatch; a single column if no stage's costs differ by microbatch.
     None becomes NaN."""
-    found = np.empty((len(costs), max(map(len, costs))))
-    for stage, each in enumerate(costs):
-        found[stage] = np.array([getattr(cost, name) for cost in each], dtype=float)
-    return found
+    table = np.empty((len(costs), max(map(len, costs))))
+    for stage, stage_costs in enumerate(costs):
+        table[stage] = np.array([getattr(cost, name) for cost in stage_costs], dtype=float)
+    return table
 
 
-def _lags(columns: Columns, size: Floats, links: Links) -> Floats:
+def _lags(columns: Columns, output_bytes: Floats, links: Links) -> Floats:
     """Return, for each kind of node that waits for another rank and each microbatch, how long its message takes.
-    `size`: of each stage's output, by microbatch."""
-    lag = np.zeros((len(columns.source), size.shape[1]))
+    `output_bytes`: of each stage, by microbatch."""
+    lag = np.zeros((len(columns.source), output_bytes.shape[1]))
     used = np.flatnonzero(columns.source >= 0)
     stage, source = used % columns.stages, columns.source[used]
     # The same bytes cross a cut in both directions: the lower stage's output, or its gradient.
-    crossing = size[np.minimum(stage, source)]
+    message_bytes = output_bytes[np.minimum(stage, source)]
     if isinstance(links, LinkCost):
-        lag[used] = links.latency_seconds + crossing / links.bytes_per_second
+        lag[used] = links.latency_seconds + message_bytes / links.bytes_per_second
         return lag
     pairs = columns.rank_of[source] * columns.ranks + columns.rank_of[stage]
     for pair in np.unique(pairs).tolist():
-        link, on = cost_between(links, *divmod(pair, columns.ranks)), pairs == pair
-        lag[used[on]] = link.latency_seconds + crossing[on] / link.bytes_per_second
+        link, selected = cost_between(links, *divmod(pair, columns.ranks)), pairs == pair
+        lag[used[selected]] = link.latency_seconds + message_bytes[selected] / link.bytes_per_second
     return lag
 
 
 def simulate(
     schedule: Schedule,
-    costs: StageCost | Sequence[OfStage],
+    costs: StageCost | Sequence[StageCosts],
     links: Links = NO_COST,
     *,
     begin: Sequence[float] | None = None,
@@ -189,23 +189,23 @@ def simulate(
             or more for each rank.
         ScheduleError: the schedule cannot be run.
     """
-    return timed(schedule, costs, links, begin=begin)[0]
+    return simulate_with_columns(schedule, costs, links, begin=begin)[0]
 
 
-def timed(
+def simulate_with_columns(
     schedule: Schedule,
-    costs: StageCost | Sequence[OfStage],
+    costs: StageCost | Sequence[StageCosts],
     links: Links = NO_COST,
     *,
     begin: Sequence[float] | None = None,
 ) -> tuple[Timeline, Columns]:
-    """`simulate`, and the columns that it made, for `Waits.of`: in a large schedule, to make them takes a second."""
-    by_stage = CostColumns.of(costs_of_actions(schedule, costs))
-    columns = Columns.of(schedule)
-    return timed_columns(schedule, columns, by_stage, links, begin=begin), columns
+    """Simulate as `simulate`; return the columns too, for `Waits.from_timeline`: building them may take a second."""
+    by_stage = CostColumns.from_costs(costs_by_microbatch(schedule, costs))
+    columns = Columns.from_schedule(schedule)
+    return simulate_columns(schedule, columns, by_stage, links, begin=begin), columns
 
 
-def timed_columns(
+def simulate_columns(
     schedule: Schedule,
     columns: Columns,
     costs: CostColumns,
@@ -213,7 +213,7 @@ def timed_columns(
     *,
     begin: Sequence[float] | None = None,
 ) -> Timeline:
-    """`simulate` with the schedule's columns already made, and costs as columns, for those who simulate it often.
+    """Simulate with the columns of the schedule and of its costs already built, to simulate it often.
 
     Raises:
         ArgumentError, ScheduleError: as `simulate`.
@@ -221,7 +221,7 @@ def timed_columns(
     begins = np.zeros(schedule.ranks) if begin is None else np.array(begin, float)
     if begins.shape != (schedule.ranks,) or not (begins >= 0).all():
         raise ArgumentError(f"begin={begin}: expected a time of 0 or more for each of {schedule.ranks} ranks")
-    starts, ends = _run(columns, Work.of_columns(columns, costs, links), begins) or (None, None)
+    starts, ends = _run(columns, Work.from_columns(columns, costs, links), begins) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
@@ -234,28 +234,28 @@ def timed_columns(
     del starts
     end = [_array(ends[nodes]) for nodes in ranks]
     del ends
-    waited = []  # before each of a rank's actions
-    for began, ended in zip(start, end, strict=True):
-        times = np.array(began)
-        times[1:] -= column(ended)[:-1]
-        waited.append(_array(times))
-    return Timeline(tuple(Track(*of_rank) for of_rank in zip(rows, start, end, waited, strict=True)))
+    waits = []  # before each of a rank's actions
+    for start_times, end_times in zip(start, end, strict=True):
+        times = np.array(start_times)
+        times[1:] -= column(end_times)[:-1]
+        waits.append(_array(times))
+    return Timeline(tuple(Track(*fields) for fields in zip(rows, start, end, waits, strict=True)))
 
 
 def _run(columns: Columns, work: Work, begins: Floats) -> tuple[Floats, Floats] | None:
     """Compute when each node starts and ends; None if the ranks wait for each other in a circle."""
     nodes = int(columns.first[-1])
-    given = [columns.first, columns.need, work.of, work.seconds, work.lag, work.paired, work.hold]
-    given += [np.zeros(columns.ranks, int), np.zeros(columns.ranks, int), begins]
+    inputs = [columns.first, columns.need, work.entry, work.seconds, work.lag, work.paired, work.hold]
+    inputs += [np.zeros(columns.ranks, int), np.zeros(columns.ranks, int), begins]
     starts, ends = np.empty(nodes), np.full(nodes, NOT_RUN)
-    if (compiled := loop(nodes)) is not None:
-        return (starts, ends) if not compiled(*given, starts, ends) else None
+    if (compiled := compiled_run(nodes)) is not None:
+        return (starts, ends) if not compiled(*inputs, starts, ends) else None
     # Python reads and writes lists faster than numpy's arrays.
-    lists: list[Any] = [column.tolist() for column in (*given, starts, ends)]
+    lists: list[Any] = [column.tolist() for column in (*inputs, starts, ends)]
     return (np.array(lists[-2]), np.array(lists[-1])) if not run(*lists) else None
 
 
 def _array(times: Floats) -> array[float]:
-    made = array("d")
-    made.frombytes(np.ascontiguousarray(times).view(np.uint8).data)
-    return made
+    copy = array("d")
+    copy.frombytes(np.ascontiguousarray(times).view(np.uint8).data)
+    return copy

@@ -44,7 +44,7 @@ def idle_time_by_cause(schedule: Schedule, timeline: Timeline) -> list[dict[Idle
         ScheduleError: the schedule cannot be run.
         ArgumentError: ranks took turns in one process, so none waited for another.
     """
-    return Waits.of(schedule, timeline).idle()
+    return Waits.from_timeline(schedule, timeline).idle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class CriticalPath:
 def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
     """Return the critical path of a timeline: from its last end backwards, each time to what the action had waited for.
 
-    Args and errors as for `idle`.
+    Args and errors as for `idle_time_by_cause`.
     """
-    return Waits.of(schedule, timeline).critical_path()
+    return Waits.from_timeline(schedule, timeline).critical_path()
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What ranks wait for in a schedule as it was run: `idle` and `critical_path` by one look at it.
+    """What ranks wait for in a schedule as it ran, for both `idle` and `critical_path`.
 
     Attributes:
         starts, ends: of each rank's nodes.
@@ -88,8 +88,8 @@ class Waits:
     need: Ints
 
     @classmethod
-    def of(cls, schedule: Schedule, timeline: Timeline, columns: Columns | None = None) -> Waits:
-        """`columns` are those of the timeline's actions, if they are known."""
+    def from_timeline(cls, schedule: Schedule, timeline: Timeline, columns: Columns | None = None) -> Waits:
+        """Find what ranks wait for. `columns`: those of the timeline's actions, if they have been built already."""
         if timeline.serialized:
             raise ArgumentError(
                 "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; "
@@ -97,37 +97,37 @@ class Waits:
             )
         tracks = timeline.tracks
         if columns is None:
-            columns = Columns.of(schedule.with_rows(track.actions for track in tracks))
+            columns = Columns.from_schedule(schedule.with_rows(track.actions for track in tracks))
         starts, ends = (
-            [_of_computations(track.actions, getattr(track, name)) for track in tracks] for name in ("start", "end")
+            [_computation_times(track.actions, getattr(track, name)) for track in tracks] for name in ("start", "end")
         )
         need = columns.need
         if len(columns.joined):
-            one, two = need[columns.joined], need[columns.joined + 1]
+            first, second = need[columns.joined], need[columns.joined + 1]
             end = np.concatenate(ends)
             need = need.copy()
-            need[columns.joined] = np.where((two >= 0) & ((one < 0) | (end[two] > end[one])), two, one)
+            need[columns.joined] = np.where((second >= 0) & ((first < 0) | (end[second] > end[first])), second, first)
         return cls(columns, timeline.makespan_seconds, starts, ends, need)
 
     def idle(self) -> list[dict[IdleCause, float]]:
-        """See `idle`."""
-        columns, leaving, makespan = self.columns, self._leaving(), self.makespan_seconds
+        """Return the idle seconds; see `idle_time_by_cause`."""
+        columns, departures, makespan = self.columns, self._departures(), self.makespan_seconds
         report = []
         for rank, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             if not len(start):
                 report.append(dict.fromkeys(IdleCause, 0.0) | {IdleCause.WARM_UP: makespan})
                 continue
-            need, before = self.need[columns.nodes(rank)][1:], end[:-1]
-            gap = np.maximum(start[1:] - before, 0.0)
-            reached = np.clip(np.where(need >= 0, leaving[need], before), before, start[1:])
-            until, rest = reached - before, gap - (reached - before)
+            need, previous_end = self.need[columns.nodes(rank)][1:], end[:-1]
+            gap = np.maximum(start[1:] - previous_end, 0.0)
+            departure = np.clip(np.where(need >= 0, departures[need], previous_end), previous_end, start[1:])
+            output_wait, link_wait = departure - previous_end, gap - (departure - previous_end)
             needs, forward = need >= 0, columns.op[need] == Op.F.code
             report.append(
                 {
                     IdleCause.WARM_UP: float(start[0]),
-                    IdleCause.FORWARD: float(until[needs & forward].sum()),
-                    IdleCause.BACKWARD: float(until[needs & ~forward].sum()),
-                    IdleCause.LINK: float(rest[needs].sum()),
+                    IdleCause.FORWARD: float(output_wait[needs & forward].sum()),
+                    IdleCause.BACKWARD: float(output_wait[needs & ~forward].sum()),
+                    IdleCause.LINK: float(link_wait[needs].sum()),
                     IdleCause.OTHER: float(gap[~needs].sum()),
                     IdleCause.COOL_DOWN: float(makespan - end[-1]),
                 }
@@ -135,46 +135,46 @@ class Waits:
         return report
 
     def critical_path(self) -> CriticalPath:
-        """See `critical_path`."""
+        """Return the critical path; see `critical_path`."""
         joined, first = set(self.columns.joined.tolist()), self.columns.first.tolist()
         spans: list[Span] = []
-        node, link = self._last(), 0.0
+        node, link = self._last_node(), 0.0
         while node >= 0:
             rank = bisect_right(first, node) - 1
-            place = node - first[rank]
-            start, end = float(self.starts[rank][place]), float(self.ends[rank][place])
-            before = float(self.ends[rank][place - 1]) if place else 0.0
+            index = node - first[rank]
+            start, end = float(self.starts[rank][index]), float(self.ends[rank][index])
+            previous_end = float(self.ends[rank][index - 1]) if index else 0.0
             if spans:
                 link += spans[-1].start_seconds - end
-            spans.append(Span(rank, self.columns.rows[rank][place], start, end, start - before))
+            spans.append(Span(rank, self.columns.rows[rank][index], start, end, start - previous_end))
             # Either the rank was busy with the previous action until this one could start, or it waited for the other
             # rank's.
-            other = int(self.need[node])
-            waited = other >= 0 and start > before
-            node = other if waited else node - 1 if place else -1
-            if waited and other in joined:
+            needed = int(self.need[node])
+            waited = needed >= 0 and start > previous_end
+            node = needed if waited else node - 1 if index else -1
+            if waited and needed in joined:
                 node += 1  # the output of two overlapping actions left when both had ended
         link += spans[-1].start_seconds if spans else 0.0
         return CriticalPath(tuple(reversed(spans)), link)
 
-    def _last(self) -> int:
+    def _last_node(self) -> int:
         """Return the first of the nodes that end last; -1 if there are none."""
-        latest, found = -1.0, -1
+        latest, last_node = -1.0, -1
         for rank, ends in enumerate(self.ends):
-            place = int(np.argmax(ends)) if len(ends) else -1
-            if place >= 0 and ends[place] > latest:
-                latest, found = float(ends[place]), int(self.columns.first[rank]) + place
-        return found
+            index = int(np.argmax(ends)) if len(ends) else -1
+            if index >= 0 and ends[index] > latest:
+                latest, last_node = float(ends[index]), int(self.columns.first[rank]) + index
+        return last_node
 
-    def _leaving(self) -> Floats:
+    def _departures(self) -> Floats:
         """Return when the output of each node leaves: at its end, or when the node that overlaps with it has ended
         too."""
-        leaving = np.concatenate(self.ends)
-        leaving[self.columns.joined] = leaving[self.columns.joined + 1]
-        return leaving
+        departures = np.concatenate(self.ends)
+        departures[self.columns.joined] = departures[self.columns.joined + 1]
+        return departures
 
 
-def _of_computations(actions: Row, times: array[float]) -> Floats:
+def _computation_times(actions: Row, times: array[float]) -> Floats:
     """Return the times of a track's computations: a view, if it has nothing else."""
     computes = IS_COMPUTE[column(actions.op)]
     return column(times) if computes.all() else column(times)[computes]

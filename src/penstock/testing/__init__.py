@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.testing.nccl import nccl_rules as nccl_rules
@@ -32,4 +32,4 @@ _HOMES = {
     "training": "assert_same_training",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

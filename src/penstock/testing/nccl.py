@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import bound_to, is_bound
+from penstock._base.compat import binding_to, is_bound
 from penstock._base.errors import ArgumentError
 from penstock.runtime.execute import clock
-from penstock.runtime.transport.staging import Courier, Operation
+from penstock.runtime.transport.staging import Operation, SerialWorker
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -48,7 +48,7 @@ NCCL_DTYPES = frozenset({
 })  # fmt: skip
 """The dtypes that ProcessGroupNCCL sends; complex numbers go as pairs of real ones."""
 
-_MEETING, _SIZES, _PAYLOAD = 901, 902, 903
+_RENDEZVOUS, _SIZES, _PAYLOAD = 901, 902, 903
 """Tags of the messages that go over gloo."""
 
 
@@ -74,7 +74,7 @@ class NcclRules:
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
         self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
-        self._communicators: dict[tuple[dist.ProcessGroup, int], Courier] = {}
+        self._communicators: dict[tuple[dist.ProcessGroup, int], SerialWorker] = {}
         self.receives: list[Message] = []
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
@@ -123,18 +123,18 @@ class NcclRules:
 
     def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """`torch.distributed.new_group`."""
-        gloo = kwargs.get("backend") == "gloo"
-        everyone = ranks is None or len(ranks) == dist.get_world_size()
-        if is_bound() and not everyone and gloo != kwargs.get("use_local_synchronization", False):
+        is_gloo = kwargs.get("backend") == "gloo"
+        is_global = ranks is None or len(ranks) == dist.get_world_size()
+        if is_bound() and not is_global and is_gloo != kwargs.get("use_local_synchronization", False):
             raise RuntimeError(
                 f"new_group({ranks}) would wait forever: the default group has a device, so torch splits groups from "
-                f"it, but {'members of a group over gloo' if gloo else 'ranks outside this one'} do not take part"
+                f"it, but {'members of a group over gloo' if is_gloo else 'ranks outside this one'} do not take part"
             )
         return self._new_group(ranks, *args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """`torch.distributed.barrier`, which would use the device that the default group has."""
-        with bound_to(None):
+        with binding_to(None):
             return self._barrier(*args, **kwargs)
 
     def synchronize(self, device: Any = None) -> None:
@@ -148,18 +148,18 @@ class NcclRules:
             communicator.end()
 
     def _issue(
-        self, what: str, tensor: Tensor, group: dist.ProcessGroup, peer: int, run: Callable[[], None]
+        self, operation: str, tensor: Tensor, group: dist.ProcessGroup, peer: int, run: Callable[[], None]
     ) -> Message:
         if tensor.dtype not in NCCL_DTYPES:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
-        self.issued.append((what, peer, tensor.nbytes))
+        self.issued.append((operation, peer, tensor.nbytes))
         key = group, -1 if self._eager else peer
         if key not in self._communicators:
             if not self._eager:
                 self._meet(group, peer)
-            self._communicators[key] = Courier("nccl-rules")
+            self._communicators[key] = SerialWorker("nccl-rules")
         message = Message()
 
         def run_timed() -> None:
@@ -172,11 +172,11 @@ class NcclRules:
         return message
 
     def _meet(self, group: dist.ProcessGroup, peer: int) -> None:
-        """Wait until the other rank wants to talk to this one too."""
-        mine, theirs = torch.zeros(1), torch.zeros(1)
+        """Wait until the other rank issues its first operation with this one."""
+        sent, received = torch.zeros(1), torch.zeros(1)
         works = (
-            self._isend(mine, group=group, group_dst=peer, tag=_MEETING),
-            self._irecv(theirs, group=group, group_src=peer, tag=_MEETING),
+            self._isend(sent, group=group, group_dst=peer, tag=_RENDEZVOUS),
+            self._irecv(received, group=group, group_src=peer, tag=_RENDEZVOUS),
         )
         for work in works:
             _wait(work)
@@ -224,7 +224,7 @@ def nccl_rules(*, eager: bool = False, lazy_loading: bool = False) -> Iterator[N
         mock.patch.object(dist, "irecv", rules.irecv),
         mock.patch.object(torch.cuda, "synchronize", rules.synchronize),
         mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"), Device())),
-        bound_to(torch.device("cuda", 0)) if eager else nullcontext(),
+        binding_to(torch.device("cuda", 0)) if eager else nullcontext(),
         mock.patch.object(dist, "new_group", rules.new_group),
         mock.patch.object(dist, "barrier", rules.barrier),
         LazyLoading(rules) if lazy_loading else nullcontext(),
@@ -234,7 +234,7 @@ def nccl_rules(*, eager: bool = False, lazy_loading: bool = False) -> Iterator[N
 
 
 class Stream:
-    """A CPU's own stream, which has done all that it was given; or one on the side, which waits for operations."""
+    """The CPU's stream, which is always done; or a side stream, which waits for operations."""
 
     def __init__(self, device: Any = None) -> None:
         self.waits: list[Message] = []
@@ -246,7 +246,7 @@ class Stream:
 
 
 class Event:
-    """An event of such a stream."""
+    """An event of a `Stream`."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._at = 0
@@ -270,18 +270,18 @@ class Event:
 
 
 class Device:
-    """What `torch.cuda` has of streams and events, for a CPU."""
+    """`torch.cuda`'s streams and events, for a CPU."""
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event
-        self._own = Stream()
+        self._current = Stream()
 
     def current_stream(self, device: Any = None) -> Stream:
-        return self._own
+        return self._current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Inside, what waits for an operation is `stream`, and not the thread."""
+        """Let `stream`, and not the thread, wait for operations in the block."""
         Message.waiting.append(stream)
         try:
             yield
@@ -289,14 +289,14 @@ class Device:
             Message.waiting.pop()
 
 
-def _peer(group: dist.ProcessGroup | None, of_all: int | None, of_group: int | None) -> tuple[dist.ProcessGroup, int]:
+def _peer(group: dist.ProcessGroup | None, rank: int | None, group_rank: int | None) -> tuple[dist.ProcessGroup, int]:
     """Return the group, and the other rank's number in it."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    if of_group is None:
-        assert of_all is not None, "NCCL receives from no unnamed rank"
-        of_group = dist.get_group_rank(group, of_all)
-    return group, of_group
+    if group_rank is None:
+        assert rank is not None, "NCCL receives from no unnamed rank"
+        group_rank = dist.get_group_rank(group, rank)
+    return group, group_rank
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -1,4 +1,4 @@
-"""Bad networks on demand, for tests: real processes on hosts made out of this machine, with real TCP between them.
+"""Bad networks for tests: real processes on hosts emulated on this machine, with real TCP between them.
 
     with bad_network(2, "100mbit delay 5ms loss 1%") as network:
         network.run(["train.py", "--steps", "3"], ranks=2).check()
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import also
 from penstock.network import nodes
 from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
@@ -100,17 +100,17 @@ class BadNetwork:
         argv = (os.fspath(command),) if isinstance(command, (str, Path)) else tuple(command)
         hosts = len(self.machines.hosts)
         job = nodes.Job(argv, hosts if ranks is None else ranks, hosts, threads)
-        began = time.monotonic()
+        start = time.monotonic()
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(hosts)]
             try:
-                ended = nodes.run(
+                outcome = nodes.run(
                     job, self.machines, events=self._events, outputs=files, seconds=timeout, forwards=False
                 )
             except TimeoutError:
-                printed = "".join(map(_text, files))
+                printed = "".join(map(_read_text, files))
                 raise TimeoutError(f"{' '.join(argv)} took more than {timeout:g} s\n{printed}") from None
-            return JobResult(ended.status, ended.message, tuple(map(_text, files)), time.monotonic() - began)
+            return JobResult(outcome.status, outcome.message, tuple(map(_read_text, files)), time.monotonic() - start)
 
     def told(self) -> dict[str, Any]:
         """Return what the user-space switch has counted so far; empty if the kernel shapes the links.
@@ -118,10 +118,10 @@ class BadNetwork:
         `frames`; `links`, which for each host has `up` (from it) and `down` (to it), each with `frames`, `lost`,
         `reordered`, `queue_full` and more; and `late`, how late the switch was, in seconds.
         """
-        return self.machines.told() or {}
+        return self.machines.counters() or {}
 
 
-@also(own="host_links")
+@accept_aliases(own="host_links")
 @contextmanager
 def bad_network(
     hosts: int,
@@ -172,6 +172,6 @@ def bad_network_unavailable_reason() -> str | None:
     return why_not() or why_no_switch()
 
 
-def _text(file: IO[bytes]) -> str:
+def _read_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")

@@ -22,7 +22,7 @@ def assert_same_training(train_step: Sequence[str], reference: str | Callable[[]
     Raises:
         VerificationError: an AssertionError that names the first wrong action.
     """
-    found = blame(train_step, load(reference) if isinstance(reference, str) else call("reference", reference), steps)
-    if not found.ok:
-        raise VerificationError(found.summary())
-    return found
+    result = blame(train_step, load(reference) if isinstance(reference, str) else call("reference", reference), steps)
+    if not result.ok:
+        raise VerificationError(result.summary())
+    return result

@@ -1,4 +1,4 @@
-"""Checks that a transport does what every transport must do, by running the scripts of `transport_scripts.py`.
+"""Checks that a transport conforms, by running the scripts of `transport_scripts.py`.
 
 A process runs the steps of the ranks that it drives: both in one process, or one in each of two. Transports without
 collectives skip the scripts that need them.
@@ -21,7 +21,7 @@ from penstock.runtime.transport.protocol import (
     PointToPoint,
     Transport,
     TransportFactory,
-    missing,
+    missing_methods,
 )
 from penstock.testing.transport_scripts import CPU, Rank, scripts_for
 
@@ -43,15 +43,15 @@ def check_transport(transports: Mapping[int, PointToPoint], device: torch.device
     return _run(transports, CPU if device is None else device, lambda name: None)
 
 
-def _run(transports: Mapping[int, PointToPoint], device: torch.device, begins: Callable[[str], None]) -> list[str]:
-    """Run the scripts, and call `begins` with the name of each."""
+def _run(transports: Mapping[int, PointToPoint], device: torch.device, on_start: Callable[[str], None]) -> list[str]:
+    """Run the scripts, and call `on_start` with the name of each."""
     for rank, transport in transports.items():
-        lacking = missing(transport, POINT_TO_POINT)
+        lacking = missing_methods(transport, POINT_TO_POINT)
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
-    both = not any(missing(transport, COLLECTIVES) for transport in transports.values())
-    for program, script in enumerate(scripts_for(collectives=both, one_process=len(transports) > 1)):
-        begins(script.__name__)
+    has_collectives = not any(missing_methods(transport, COLLECTIVES) for transport in transports.values())
+    for program, script in enumerate(scripts_for(collectives=has_collectives, one_process=len(transports) > 1)):
+        on_start(script.__name__)
         ranks = {rank: Rank(cast(Transport, transport), program, device) for rank, transport in transports.items()}
         try:
             for rank, step in script():
@@ -71,39 +71,39 @@ def check_factory(factory: TransportFactory) -> list[str]:
 
     Returns the names of the scripts. Raises AssertionError if a transport does not conform, or hangs.
     """
-    said: list[Any] = [None, None]
-    at = ["the making of its transport"] * 2
+    gathered: list[Any] = [None, None]
+    running = ["the making of its transport"] * 2
     barrier = Barrier(2)
 
     def check(rank: int) -> list[str]:
         def gather(value: Any) -> list[Any]:
-            said[rank] = value
+            gathered[rank] = value
             barrier.wait(WAIT_SECONDS)
-            everyone = list(said)
+            values = list(gathered)
             barrier.wait(WAIT_SECONDS)
-            return everyone
+            return values
 
         try:
-            made = factory(Endpoint(rank, (0, 1), CPU, gather))
+            transport = factory(Endpoint(rank, (0, 1), CPU, gather))
         except BaseException:
             barrier.abort()
             raise
-        return _run({rank: made}, CPU, lambda name: at.__setitem__(rank, name))
+        return _run({rank: transport}, CPU, lambda name: running.__setitem__(rank, name))
 
-    late = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     with ThreadPool(2) as threads:
-        ends = [threads.apply_async(check, (rank,)) for rank in (0, 1)]
-        while not all(end.ready() for end in ends):
-            for end in ends:
-                end.wait(0.05)
-                if time.monotonic() > late:
-                    where = ", ".join(
-                        f"rank {rank} in {name}" for rank, name in enumerate(at) if not ends[rank].ready()
+        results = [threads.apply_async(check, (rank,)) for rank in (0, 1)]
+        while not all(result.ready() for result in results):
+            for result in results:
+                result.wait(0.05)
+                if time.monotonic() > deadline:
+                    hanging = ", ".join(
+                        f"rank {rank} in {name}" for rank, name in enumerate(running) if not results[rank].ready()
                     )
                     raise AssertionError(
-                        f"the scripts have not ended after {WAIT_SECONDS:g} s ({where}): a message that was sent has "
+                        f"the scripts have not ended after {WAIT_SECONDS:g} s ({hanging}): a message that was sent has "
                         "not arrived"
                     )
-                if end.ready():
-                    end.get()  # raise its error now: the other rank may wait forever
-        return ends[0].get()
+                if result.ready():
+                    result.get()  # raise its error now: the other rank may wait forever
+        return results[0].get()

@@ -1,4 +1,4 @@
-"""What every trace is read into: one event for each thing that a process did, and the numbers that it leaves out."""
+"""The form that every trace is read into: one event for each op of a process, and the numbers that a trace omits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.schedule import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that a process did, on its own clock.
+    """One op of a process, on its own clock.
 
     Attributes:
         source: which process: whatever the trace calls it.
@@ -21,8 +21,8 @@ class Event:
         start_seconds, end_seconds: on the clock of its process.
         action: if it is one of the pipeline's: a computation, or a message's send or receive, which lasts as long as
             it waits.
-        step: if the trace says; otherwise the first time that a process runs an action is step 0, the next is step 1.
-        rank, replica: if the trace says; otherwise processes with the same stages are replicas of a rank.
+        step: if the trace has it; otherwise the first time that a process runs an action is step 0, the next is step 1.
+        rank, replica: if the trace has them; otherwise processes with the same stages are replicas of a rank.
         chunk: which of its rank's stages it is, as long as the action's stage is the rank; None: the stage is known.
         counted: its microbatch is not known: the next one of this op.
     """
@@ -51,7 +51,7 @@ class TraceData:
         events: of each process in order, as far as they do not say their step.
         with_waits: the span of an action begins when its process begins to wait for the input, as torch's ranges do.
         notes: what the reader left out, and why.
-        stages: at least so many there are, as the trace says or its messages show; 0 if neither.
+        stages: a lower bound on their number, from the trace or its messages; 0 if unknown.
         unread: how often which names occur that name no action.
         crowded: whether ranks had fewer cores than they need; None: nor does the trace say whether they took turns.
         world: how many ranks the job had; 0: the trace does not say.
@@ -66,13 +66,13 @@ class TraceData:
     world: int = 0
 
 
-def numbered(events: Sequence[Event]) -> tuple[Event, ...]:
+def number_events(events: Sequence[Event]) -> tuple[Event, ...]:
     """Return the events, each process's in order, with the stage, microbatch and step of every action: a trace may
     leave out the stage of a rank's chunk, and the microbatch and step of ops that are only named."""
     last = max((event.chunk or 0 for event in events), default=0)
-    made = _with_stages(events, last) if last else [*events]
-    ends, counts = _ends_of_steps(made), Counter[object]()
-    for place, event in enumerate(made):
+    result = _assign_stages(events, last) if last else [*events]
+    ends, counts = _step_ends(result), Counter[object]()
+    for index, event in enumerate(result):
         if event.counted and event.action is not None:
             key = event.source, event.action.stage, event.action.op, event.step
             number, step = counts[key], event.step
@@ -81,46 +81,46 @@ def numbered(events: Sequence[Event]) -> tuple[Event, ...]:
                 step = bisect.bisect_right(ends, number)
                 number -= ends[step - 1] if step else 0
             action = replace(event.action, microbatch=number)
-            made[place] = replace(event, name=str(action), action=action, step=step)
-    return tuple(made)
+            result[index] = replace(event, name=str(action), action=action, step=step)
+    return tuple(result)
 
 
-def _with_stages(events: Sequence[Event], last: int) -> list[Event]:
-    """Chunks become stages: ranks have them in a loop, or in a V.
+def _assign_stages(events: Sequence[Event], last_chunk: int) -> list[Event]:
+    """Convert chunks to stages: ranks have them in a loop, or in a V.
 
     The last stage is on the rank that has a microbatch's backward soonest after its forward, by its own clock.
     """
     chunked = [(event.action, event.chunk, event) for event in events if event.action and event.chunk is not None]
     ranks = 1 + max(action.stage for action, _, _ in chunked)
-    first: dict[tuple[int, bool], Event] = {}
+    first_events: dict[tuple[int, bool], Event] = {}
     for action, chunk, event in chunked:
-        if chunk == last and action.op is not Op.W and not action.microbatch:
-            first.setdefault((action.stage, action.op is Op.F), event)
-    turns = {
-        rank: first[rank, False].start_seconds - event.end_seconds
-        for (rank, ahead), event in first.items()
-        if ahead and (rank, False) in first
+        if chunk == last_chunk and action.op is not Op.W and not action.microbatch:
+            first_events.setdefault((action.stage, action.op is Op.F), event)
+    turnarounds = {
+        rank: first_events[rank, False].start_seconds - event.end_seconds
+        for (rank, is_forward), event in first_events.items()
+        if is_forward and (rank, False) in first_events
     }
-    folds = turns.get(0, inf) < turns.get(ranks - 1, inf)
-    made = []
+    is_v = turnarounds.get(0, inf) < turnarounds.get(ranks - 1, inf)
+    result = []
     for event in events:
         if event.action is not None and event.chunk:
             rank = event.action.stage
-            stage = event.chunk * ranks + (ranks - 1 - rank if folds and event.chunk % 2 else rank)
+            stage = event.chunk * ranks + (ranks - 1 - rank if is_v and event.chunk % 2 else rank)
             action = replace(event.action, stage=stage)
             event = replace(event, name=str(action), action=action)
-        made.append(event)
-    return made
+        result.append(event)
+    return result
 
 
-def _ends_of_steps(events: Sequence[Event]) -> list[int]:
+def _step_ends(events: Sequence[Event]) -> list[int]:
     """Return how many microbatches had begun each time that all stages had run as many backwards as forwards."""
-    ahead, begun, even = Counter[object](), Counter[object](), defaultdict[object, set[int]](set)
+    in_flight, started, balanced = Counter[object](), Counter[object](), defaultdict[object, set[int]](set)
     for event in events:
         if event.counted and event.action is not None and event.action.op is not Op.W:
             stage = event.source, event.action.stage
-            ahead[stage] += 1 if event.action.op is Op.F else -1
-            begun[stage] += event.action.op is Op.F
-            if not ahead[stage]:
-                even[stage].add(begun[stage])
-    return sorted(set.intersection(*even.values())) if len(ahead) == len(even) > 1 else []
+            in_flight[stage] += 1 if event.action.op is Op.F else -1
+            started[stage] += event.action.op is Op.F
+            if not in_flight[stage]:
+                balanced[stage].add(started[stage])
+    return sorted(set.intersection(*balanced.values())) if len(in_flight) == len(balanced) > 1 else []

@@ -12,20 +12,20 @@ from operator import eq
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import ScheduleParams, schedule_specs
-from penstock.schedule.timeline import Timeline, refuse_far_numbers
+from penstock.schedule.timeline import Timeline, check_index_range
 from penstock.simulate.computations import Columns
-from penstock.trace.around import KNOWN
-from penstock.trace.clocks import shifts, tolerance_of
+from penstock.trace.clocks import arrival_tolerance, clock_offsets
 from penstock.trace.event import Event, TraceData
+from penstock.trace.outside_pipeline import KNOWN
 
 _MAX_PROCESSES = 10_000
-_MAX_TRIED = 200_000
+_MAX_COMPARED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
 _MAX_NAMED = 8
-"""So many missing stages are named."""
+"""Maximum number of missing stages to name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +68,49 @@ class Step:
 
     @property
     def others(self) -> Mapping[str, float]:
-        """What else ranks did, such as collectives and the optimizer: its name, and from when the last one began until
-        all had ended; longest first.
+        """Other ops of ranks, such as collectives and the optimizer: the name, and the seconds from the start of the
+        last one until all had ended; longest first.
         """
-        found: defaultdict[str, list[Event]] = defaultdict(list)
+        groups: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self.events:
             if event.action is None:
-                found[event.name].append(event)
+                groups[event.name].append(event)
         spent = {
             name: max(event.end_seconds for event in group) - max(event.start_seconds for event in group)
-            for name, group in found.items()
+            for name, group in groups.items()
         }
         return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What ranks did of which the trace does not tell who waited for whom."""
+        """Names of ops for which it is unknown which ranks waited for each other."""
         return tuple(name for name in self.others if name not in KNOWN)
 
     @property
     def numbered(self) -> list[Event]:
         """The events, with a replica's place among the complete ones as its number."""
-        place = {one.number: place for place, one in enumerate(self.replicas)}
-        moved = {number for number, index in place.items() if number != index}
-        return [replace(e, replica=place[e.replica or 0]) if e.replica in moved else e for e in self.events]
+        indices = {replica.number: index for index, replica in enumerate(self.replicas)}
+        renumbered = {number for number, index in indices.items() if number != index}
+        return [replace(e, replica=indices[e.replica or 0]) if e.replica in renumbered else e for e in self.events]
 
     @property
     def overlap(self) -> float:
         """The share of all actions' time in which another rank computes, too."""
-        tracks = [track for one in self.replicas for track in one.timeline.tracks]
-        starts, ends = (np.sort(np.concatenate([getattr(one, name) for one in tracks])) for name in ("start", "end"))
+        tracks = [track for item in self.replicas for track in item.timeline.tracks]
+        starts, ends = (np.sort(np.concatenate([getattr(item, name) for item in tracks])) for name in ("start", "end"))
         return float(np.maximum(ends[:-1] - starts[1:], 0.0).sum() / ((ends - starts).sum() or 1.0))
 
     @property
     def pipeline_seconds(self) -> float:
         """From the first action's start to the last one's end."""
-        return max(one.begin_seconds + one.span_seconds for one in self.replicas) - min(
-            one.begin_seconds for one in self.replicas
+        return max(replica.begin_seconds + replica.span_seconds for replica in self.replicas) - min(
+            replica.begin_seconds for replica in self.replicas
         )
 
     @property
     def slowest(self) -> Replica:
         """The replica that ends last."""
-        return max(self.replicas, key=lambda one: one.begin_seconds + one.span_seconds)
+        return max(self.replicas, key=lambda replica: replica.begin_seconds + replica.span_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,127 +131,128 @@ def steps_of_trace(recording: TraceData) -> TraceSteps:
     """Return the steps of a recording.
 
     Raises:
-        ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order; or there
+        ArgumentError: no step has one complete replica: names the missing or misplaced rank or action; or there
             is no backward at all.
     """
     ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]
     if ops and not any(op in (Op.B, Op.I) for op in ops):
         raise ArgumentError(
-            f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
-            "forwards only; pass that of a training step"
+            f"{pluralize(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace "
+            "of forwards only; pass that of a training step"
         )
-    refuse_far_numbers(event.action for event in recording.events if event.action is not None)
+    check_index_range(event.action for event in recording.events if event.action is not None)
     if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
         raise ArgumentError(f"{sources:,} processes; expected at most {_MAX_PROCESSES:,}")
-    events = _placed(recording.events)
+    events = _locate_events(recording.events)
     groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    every: defaultdict[int, list[Event]] = defaultdict(list)
+    events_by_step: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
-        every[event.step or 0].append(event)
+        events_by_step[event.step or 0].append(event)
         if event.computes:
             groups[event.step or 0][event.replica or 0].append(event)
-    steps, notes, lacking = [], list(recording.notes), []
+    steps, notes, incomplete = [], list(recording.notes), []
     stages = max(recording.stages, 1 + max(event.action.stage for event in events if event.action is not None))
     for number, by_replica in sorted(groups.items()):
-        made, moved = [], recording.with_waits
-        for replica, given in sorted(by_replica.items()):
-            found = _missing(given, stages) or _replica(replica, given, with_waits=recording.with_waits)
-            if isinstance(found, str):
-                lacking.append((number, replica, found))
+        replicas, corrected = [], recording.with_waits
+        for replica, group in sorted(by_replica.items()):
+            built = _describe_missing(group, stages) or _build_replica(replica, group, with_waits=recording.with_waits)
+            if isinstance(built, str):
+                incomplete.append((number, replica, built))
                 continue
-            made.append(found[0])
-            notes += found[1]
-            moved = moved or found[2]
-        if made:
-            steps.append(_step(number, made, () if moved else every[number]))
+            replicas.append(built[0])
+            notes += built[1]
+            corrected = corrected or built[2]
+        if replicas:
+            steps.append(_build_step(number, replicas, () if corrected else events_by_step[number]))
     if not steps:
-        raise ArgumentError("; ".join([f"the trace has no complete step: {lacking[0][2]}", *recording.notes]))
-    if lacking:
-        number, replica, wrong = lacking[0]
+        raise ArgumentError("; ".join([f"the trace has no complete step: {incomplete[0][2]}", *recording.notes]))
+    if incomplete:
+        number, replica, problem = incomplete[0]
         notes.append(
-            f"left out {counted(len(lacking), 'pipeline')}, the first in step {number}, replica {replica}: {wrong}"
+            f"left out {pluralize(len(incomplete), 'pipeline')}, the first in step {number}, replica {replica}: "
+            f"{problem}"
         )
-    ranks = max(one.slowest.schedule.ranks for one in steps)
+    ranks = max(step.slowest.schedule.ranks for step in steps)
     if outside := [event.rank or 0 for event in events if not event.computes and (event.rank or 0) >= ranks]:
-        left = counted(len(outside), "event")
-        notes.append(f"left out {left} of ranks that have no actions, such as rank {outside[0]}")
-    shapes = {(one.slowest.schedule.name, one.slowest.schedule.microbatches): one.number for one in reversed(steps)}
+        dropped = pluralize(len(outside), "event")
+        notes.append(f"left out {dropped} of ranks that have no actions, such as rank {outside[0]}")
+    shapes = {(step.slowest.schedule.name, step.slowest.schedule.microbatches): step.number for step in reversed(steps)}
     if len(shapes) > 1:
-        (name, many), *others = sorted(shapes, key=lambda shape: shapes[shape])
-        theirs = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others[:_MAX_NAMED])
+        (name, count), *others = sorted(shapes, key=lambda shape: shapes[shape])
+        differing = ", ".join(f"step {shapes[shape]} {shape[0]} with {shape[1]}" for shape in others[:_MAX_NAMED])
         notes.append(
-            f"steps differ: step {shapes[name, many]} is {name} with {counted(many, 'microbatch')}, {theirs}; if they "
-            "are of several runs, explain each alone"
+            f"steps differ: step {shapes[name, count]} is {name} with {pluralize(count, 'microbatch')}, {differing}; "
+            "if they are of several runs, explain each alone"
         )
     return TraceSteps(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
 
 
-def _placed(events: Sequence[Event]) -> list[Event]:
+def _locate_events(events: Sequence[Event]) -> list[Event]:
     """Return the events, each with its step, rank and replica."""
     stages: defaultdict[tuple[int | str, ...], set[int]] = defaultdict(set)
     for event in events:
         if event.action is not None and event.computes:
             stages[event.source].add(event.action.stage)
-    ranks = {own: rank for rank, own in enumerate(sorted({tuple(sorted(own)) for own in stages.values()}))}
-    place: dict[tuple[int | str, ...], tuple[int, int]] = {}
-    taken: defaultdict[int, int] = defaultdict(int)
+    ranks = {owned: rank for rank, owned in enumerate(sorted({tuple(sorted(owned)) for owned in stages.values()}))}
+    positions: dict[tuple[int | str, ...], tuple[int, int]] = {}
+    replicas: defaultdict[int, int] = defaultdict(int)
     for source in sorted(stages):
         rank = ranks[tuple(sorted(stages[source]))]
-        place[source] = rank, taken[rank]
-        taken[rank] += 1
-    seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
-    found = []
+        positions[source] = rank, replicas[rank]
+        replicas[rank] += 1
+    occurrences: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    located = []
     for event in events:
-        rank, replica = place.get(event.source, (0, 0))
+        rank, replica = positions.get(event.source, (0, 0))
         rank = rank if event.rank is None else event.rank
         replica = replica if event.replica is None else event.replica
         step = event.step
         if step is None:
-            step = seen[event.source, event.action or event.name]
-            seen[event.source, event.action or event.name] += 1
+            step = occurrences[event.source, event.action or event.name]
+            occurrences[event.source, event.action or event.name] += 1
         times = event.start_seconds, event.end_seconds
-        found.append(Event(event.source, event.name, *times, event.action, step, rank, replica))
-    return found
+        located.append(Event(event.source, event.name, *times, event.action, step, rank, replica))
+    return located
 
 
-def _missing(events: Sequence[Event], stages: int) -> str:
+def _describe_missing(events: Sequence[Event], stages: int) -> str:
     """Return which ranks or stages have no events; empty if all have."""
     present = {event.action.stage for event in events if event.action is not None}
     ranks = {event.rank or 0 for event in events}
-    if lacking := sorted(set(range(max(ranks))) - ranks):
-        named = ", ".join(map(str, lacking))
-        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; pass the trace of every rank"
-    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MAX_NAMED)):
-        named = ", ".join(map(str, lacking))
-        return f"no rank has stage {named}, and there are stages up to {stages - 1}; pass the trace of every rank"
+    if missing := sorted(set(range(max(ranks))) - ranks):
+        names = ", ".join(map(str, missing))
+        return f"rank {names} has no actions, and there are ranks up to {max(ranks)}; pass the trace of every rank"
+    if missing := list(islice((stage for stage in range(stages) if stage not in present), _MAX_NAMED)):
+        names = ", ".join(map(str, missing))
+        return f"no rank has stage {names}, and there are stages up to {stages - 1}; pass the trace of every rank"
     return ""
 
 
-def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple[Replica, list[str], bool] | str:
+def _build_replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple[Replica, list[str], bool] | str:
     """Build one pipeline on one clock, which starts with the trace's own: return it, notes, and whether clocks were
     corrected; or what is wrong with it."""
     rows: list[list[Event]] = [[] for _ in range(1 + max(event.rank or 0 for event in events))]
     for event in sorted(events, key=lambda event: (event.start_seconds, event.end_seconds)):
         rows[event.rank or 0].append(event)
-    schedule = _schedule(rows)
+    schedule = _traced_schedule(rows)
     if isinstance(schedule, str):
         return schedule
-    columns = Columns.of(schedule)
+    columns = Columns.from_schedule(schedule)
     starts = np.array([event.start_seconds for row in rows for event in row])
     ends = np.array([event.end_seconds for row in rows for event in row])
     if not (ends > starts).any():
         return "none of its actions takes any time"
-    slack = tolerance_of(starts, ends)
-    moved = shifts(columns, starts, ends, with_waits=with_waits)
-    each = np.repeat(moved, np.diff(columns.first))
-    starts, ends = starts + each, ends + each
+    slack = arrival_tolerance(starts, ends)
+    offsets = clock_offsets(columns, starts, ends, with_waits=with_waits)
+    node_offsets = np.repeat(offsets, np.diff(columns.first))
+    starts, ends = starts + node_offsets, ends + node_offsets
     notes = []
-    if any(moved):
-        ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
-        by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
+    if any(offsets):
+        worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
+        difference = f"{abs(offsets[worst]):.6g} s {'behind' if offsets[worst] > 0 else 'ahead of'}"
         notes.append(
-            f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by "
-            "their messages, taken to be as fast there as back"
+            f"the clocks of replica {number}'s ranks disagree: rank {worst}'s is {difference} rank 0's; all are set "
+            "right by their messages, taken to be as fast there as back"
         )
     if with_waits:
         users = np.flatnonzero(columns.need >= 0)
@@ -262,14 +263,14 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> tuple
         notes.append(f"some actions of one rank overlap; each counts from the end of the one before (replica {number})")
     starts[inner] = np.clip(ends[inner - 1], starts[inner], np.maximum(ends[inner], starts[inner]))
     ends = np.maximum(starts, ends)
-    first = float(starts.min())
-    starts, ends = starts - first, ends - first
-    times = starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.before(ends)))
-    of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
-    return Replica(number, schedule, Timeline.from_columns(schedule.rows, of_ranks), first), notes, any(moved)
+    begin = float(starts.min())
+    starts, ends = starts - begin, ends - begin
+    times = starts, ends, np.maximum(0.0, starts - np.nan_to_num(columns.previous_ends(ends)))
+    rank_columns = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
+    return Replica(number, schedule, Timeline.from_columns(schedule.rows, rank_columns), begin), notes, any(offsets)
 
 
-def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
+def _traced_schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
     """Return what each rank did in order, or what is missing or out of order."""
     actions = [[event.action for event in row if event.action is not None] for row in rows]
     owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
@@ -279,25 +280,25 @@ def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
             numbers[action.stage].add(action.microbatch or 0)
     pipelines = 2 if len(owners) % 2 == 0 and not numbers[0] & numbers[len(owners) // 2] else 1
     placement = Placement(len(rows), tuple(owners[stage] for stage in sorted(owners)), pipelines)
-    return _judged(Schedule("as traced", placement, 1 + max(map(max, numbers.values())), map(Row, actions)))
+    return _check_and_name(Schedule("as traced", placement, 1 + max(map(max, numbers.values())), map(Row, actions)))
 
 
 @lru_cache(maxsize=8)
-def _judged(schedule: Schedule) -> Schedule | str:
+def _check_and_name(schedule: Schedule) -> Schedule | str:
     """Return the schedule under the name of the generator that makes it, if one does; or what is wrong with it."""
     fatal = [violation for violation in check(schedule) if violation.fatal]
     if fatal:
         return summary(fatal, most=2)
     placement = schedule.placement
-    if sum(map(len, schedule.rows)) > _MAX_TRIED:
+    if sum(map(len, schedule.rows)) > _MAX_COMPARED:
         return schedule
     chunks = placement.stages // placement.ranks // placement.pipelines
     numbers = ScheduleParams(placement.ranks, schedule.microbatches, chunks)
     for entry in schedule_specs():
         if entry.fits(numbers, placement):
-            made = entry.make(numbers)
-            if all(starmap(_same_actions, zip(made.rows, schedule.rows, strict=True))):
-                return replace(schedule, name=made.name)
+            generated = entry.make(numbers)
+            if all(starmap(_same_actions, zip(generated.rows, schedule.rows, strict=True))):
+                return replace(schedule, name=generated.name)
     return schedule
 
 
@@ -306,11 +307,11 @@ def _same_actions(planned: Row, run: Row) -> bool:
     return len(planned) == len(run) and all(map(eq, planned, run))
 
 
-def _step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:
+def _build_step(number: int, replicas: Sequence[Replica], events: Sequence[Event]) -> Step:
     """Build a step of all replicas on one clock, which begins with its first event."""
-    ranks = {one.number: one.schedule.ranks for one in replicas}
-    kept = tuple(event for event in events if (event.rank or 0) < ranks.get(event.replica or 0, 0))
-    zero = min([one.begin_seconds for one in replicas] + [event.start_seconds for event in kept])
-    latest = max([one.begin_seconds + one.span_seconds for one in replicas] + [event.end_seconds for event in kept])
-    placed = tuple(replace(one, begin_seconds=one.begin_seconds - zero) for one in replicas)
-    return Step(number, placed, latest - zero, kept)
+    ranks = {r.number: r.schedule.ranks for r in replicas}
+    relevant = tuple(event for event in events if (event.rank or 0) < ranks.get(event.replica or 0, 0))
+    zero = min([r.begin_seconds for r in replicas] + [event.start_seconds for event in relevant])
+    latest = max([r.begin_seconds + r.span_seconds for r in replicas] + [event.end_seconds for event in relevant])
+    shifted = tuple(replace(r, begin_seconds=r.begin_seconds - zero) for r in replicas)
+    return Step(number, shifted, latest - zero, relevant)

@@ -1,4 +1,4 @@
-"""How traces name a pipeline's actions: the one table, to which `--pattern` adds.
+"""Names of a pipeline's actions in traces: the table to which `--pattern` adds.
 
 A name gives the op, and the stage and microbatch, as far as the event's arguments do not.
 """
@@ -25,9 +25,9 @@ OPS = {
 }  # fmt: skip
 """Words for an op, in lower case, with a hyphen between two."""
 
-STAGES_SAID_BY = "process_labels"
-"""The metadata of every process of our own traces that says how many stages there are in all, so that a missing rank is
-noticed, and whether ranks took turns or shared cores."""
+STAGES_METADATA = "process_labels"
+"""The metadata of every process of our own traces that has the total number of stages, so that a missing
+rank is noticed, and whether ranks took turns or shared cores."""
 
 FIELDS = {
     "stage": ("stage", "pp-stage", "pipeline-stage", "s"),
@@ -42,14 +42,14 @@ FIELDS = {
 """Words for numbers, in names, arguments and columns; `id` or `index` may follow. A chunk is one of a rank's stages."""
 
 
-def _any(words: Iterable[str]) -> str:
+def _alternatives(words: Iterable[str]) -> str:
     return "|".join(sorted(words, key=len, reverse=True)).replace("-", "[-_ ]?")
 
 
-_LABELS = "|".join(f"(?P<{field}>{_any(words)})" for field, words in FIELDS.items())
+_LABELS = "|".join(f"(?P<{field}>{_alternatives(words)})" for field, words in FIELDS.items())
 _ID = "(?:[-_ ]?(?:id|idx|index))?"
 _PART = re.compile(
-    rf"(?P<op>{_any(OPS)})(?![a-z])|(?:(?:{_LABELS}){_ID}[-_ =:#]*)?(?P<number>[0-9]{{1,9}})"
+    rf"(?P<op>{_alternatives(OPS)})(?![a-z])|(?:(?:{_LABELS}){_ID}[-_ =:#]*)?(?P<number>[0-9]{{1,9}})"
     r"|(?:pp|penstock)(?![a-z0-9])|[^a-z0-9.]+",
     re.IGNORECASE,
 )
@@ -69,16 +69,16 @@ _COMPILED = [(re.compile(pattern), waits) for pattern, waits in PATTERNS.items()
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What an event's name and arguments say. Without a stage, it is the process's only one, or that of its chunk;
-    without a microbatch, the next of this op. `waits`: it begins with the wait for its input."""
+class ParsedName:
+    """The contents of an event's name and arguments. Without a stage, it is the process's only one, or that of its
+    chunk; without a microbatch, the next of this op. `waits`: it begins with the wait for its input."""
 
     op: Op
     numbers: Mapping[str, int]
     waits: bool = False
 
 
-def own_pattern(text: str | None) -> re.Pattern[str] | None:
+def compile_pattern(text: str | None) -> re.Pattern[str] | None:
     """Compile the user's pattern. Raise ArgumentError if it is not a regular expression with the groups op and
     microbatch."""
     try:
@@ -97,54 +97,54 @@ _BY_WORD = {word.replace("-", ""): op for word, op in OPS.items()}
 
 
 @cache
-def field_named(key: str) -> str | None:
+def field_for(key: str) -> str | None:
     """Return the field that an argument or a column stands for."""
-    found = _FIELD.fullmatch(key)
-    return None if found is None else found.lastgroup
+    match = _FIELD.fullmatch(key)
+    return None if match is None else match.lastgroup
 
 
-def numbers_of(given: Mapping[Any, Any]) -> dict[str, int]:
+def extract_numbers(args: Mapping[Any, Any]) -> dict[str, int]:
     """Return the fields among arguments or columns that have a number."""
-    fields = {field: str(value).removesuffix(".0") for key, value in given.items() if (field := field_named(str(key)))}
+    fields = {field: str(value).removesuffix(".0") for key, value in args.items() if (field := field_for(str(key)))}
     return {field: int(text) for field, text in fields.items() if text.isdecimal() and len(text) < 19}
 
 
-def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named | None:
+def read_name(name: Any, args: Any, pattern: re.Pattern[str] | None = None) -> ParsedName | None:
     """Parse the name of an event; None if it names no action. Raise ArgumentError for a piece of a microbatch."""
-    given: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
-    text = given["action"] if isinstance(given.get("action"), str) else name
+    arguments: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
+    text = arguments["action"] if isinstance(arguments.get("action"), str) else name
     if not isinstance(text, str):
         return None
-    op, places, waits = _matched(text if own else text.translate(_ZEROS), own)  # those that differ in digits are alike
+    op, positions, waits = _match_name(text if pattern else text.translate(_ZEROS), pattern)  # alike but for digits
     if op is None:
         return None
-    numbers = numbers_of(given) if given else {}
-    for field, where in places:
-        if (digits := text[where].removesuffix(".0")).isdecimal() and len(digits) < 19:
+    numbers = extract_numbers(arguments) if arguments else {}
+    for field, span in positions:
+        if (digits := text[span].removesuffix(".0")).isdecimal() and len(digits) < 19:
             numbers[field] = int(digits)
     if numbers.get("sequence"):
         raise ArgumentError(f"{quoted(text)}: microbatches in pieces of the sequence are not supported")
-    return Named(op, numbers, waits)
+    return ParsedName(op, numbers, waits)
 
 
 @lru_cache(maxsize=4096)  # a trace has few names and many events
-def _matched(text: str, own: re.Pattern[str] | None) -> tuple[Op | None, list[tuple[str, slice]], bool]:
+def _match_name(text: str, pattern: re.Pattern[str] | None) -> tuple[Op | None, list[tuple[str, slice]], bool]:
     """Return a name's op, where in it each number is, by its field, and whether it begins with a wait."""
-    patterns = [(own, False), *_COMPILED] if own is not None else _COMPILED
-    matches = ((pattern.fullmatch(text), waits) for pattern, waits in patterns)
-    match, waits = next((one for one in matches if one[0]), (None, False))
-    found = {f: slice(*match.span(f)) for f, value in match.groupdict().items() if value} if match else _parts(text)
-    op = _BY_WORD.get(re.sub("[-_ ]", "", text[found["op"]].lower())) if "op" in found else None
-    return op, [(field, where) for key, where in found.items() if (field := field_named(key))], waits
+    patterns = [(pattern, False), *_COMPILED] if pattern is not None else _COMPILED
+    matches = ((regex.fullmatch(text), waits) for regex, waits in patterns)
+    match, waits = next((pair for pair in matches if pair[0]), (None, False))
+    spans = {f: slice(*match.span(f)) for f, value in match.groupdict().items() if value} if match else _scan(text)
+    op = _BY_WORD.get(re.sub("[-_ ]", "", text[spans["op"]].lower())) if "op" in spans else None
+    return op, [(field, span) for key, span in spans.items() if (field := field_for(key))], waits
 
 
-def _parts(text: str) -> dict[str, slice]:
+def _scan(text: str) -> dict[str, slice]:
     """Return where the op and the numbers of a name are; empty if anything else is in it."""
     parts = [*_PART.finditer(text)]
-    said = [(next((field for field in FIELDS if part[field]), part.lastgroup), part) for part in parts]
-    found = {f: slice(*part.span("op" if f == "op" else "number")) for f, part in said if f not in (None, "number")}
-    bare = [slice(*part.span("number")) for field, part in said if field == "number"]
-    unsaid = [field for field in ("microbatch", "stage") if field not in found]
-    ops = sum(field == "op" for field, _ in said)
-    whole = "".join(part[0] for part in parts) == text and ops == 1 and len(bare) <= len(unsaid)
-    return {**found, **dict(zip(unsaid, reversed(bare), strict=False))} if whole else {}
+    labeled = [(next((field for field in FIELDS if part[field]), part.lastgroup), part) for part in parts]
+    spans = {f: slice(*part.span("op" if f == "op" else "number")) for f, part in labeled if f not in (None, "number")}
+    bare = [slice(*part.span("number")) for field, part in labeled if field == "number"]
+    unlabeled = [field for field in ("microbatch", "stage") if field not in spans]
+    ops = sum(field == "op" for field, _ in labeled)
+    is_complete = "".join(part[0] for part in parts) == text and ops == 1 and len(bare) <= len(unlabeled)
+    return {**spans, **dict(zip(unlabeled, reversed(bare), strict=False))} if is_complete else {}

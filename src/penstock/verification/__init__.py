@@ -8,6 +8,6 @@
 True
 """
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
-__all__, __getattr__, __dir__ = face(__name__, {}, {"blame"})
+__all__, __getattr__, __dir__ = lazy_exports(__name__, {}, {"blame"})

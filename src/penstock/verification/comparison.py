@@ -1,4 +1,4 @@
-"""What a proof consists of: tensors compared one by one, and the report of all of them."""
+"""Comparison of single tensors, and the report of all comparisons."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import VerificationError
-from penstock._base.second_names import formerly
 from penstock.partition.values.memory import same_bits
 
 TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
-"""Largest difference if terms of several stages or replicas are added in another order, over the tensor's largest
-entry; or, for each entry, over the sum of its terms' sizes. In half precision, so many of its epsilons."""
+"""Largest difference if terms of several stages or replicas are added in another order, relative to the largest
+entry, or, for each entry, to the sum of its terms' sizes. In half precision, this number of epsilons."""
 
 DOUBLE = dict.fromkeys((torch.float64, torch.complex128), (1e-7, 1e-7))
 TOLERANCES = DOUBLE | {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
@@ -40,18 +40,18 @@ class Comparison:
     """One comparison.
 
     Attributes:
-        kind, name: output, loss, gradient or buffer, and which; held by `stages`.
+        kind, name: output, loss, gradient or buffer, and its name; held by `stages`.
         verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
             "missing" if only the reference has one; "unexpected" if the reference has none; "undefined" if both are
-            alike but nothing in them is finite, which proves nothing about a loss or a gradient (about an output, if
+            alike but nothing in them is finite, which is inconclusive for a loss or a gradient (about an output, if
             all is NaN).
         max_difference: largest absolute difference of finite entries; infinite if an entry is finite in only one of
             them, or NaN or infinite in another way.
         max_reference: largest absolute finite entry of the reference.
         max_terms: largest sum of the sizes of an entry's terms, if they cancel so far that the difference must be
             judged against them; otherwise 0.
-        tolerance_reason: why it need not be equal to the bit; empty if it must.
-        step: the first step, from 1, in which it is not as promised; 0: none.
+        tolerance_reason: why it need not be bitwise identical; empty if it must.
+        step: the first failing step, from 1; 0: none.
     """
 
     kind: str
@@ -92,9 +92,9 @@ class Difference:
     @property
     def text(self) -> str:
         """In words."""
-        where = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
-        by = f"by {self.max_difference:.3g} (largest entry {self.max_reference:.3g}){self.shape and '; '}{self.shape}"
-        return f"first difference: {where} on stage {self.stage}: {self.what} differs {by}"
+        location = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
+        size = f"by {self.max_difference:.3g} (largest entry {self.max_reference:.3g}){self.shape and '; '}{self.shape}"
+        return f"first difference: {location} on stage {self.stage}: {self.what} differs {size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +124,23 @@ class FullBatchCheck:
         """In words."""
         if self.verdict == "missing":
             return f"the comparison with the whole batch is missing: {self.why}"
-        is_other = f" {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
-        return f"the microbatches' loss is{' that of the whole batch' if self.verdict == 'close' else is_other}"
+        both_losses = f" {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
+        return f"the microbatches' loss is{' that of the whole batch' if self.verdict == 'close' else both_losses}"
 
 
-@formerly(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
+@accept_old_names(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
+    """The result of `verify`: a row for every output, the loss, every parameter and every buffer of the unsplit model.
 
     Attributes:
         rows: each covers all steps.
         loss: the first step's.
-        exact: whether equality to the bit was demanded.
-        steps: how many were compared.
-        full_batch: whether microbatches make what the whole batch does; None if that was not asked.
-        notes: the pipeline's, including what runs again in backward.
-        first: where what is not as promised begins; None if all is, or if that could not be found.
+        exact: whether bitwise equality was demanded.
+        steps: the number of compared steps.
+        full_batch: the comparison with the full batch; None if it was not requested.
+        notes: the pipeline's, including what is recomputed in backward.
+        first: the first difference; None if there is none, or it could not be located.
     """
 
     rows: tuple[Comparison, ...] = field(repr=False)
@@ -167,7 +167,7 @@ class VerificationReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """Those that are another than they should be, by the step in which that begins, then in the model's order."""
+        """The failures with a different value, by their first step, then in the model's order."""
         return tuple(sorted((row for row in self.failures if row.verdict != "undefined"), key=lambda row: row.step))
 
     def __str__(self) -> str:
@@ -177,15 +177,15 @@ class VerificationReport:
         """Return one line: what was verified, or the first layer that differs, or why the batch cannot be cut this
         way."""
         if self.differing:
-            return self._first_wrong()
+            return self._failure_text()
         if self.failures:
-            return self._unproven()
+            return self._undefined_text()
         if self.full_batch is not None and not self.full_batch.ok:
-            return f"the batch is not the sum of its microbatches: {self.full_batch.text}"
-        warned = self.full_batch is not None and self.full_batch.verdict in ("missing", "warning")
-        return self._proven() + (f"; warning: {self.full_batch.text}" if self.full_batch and warned else "")
+            return f"microbatches do not reproduce the full batch: {self.full_batch.text}"
+        has_warning = self.full_batch is not None and self.full_batch.verdict in ("missing", "warning")
+        return self._success_text() + (f"; warning: {self.full_batch.text}" if self.full_batch and has_warning else "")
 
-    def _proven(self) -> str:
+    def _success_text(self) -> str:
         gradients = [row for row in self.rows if row.kind == "gradient"]
         equal = sum(row.verdict == "equal" for row in gradients)
         close = [row for row in self.rows if row.verdict == "close"]
@@ -193,38 +193,38 @@ class VerificationReport:
         if close:
             sizes = [(row.max_difference, row.max_terms or row.max_reference) for row in close]
             worst = max((difference / size for difference, size in sizes if size), default=0.0)
-            values, whose = ("1 value is", "its") if len(close) == 1 else (f"{len(close)} values are", "their")
+            subject, owner = ("1 value is", "its") if len(close) == 1 else (f"{len(close)} values are", "their")
             entry = "entry, or of the terms that cancel in it" if any(row.max_terms for row in close) else "entry"
-            why = "; ".join(sorted({row.tolerance_reason for row in close}))
-            text += f"; {values} within {worst:.1e} of {whose} largest {entry} ({why})"
+            reasons = "; ".join(sorted({row.tolerance_reason for row in close}))
+            text += f"; {subject} within {worst:.1e} of {owner} largest {entry} ({reasons})"
         return text
 
-    def _unproven(self) -> str:
+    def _undefined_text(self) -> str:
         undefined = self.failures
-        found = ["the loss is not finite"] if any(row.kind == "loss" for row in undefined) else []
+        problems = ["the loss is not finite"] if any(row.kind == "loss" for row in undefined) else []
         for kind in ("output", "gradient"):
-            count, all_of = (sum(row.kind == kind for row in rows) for rows in (undefined, self.rows))
-            found += [f"{count} of {all_of} {kind}s have no finite entry"] if count else []
+            count, total = (sum(row.kind == kind for row in rows) for rows in (undefined, self.rows))
+            problems += [f"{count} of {total} {kind}s have no finite entry"] if count else []
         step = f" (step {undefined[0].step})" if undefined[0].step else ""
-        whole = self.full_batch
-        more = f"; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else ""
+        check = self.full_batch
+        suffix = f"; {check.text}" if check is not None and check.verdict in ("warning", "different") else ""
         return (
-            f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values compare equal "
-            f"whatever the pipeline does. Pass weights, a batch and a loss that leave them finite{more}"
+            f"inconclusive: on one device, too, {', '.join(problems)}{step}, and such values compare equal "
+            f"whatever the pipeline does. Pass weights, a batch and a loss that leave them finite{suffix}"
         )
 
-    def _first_wrong(self) -> str:
+    def _failure_text(self) -> str:
         first = self.differing[0]
         text = f"{len(self.differing)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
         text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
         step, remedy = f", in step {first.step}" if first.step else "", ""
-        how = f"by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
+        amount = f"by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
         if first.verdict in ("missing", "unexpected"):
-            how = f"{first.verdict} in the pipeline"
+            amount = f"{first.verdict} in the pipeline"
         elif math.isinf(first.max_difference) and math.isfinite(first.max_reference):
-            how = "one is NaN or infinite where the other is not, or NaN where it is infinite"
+            amount = "one is NaN or infinite where the other is not, or NaN where it is infinite"
             remedy = ". If values overflow, scale the loss down, or use a wider dtype"
-        text = f"{text}: {how}{step}{remedy}"
+        text = f"{text}: {amount}{step}{remedy}"
         return text if self.first is None else f"{self.first.text}. Downstream, {text}"
 
     def raise_if_failed(self) -> VerificationReport:
@@ -235,16 +235,16 @@ class VerificationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        whole = None if self.full_batch is None else {**asdict(self.full_batch), "text": self.full_batch.text}
-        return {**asdict(self), "full_batch": whole, "ok": self.ok, "summary": self.summary()}
+        full_batch = None if self.full_batch is None else {**asdict(self.full_batch), "text": self.full_batch.text}
+        return {**asdict(self), "full_batch": full_batch, "ok": self.ok, "summary": self.summary()}
 
 
 def compare(
     kind: str,
     name: str,
     stages: tuple[int, ...],
-    mine: Tensor | None,
-    other: Tensor | None,
+    value: Tensor | None,
+    expected: Tensor | None,
     exact: bool,
     reordered: str = "",
     terms: Tensor | None = None,
@@ -258,101 +258,101 @@ def compare(
         exact: demand equality to the bit. If not, `computed_in`, `rounded` and `noise` count.
         reordered: why terms may have been added in another order; empty if they must not be.
         terms: for each entry, the sum of the sizes of its terms; None if unknown.
-        computed_in: the dtype in which its terms were computed; None: the tensor's own.
-        rounded: for each entry, the sizes of all that adding its terms rounds; see `TermSizes`.
-        noise: how far the tensor of the unsplit model is from the same in full precision.
+        computed_in: the dtype in which its terms were computed; None: the tensor's dtype.
+        rounded: for each entry, the sum of the sizes that are rounded when its terms are added; see `RoundingBounds`.
+        noise: how far the tensor of the unsplit model is from its full-precision value.
     """
-    row = partial(Comparison, kind, name, stages)
-    if mine is None or other is None:
-        return row("equal" if mine is other else "missing" if mine is None else "unexpected")
-    mine, other = _dense(mine), _dense(other)
-    if mine.shape != other.shape or mine.dtype != other.dtype:
-        return row("different", math.inf, math.inf)
-    numbers, largest = other.is_floating_point() or other.is_complex(), _largest(other)
-    if _same(mine, other):
-        return row("equal" if not numbers or _proves(kind, other) else "undefined", 0.0, largest)
-    one, two = _wide(mine), _wide(other)
-    finite = one.isfinite() & two.isfinite()
-    if not _same(one[~finite], two[~finite]):  # no tolerance covers them
-        return row("different", math.inf, largest)
-    differences = (_finite(one) - _finite(two)).abs()
+    result = partial(Comparison, kind, name, stages)
+    if value is None or expected is None:
+        return result("equal" if value is expected else "missing" if value is None else "unexpected")
+    value, expected = _to_dense(value), _to_dense(expected)
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        return result("different", math.inf, math.inf)
+    is_numeric, largest = expected.is_floating_point() or expected.is_complex(), _max_abs(expected)
+    if _equal_bits(value, expected):
+        return result("equal" if not is_numeric or _is_conclusive(kind, expected) else "undefined", 0.0, largest)
+    wide_value, wide_expected = _to_double(value), _to_double(expected)
+    both_finite = wide_value.isfinite() & wide_expected.isfinite()
+    if not _equal_bits(wide_value[~both_finite], wide_expected[~both_finite]):  # no tolerance covers them
+        return result("different", math.inf, largest)
+    differences = (_zero_nonfinite(wide_value) - _zero_nonfinite(wide_expected)).abs()
     difference = float(differences.max())
-    close = partial(row, "close", difference, largest)
-    tied = max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(other.dtype).eps) if numbers else 0.0
-    if numbers and reordered and difference <= tied * largest:
+    close = partial(result, "close", difference, largest)
+    tied_tolerance = max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(expected.dtype).eps) if is_numeric else 0.0
+    if is_numeric and reordered and difference <= tied_tolerance * largest:
         return close(reordered)
-    of_terms = terms if numbers and reordered and terms is not None and terms.shape == other.shape else None
-    if of_terms is not None and (differences <= tied * _finite(of_terms)).all():
-        return close(reordered, max_terms=_largest(of_terms))
-    if numbers and not exact:
-        dtype = computed_in or other.dtype
+    usable_terms = terms if is_numeric and reordered and terms is not None and terms.shape == expected.shape else None
+    if usable_terms is not None and (differences <= tied_tolerance * _zero_nonfinite(usable_terms)).all():
+        return close(reordered, max_terms=_max_abs(usable_terms))
+    if is_numeric and not exact:
+        dtype = computed_in or expected.dtype
         relative, absolute = TOLERANCES.get(dtype, (1.3e-6, 1e-5))
-        in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(dtype).eps) * largest)
-        allowed = in_all + NOISE_FACTOR * noise + relative * _finite(two).abs()
-        if rounded is not None and rounded.shape == other.shape:
-            allowed += torch.finfo(other.dtype).eps * _finite(rounded)
-        if (differences <= allowed).all():
+        absolute_limit = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(dtype).eps) * largest)
+        limits = absolute_limit + NOISE_FACTOR * noise + relative * _zero_nonfinite(wide_expected).abs()
+        if rounded is not None and rounded.shape == expected.shape:
+            limits += torch.finfo(expected.dtype).eps * _zero_nonfinite(rounded)
+        if (differences <= limits).all():
             return close("not demanded to the bit here")
-    return row("different", difference, largest)
+    return result("different", difference, largest)
 
 
 def measure_noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | None]) -> dict[Key, float]:
-    """Measure the largest difference of each floating-point value from the same in full precision; finite entries
+    """Measure the largest difference of each floating-point value from its full-precision value; finite entries
     only."""
-    pairs = ((key, mine, full.get(key)) for key, mine in low.items())
+    pairs = ((key, value, full.get(key)) for key, value in low.items())
     return {
-        key: _largest(_wide(_dense(mine)) - _wide(_dense(other)))
-        for key, mine, other in pairs
-        if mine is not None and other is not None and mine.is_floating_point() and mine.shape == other.shape
+        key: _max_abs(_to_double(_to_dense(value)) - _to_double(_to_dense(precise)))
+        for key, value, precise in pairs
+        if value is not None and precise is not None and value.is_floating_point() and value.shape == precise.shape
     }
 
 
-def merged(rows: Iterable[Comparison]) -> dict[Key, Comparison]:
-    """Merge rows to one for each value: the first that is not as promised, or the one that is furthest from equal."""
-    found: dict[Key, Comparison] = {}
+def merge_rows(rows: Iterable[Comparison]) -> dict[Key, Comparison]:
+    """Merge rows to one for each value: the first failing one, or the one with the largest difference."""
+    by_key: dict[Key, Comparison] = {}
     for row in rows:
-        known = found.setdefault((row.kind, row.name), row)
-        if known.ok and (not row.ok or row.max_difference > known.max_difference):
-            found[row.kind, row.name] = row
-    return found
+        earlier = by_key.setdefault((row.kind, row.name), row)
+        if earlier.ok and (not row.ok or row.max_difference > earlier.max_difference):
+            by_key[row.kind, row.name] = row
+    return by_key
 
 
-def _proves(kind: str, values: Tensor) -> bool:
-    """Whether equality of these proves anything. NaN swallows whatever is wrong; masks may be infinite, and buffers NaN
+def _is_conclusive(kind: str, values: Tensor) -> bool:
+    """Whether equality of these values is conclusive. NaN hides any error; masks may be infinite, and buffers NaN
     until they are set."""
     if kind == "buffer" or not values.numel():
         return True
-    values = values if values.itemsize > 1 else _wide(values)  # torch lacks `isfinite` of some
+    values = values if values.itemsize > 1 else _to_double(values)  # torch lacks `isfinite` of some
     return not bool(values.isnan().all()) if kind == "output" else bool(values.isfinite().any())
 
 
-def _same(mine: Tensor, other: Tensor) -> bool:
-    """Equality of bits: tells -0 from 0. All NaNs count as equal, since hardware leaves their bits open."""
-    if mine.is_complex():
-        mine, other = torch.view_as_real(mine), torch.view_as_real(other)
-    if same_bits(mine, other) or not other.is_floating_point():
-        return same_bits(mine, other)
-    return bool(other.isnan().any()) and same_bits(
-        *(t.double().masked_fill(t.isnan(), math.nan) for t in (mine, other))
+def _equal_bits(value: Tensor, expected: Tensor) -> bool:
+    """Whether bits are equal, so that -0 differs from 0. All NaNs are equal, since hardware leaves their bits open."""
+    if value.is_complex():
+        value, expected = torch.view_as_real(value), torch.view_as_real(expected)
+    if same_bits(value, expected) or not expected.is_floating_point():
+        return same_bits(value, expected)
+    return bool(expected.isnan().any()) and same_bits(
+        *(t.double().masked_fill(t.isnan(), math.nan) for t in (value, expected))
     )
 
 
-def _finite(wide: Tensor) -> Tensor:
+def _zero_nonfinite(wide: Tensor) -> Tensor:
     """Replace entries that are not finite by 0."""
     return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _to_dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     return tensor.resolve_conj().resolve_neg() if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def _largest(tensor: Tensor) -> float:
-    plain = tensor.dtype in (torch.float32, torch.float64) and tensor.numel()
-    if plain and math.isfinite(largest := float(tensor.abs().max())):  # without a copy in double precision
-        return largest
-    return float(_finite(_wide(tensor)).abs().max()) if tensor.numel() else 0.0
+def _max_abs(tensor: Tensor) -> float:
+    is_plain = tensor.dtype in (torch.float32, torch.float64) and tensor.numel()
+    if is_plain and math.isfinite(maximum := float(tensor.abs().max())):  # without a copy in double precision
+        return maximum
+    return float(_zero_nonfinite(_to_double(tensor)).abs().max()) if tensor.numel() else 0.0

@@ -1,7 +1,7 @@
-"""Where a pipeline first differs from the unsplit model: in dataflow order, at the modules that run as a whole.
+"""Finds the first difference of a pipeline from the unsplit model: in dataflow order, at modules that run as units.
 
 Both take the same steps once more, with hooks on these modules. What enters and leaves them is compared forward, then
-the gradients that reach them backward, then what they accumulate.
+the gradients that reach them backward, then the accumulated gradients.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock._base.trees import leaf_tensors
+from penstock._base.pytree import leaf_tensors
 from penstock.verification.comparison import Comparison, Difference, compare
-from penstock.verification.trail import BACKWARD, FORWARD, Place, Trail
+from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, ValueKey
 
 Named = Mapping[str, Tensor]
 NONE: Named = {}
 ROUNDING = "no more than rounding"
-ALIKE = 1e-5
-"""How far from a multiple, or from another value, a difference may be, over the largest entry."""
+CLOSE = 1e-5
+"""Tolerance, relative to the largest entry, for matching a multiple or another value."""
 
 
 def first_difference(
-    mine: Trail,
-    other: Trail,
+    trace: ModuleTrace,
+    reference: ModuleTrace,
     gradients: Mapping[str, Tensor | None],
     rows: Sequence[Comparison],
     factors: Mapping[float, str],
@@ -34,87 +34,87 @@ def first_difference(
     """Return the first value of a step that differs; None if none does this time.
 
     Args:
-        mine, other: of the pipeline and of the unsplit model.
+        trace, reference: of the pipeline and of the unsplit model.
         gradients: the pipeline's, of parameters.
-        rows: what was compared in the end.
+        rows: the final comparisons.
         factors: see `describe_difference`.
     """
-    if (found := first_value(mine, other, exact)) is not None:
-        place, row = found
+    if (first := first_value(trace, reference, exact)) is not None:
+        key, row = first
         shape = describe_difference(
-            mine.values[place], other.values[in_reference(place)], factors, confusable_values(place, mine, other)
+            trace.values[key], reference.values[reference_key(key)], factors, confusable_values(key, trace, reference)
         )
-        at = place.microbatch, mine.stages[place]
-        return Difference(mine.step, place.text, *at, row.max_difference, row.max_reference, shape)
+        location = key.microbatch, trace.stages[key]
+        return Difference(trace.step, key.text, *location, row.max_difference, row.max_reference, shape)
     wrong = [row for row in rows if row.kind == "gradient" and not row.ok and row.stages and row.name in gradients]
     for row in sorted(wrong, key=lambda row: -max(row.stages)):
-        terms = {f"the term of microbatch {k}": term for k, term in other.terms.get(row.name, {}).items()}
+        terms = {f"the term of microbatch {k}": term for k, term in reference.terms.get(row.name, {}).items()}
         if not terms:
             continue
-        uses = other.uses.get(row.name, {}) if len(row.stages) == len(other.uses.get(row.name, {})) else {}
+        uses = reference.uses.get(row.name, {}) if len(row.stages) == len(reference.uses.get(row.name, {})) else {}
         terms |= {f"the term of stage {s}": uses[i] for i, s in enumerate(sorted(row.stages, reverse=True)) if uses}
-        expected = torch.stack([*other.terms[row.name].values()]).sum(0)
+        expected = torch.stack([*reference.terms[row.name].values()]).sum(0)
         shape = describe_difference(gradients[row.name], expected, factors, terms=terms)
-        what = f"the gradient of {row.name!r}, which is computed from the right values,"
-        return Difference(mine.step, what, None, max(row.stages), row.max_difference, row.max_reference, shape)
+        text = f"the gradient of {row.name!r}, which is computed from the right values,"
+        return Difference(trace.step, text, None, max(row.stages), row.max_difference, row.max_reference, shape)
     return None
 
 
-def first_value(mine: Trail, other: Trail, exact: bool) -> tuple[Place, Comparison] | None:
-    """Return the first value that modules take or leave, or gradient that reaches them, that differs; None if none
+def first_value(trace: ModuleTrace, reference: ModuleTrace, exact: bool) -> tuple[ValueKey, Comparison] | None:
+    """Return the first input, output or gradient of a module that differs; None if none
     does."""
-    position = {name: index for index, name in reversed([*enumerate(mine.order)])}
-    begins = {
+    position = {name: index for index, name in reversed([*enumerate(trace.order)])}
+    first_position = {
         name: min(p for n, p in position.items() if f"{n}.".startswith(f"{name}.") or not name) for name in position
     }
 
-    def in_order(place: Place) -> tuple[int, ...]:
-        what, name, call, leaf, microbatch = place
-        if what == BACKWARD:
+    def sort_key(key: ValueKey) -> tuple[int, ...]:
+        kind, name, call, leaf, microbatch = key
+        if kind == BACKWARD:
             return 1, -position[name], 0, -call, 0, microbatch, leaf
-        is_entry = what == FORWARD[0]  # what enters a module enters it before the modules in it
-        at, depth = (begins[name], name.count(".") + bool(name)) if is_entry else (position[name], len(name))
-        return 0, at, call, FORWARD.index(what), depth, microbatch, leaf
+        is_entry = kind == FORWARD[0]  # what enters a module enters it before the modules in it
+        order, depth = (first_position[name], name.count(".") + bool(name)) if is_entry else (position[name], len(name))
+        return 0, order, call, FORWARD.index(kind), depth, microbatch, leaf
 
-    shared = [place for place in mine.values if in_reference(place) in other.values]
-    for place in sorted(shared, key=in_order):
-        value, expected = mine.values[place], other.values[in_reference(place)]
-        row = compare("gradient" if place.what == BACKWARD else "output", place.module, (), value, expected, exact)
-        if not row.ok and row.verdict != "undefined":
-            return place, row
+    shared = [key for key in trace.values if reference_key(key) in reference.values]
+    for key in sorted(shared, key=sort_key):
+        value, expected = trace.values[key], reference.values[reference_key(key)]
+        comparison = compare("gradient" if key.kind == BACKWARD else "output", key.module, (), value, expected, exact)
+        if not comparison.ok and comparison.verdict != "undefined":
+            return key, comparison
     return None
 
 
-def in_reference(place: Place) -> Place:
-    """Return the same value of the unsplit model, in which a module that runs again leaves what it left."""
-    return place._replace(what=FORWARD[1]) if place.what == FORWARD[2] else place
+def reference_key(key: ValueKey) -> ValueKey:
+    """Return the key of the same value in the unsplit model, which has no recomputed outputs."""
+    return key._replace(kind=FORWARD[1]) if key.kind == FORWARD[2] else key
 
 
-def confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
-    """Return what a value may have been taken for: the same of another microbatch, or what another module takes or
-    leaves."""
-    k, place, found = place.microbatch, in_reference(place), dict[str, Tensor]()
-    for known, value in other.values.items():
-        j = known.microbatch
-        if j != k and known == place._replace(microbatch=j):
-            is_swap = _is(mine.values.get(known), other.values[place])
+def confusable_values(key: ValueKey, trace: ModuleTrace, reference: ModuleTrace) -> dict[str, Tensor]:
+    """Return values that may have been used instead: the same of another microbatch, or an input or output of
+    another module."""
+    k, key, values = key.microbatch, reference_key(key), dict[str, Tensor]()
+    for other_key, value in reference.values.items():
+        j = other_key.microbatch
+        if j != k and other_key == key._replace(microbatch=j):
+            is_swapped = _is_close(trace.values.get(other_key), reference.values[key])
             text = f"it is the value of microbatch {j}" + (", the one before" if j == k - 1 else "")
-            found[f"microbatches {min(j, k)} and {max(j, k)} are swapped" if is_swap else text] = value
-        elif j == k and known != place and (known.what == BACKWARD) == (place.what == BACKWARD):
-            names = [*dict.fromkeys(mine.order)]
-            is_next = names[: names.index(place.module)][-1:] == [known.module] and place.what == FORWARD[0]
-            is_late = place.leaf or not value.is_floating_point()  # an argument besides what layers hand on
-            found.setdefault(
-                f"it is {known.text}{'' if is_next or is_late else ': a layer between is left out'}", value
+            values[f"microbatches {min(j, k)} and {max(j, k)} are swapped" if is_swapped else text] = value
+        elif j == k and other_key != key and (other_key.kind == BACKWARD) == (key.kind == BACKWARD):
+            names = [*dict.fromkeys(trace.order)]
+            is_next = names[: names.index(key.module)][-1:] == [other_key.module] and key.kind == FORWARD[0]
+            is_late = key.leaf or not value.is_floating_point()  # an argument besides what layers hand on
+            values.setdefault(
+                f"it is {other_key.text}{'' if is_next or is_late else ': a layer between is left out'}", value
             )
-    return found
+    return values
 
 
 # -- what differences look like ---------------------------------------------------------------------------------------
 
 
 def usual_factors(microbatches: int, replicas: int, rows: int, target: Any) -> dict[float, str]:
-    """Numbers by which a value is often off, and what these are."""
+    """Return factors by which values are often off, each with its name."""
     counts = {"microbatches": microbatches, "replicas": replicas, "rows": rows}
     for labels in leaf_tensors(target):
         if not labels.is_floating_point():
@@ -123,16 +123,16 @@ def usual_factors(microbatches: int, replicas: int, rows: int, target: Any) -> d
     for name, count in counts.items():
         if count > 1:
             names |= {f"the number of {name}": float(count), f"1 over the number of {name}": 1 / count}
-    return {number: " or ".join(n for n, same in names.items() if same == number) for number in names.values()}
+    return {number: " or ".join(n for n, factor in names.items() if factor == number) for number in names.values()}
 
 
 def candidates(
-    value: Tensor, expected: Tensor, factors: Mapping[float, str], others: Named, terms: Named
+    value: Tensor, expected: Tensor, factors: Mapping[float, str], similar: Named, terms: Named
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the usual shapes of a difference: a sentence for each, and what the value is if it is that."""
+    """Yield the usual shapes of a difference: a sentence for each, and the value that it implies."""
     yield "it is zero", torch.zeros_like(expected)
     yield ROUNDING, expected
-    yield from others.items()
+    yield from similar.items()
     for number, name in factors.items():
         yield f"it is {number:.6g} times what it should be: {name}", expected * number
     for name, term in terms.items():
@@ -144,24 +144,24 @@ def candidates(
 
 
 def describe_difference(
-    value: Tensor | None, expected: Tensor, factors: Mapping[float, str], others: Named = NONE, terms: Named = NONE
+    value: Tensor | None, expected: Tensor, factors: Mapping[float, str], similar: Named = NONE, terms: Named = NONE
 ) -> str:
     """Describe what a difference looks like; empty if that is unknown.
 
     Args:
-        factors: numbers by which the value may be off, and what these are.
-        others: values that it may be instead, each with a sentence that says so.
-        terms: what it may lack or have twice, each with a name.
+        factors: numbers by which the value may be off, with their names.
+        similar: values that it may be instead, by a sentence for each.
+        terms: terms that may be missing or there twice, by name.
     """
     if value is None:
         return "it is missing: the weight is frozen, or its backward did not run"
-    found = candidates(value.double(), expected.double(), factors, others, terms)
-    return next((text for text, candidate in found if _is(value, candidate)), "")
+    shapes = candidates(value.double(), expected.double(), factors, similar, terms)
+    return next((text for text, candidate in shapes if _is_close(value, candidate)), "")
 
 
-def _is(value: Tensor | None, other: Tensor) -> bool:
+def _is_close(value: Tensor | None, expected: Tensor) -> bool:
     """Whether a value is another but for rounding."""
-    if value is None or value.shape != other.shape or not other.numel():
+    if value is None or value.shape != expected.shape or not expected.numel():
         return False
-    other = other.double()
-    return bool((value.double() - other).abs().max() <= ALIKE * other.abs().max())
+    expected = expected.double()
+    return bool((value.double() - expected).abs().max() <= CLOSE * expected.abs().max())

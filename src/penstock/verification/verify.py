@@ -1,4 +1,4 @@
-"""The proof: pipelined steps against the unsplit model on the same microbatches, value by value.
+"""Verification: pipelined steps against the unsplit model on the same microbatches, value by value.
 
 Compares outputs, loss, every parameter's gradient and every buffer in every step, and skips none. What one stage
 holds must be equal to the bit when that can be promised (on CPU, in float32 or float64); what several stages hold is
@@ -18,54 +18,54 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases, suggest_argument
 from penstock._base.errors import PartitionError
-from penstock._base.second_names import OF_PIPELINE, also, nearest
+from penstock._base.formatting import one_line, printable_line
+from penstock._base.pytree import leaf_tensors, map_tensors
 from penstock._base.stages import ties
-from penstock._base.trees import leaf_tensors, map_tensors
-from penstock._base.words import in_a_line, line_of
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
-from penstock.pipe.arguments import checked_inputs, is_whole
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
+from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
-from penstock.runtime.gradients.distribution import copy_into, whole
+from penstock.runtime.gradients.distribution import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
-from penstock.schedule.lowering import order_of
-from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merged
+from penstock.schedule.lowering import resolve_order
+from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merge_rows
 from penstock.verification.first_difference import ROUNDING, first_difference, usual_factors
+from penstock.verification.module_trace import ModuleTrace
 from penstock.verification.reference import (
     IN_EVALUATION,
     Expected,
     Reference,
-    Rule,
+    SumRule,
     compiles,
-    inputs_of,
+    grad_inputs,
     reference,
-    trained,
+    trainable,
 )
+from penstock.verification.reference_copy import ModelAndLoss, copy_values, set_values, with_reference
 from penstock.verification.states import States
-from penstock.verification.trail import Trail
-from penstock.verification.twins import Made, set_values, twins, values_of
 
 STEPS = 3
-"""The first step agrees on layouts, and its messages take a different path from all later ones. The second finds what
-the first left behind, on other values. In the third, weights have changed."""
+"""The first step agrees on layouts, and its messages take a different path from all later ones. The second finds state
+that the first left, on other values. In the third, weights have changed."""
 
 Batches = Sequence[Microbatch] | Callable[[int], Microbatch]
-"""What the steps after the first take."""
+"""The batches of the steps after the first."""
 
 
-Trails = tuple[Trail, Trail]
-"""Of the pipeline, and of the unsplit model."""
+Traces = tuple[ModuleTrace, ModuleTrace]
+"""The traces of the pipeline and of the unsplit model."""
 
 
-@also(**OF_PIPELINE)
+@accept_aliases(**PIPELINE_ALIASES)
 def verify(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),
@@ -109,151 +109,159 @@ def verify(
     Raises:
         ArgumentError: the model or its loss cannot be made or copied so that there are two.
     """
-    known = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
-    for name in options.keys() - known.keys():
-        raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
+    parameters = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
+    for name in options.keys() - parameters.keys():
+        raise TypeError(f"verify() has no argument {name}={suggest_argument(name, parameters)}")
     check_grad_enabled("penstock.verify")
-    args, kwargs = checked_inputs(args, kwargs)
+    args, kwargs = validate_inputs(args, kwargs)
     first = Microbatch(tuple(args), kwargs, target)
-    return Verification(*twins(model, loss_fn), first, options, reduction, exact, full_batch, batches).report(schedule)
+    return Verification(*with_reference(model, loss_fn), first, options, reduction, exact, full_batch, batches).report(
+        schedule
+    )
 
 
 @dataclass(slots=True)
 class Verification:
-    """Two models, and what both take, under one schedule after the other. What the unsplit model does is computed once
-    for those with as many microbatches that add gradients up alike; units are measured once for as many stages."""
+    """Verifies two equal models under one schedule after the other. The unsplit model's steps are computed once
+    per number of microbatches and summation rule; units are measured once per number of stages."""
 
-    mine: Made
-    other: Made
-    first: Microbatch
+    split: ModelAndLoss
+    unsplit: ModelAndLoss
+    first_batch: Microbatch
     options: Mapping[str, Any]
     reduction: Reduction = "mean"
     exact: bool | None = None
-    whole_batch: bool = True
+    full_batch: bool = True
     batches: Batches | None = None
     references: dict[Hashable, Reference] = field(default_factory=dict)
-    taken: dict[int, list[Microbatch]] = field(default_factory=dict)
-    initial: dict[str, Tensor] = field(default_factory=dict)
+    step_batches: dict[int, list[Microbatch]] = field(default_factory=dict)
+    initial_values: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def report(self, schedule: str | Schedule) -> VerificationReport:
-        """Verify one. If anything differs, the same steps are taken again to find where that begins."""
-        report, steps = self._pass(schedule, None)
+        """Verify a schedule. If anything differs, repeat the steps to find the first difference."""
+        report, steps = self._run_steps(schedule, None)
         if not report.differing or not steps:
             return report
         step = report.differing[0].step or 1
         try:
-            again, _ = self._pass(schedule, (Trail(step), Trail(step)))
-        except Exception:  # hooks are in the way: what is known is reported
+            repeated, _ = self._run_steps(schedule, (ModuleTrace(step), ModuleTrace(step)))
+        except Exception:  # hooks may fail: report without the first difference
             return report
-        first = again.first
-        if first is None or again.differing[:1] != report.differing[:1]:  # it was by chance
+        first = repeated.first
+        if first is None or repeated.differing[:1] != report.differing[:1]:  # it was by chance
             return report
-        worst = [max((row.max_difference / (row.max_reference or 1.0) for row in rows), default=0.0) for rows in steps]
-        grows = first.shape == ROUNDING and all(after > 1.5 * before for before, after in pairwise(worst))
+        errors = [max((row.max_difference / (row.max_reference or 1.0) for row in rows), default=0.0) for rows in steps]
+        grows = first.shape == ROUNDING and all(after > 1.5 * before for before, after in pairwise(errors))
         return replace(report, first=replace(first, shape=f"{ROUNDING}, which grows step by step") if grows else first)
 
-    def _pass(
-        self, schedule: str | Schedule, trails: Trails | None
+    def _run_steps(
+        self, schedule: str | Schedule, traces: Traces | None
     ) -> tuple[VerificationReport, list[list[Comparison]]]:
         """Take all steps. Return each one's rows, too, if a second pass may find where differences begin.
 
         Args:
-            trails: note what modules compute, in the pipeline and in the unsplit model.
+            traces: record what modules compute, in the pipeline and in the unsplit model.
         """
-        args, kwargs = self.first.args, dict(self.first.kwargs)
-        options = {**self.options, "schedule": schedule, "loss_fn": self.mine.loss, "reduction": self.reduction}
+        args, kwargs = self.first_batch.args, dict(self.first_batch.kwargs)
+        options = {**self.options, "schedule": schedule, "loss_fn": self.split.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
-        if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
-            options["microbatches"] = cutting.usual((args, kwargs))
-        for made in (self.mine, self.other) if self.initial else ():
-            set_values(made.model, self.initial)
-        for mine, other in zip(self.mine.model.modules(), self.other.model.modules(), strict=True):
-            mine.training = other.training  # in case that a step left it otherwise
-        self.initial = self.initial or values_of(self.other.model)
-        m, own = options.get("microbatches") or MICROBATCHES, tuple(options.get("features", ()))
-        depth = _measured_depth(options)
+        if isinstance(schedule, str) and options.get("microbatches") is None and has_values((args, kwargs)):
+            options["microbatches"] = cutting.default_count((args, kwargs))
+        for model in (self.split, self.unsplit) if self.initial_values else ():
+            set_values(model.model, self.initial_values)
+        for module, reference_module in zip(self.split.model.modules(), self.unsplit.model.modules(), strict=True):
+            module.training = reference_module.training  # in case that a step left it otherwise
+        self.initial_values = self.initial_values or copy_values(self.unsplit.model)
+        m, features = options.get("microbatches") or MICROBATCHES, tuple(options.get("features", ()))
+        depth = _count_measured_stages(options)
         options |= {"cuts": self.cuts[depth]} if depth in self.cuts else {}
-        given = self.taken.get(m) or self.taken.setdefault(m, list(_batches(self.first, self.batches, cutting, m)))
-        with States(self.mine) as states:
-            options["features"] = (*own, lambda stage: _Follows(states, trails[0] if trails else None, stage))
-            with pipeline(self.mine.model, args, kwargs, **options, verify=False) as pipe:
-                rule, rank = Rule(pipe), pipe.world.rank
+        if m not in self.step_batches:
+            self.step_batches[m] = list(_all_batches(self.first_batch, self.batches, cutting, m))
+        batches = self.step_batches[m]
+        with States(self.split) as states:
+            options["features"] = (
+                *features,
+                lambda stage: _StateSwitch(states, traces[0] if traces else None, stage),
+            )
+            with pipeline(self.split.model, args, kwargs, **options, verify=False) as pipe:
+                rule, rank = SumRule(pipe), pipe.world.rank
                 key = pipe.schedule.microbatches, rule.key
                 self.cuts |= {depth: pipe.cuts} if depth else {}
                 states.home = pipe.schedule.placement.rank_of[-1] if rank is None else rank
-                for trail in trails or ():
-                    trail.order = list(_units_of([stage.module for stage in pipe.session.partition.stages]))
+                for trace in traces or ():
+                    trace.order = list(_unit_names([stage.module for stage in pipe.session.partition.stages]))
                 states.enter(states.home)
-                expected = None if trails else self.references.get(key)
+                expected = None if traces else self.references.get(key)
                 if expected is None:
-                    how = trails[1] if trails else None, self.whole_batch and not trails
-                    expected = reference(self.other, pipe, rule, given, self.reduction, options, *how)
-                if not trails:
+                    details = traces[1] if traces else None, self.full_batch and not traces
+                    expected = reference(self.unsplit, pipe, rule, batches, self.reduction, options, *details)
+                if not traces:
                     self.references[key] = expected
-                report, steps = self._compared(pipe, rule, given, expected, states, trails)
+                report, steps = self._compare_steps(pipe, rule, batches, expected, states, traces)
                 return report, steps if pipe.world.is_local and not compiles(pipe) else []
 
-    def _compared(
+    def _compare_steps(
         self,
         pipe: Pipeline,
-        rule: Rule,
+        rule: SumRule,
         batches: Sequence[Microbatch],
         expected: Reference,
         states: States,
-        trails: Trails | None,
+        traces: Traces | None,
     ) -> tuple[VerificationReport, list[list[Comparison]]]:
-        divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-        exact = expected.exact and not compiles(pipe) and not divided if self.exact is None else self.exact
+        is_divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
+        exact = expected.exact and not compiles(pipe) and not is_divided if self.exact is None else self.exact
         notes = [note for note in pipe.notes if not isinstance(note, verified.Unverified)]
         steps, losses = list[list[Comparison]](), list[float]()
         first: Difference | None = None
         for step, batch in enumerate(batches, 1):
             if step == len(batches):
                 _update(pipe, expected.updated)
-            held = chain(pipe.named_parameters(), pipe.named_buffers(), inputs_of(batch).items())
-            for _, tensor in held:
+            tensors = chain(pipe.named_parameters(), pipe.named_buffers(), grad_inputs(batch).items())
+            for _, tensor in tensors:
                 tensor.grad = None
-            follows = trails is not None and trails[0].step == step
-            with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
+            is_traced = traces is not None and traces[0].step == step
+            with traces[0].attach(pipe.model, {}) if traces and is_traced else nullcontext():
                 result = pipe.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
             states.enter(states.home)
-            found = _rows(pipe, rule, result, batch, expected.steps[step - 1], exact)
-            if trails and follows:
-                gradients = {name: tensor.grad for name, tensor in trained(pipe.named_parameters(), pipe).items()}
-                counts = usual_factors(
+            step_rows = _compare_all(pipe, rule, result, batch, expected.steps[step - 1], exact)
+            if traces and is_traced:
+                gradients = {name: tensor.grad for name, tensor in trainable(pipe.named_parameters(), pipe).items()}
+                factors = usual_factors(
                     pipe.schedule.microbatches, pipe.world.data_parallel, pipe.session.rows, batch.target
                 )
-                first = first_difference(*trails, gradients, found, counts, exact)
+                first = first_difference(*traces, gradients, step_rows, factors, exact)
             losses.append(float(result.loss))
             evaluated = expected.evaluated
             if step == len(batches) - 1 and isinstance(evaluated, Exception):
-                why = line_of(in_a_line(evaluated), 200)
-                notes.append(f"evaluation was not compared: the unsplit model raises {why}")
+                reason = printable_line(one_line(evaluated), 200)
+                notes.append(f"evaluation was not compared: the unsplit model raises {reason}")
             elif step == len(batches) - 1 and isinstance(evaluated, Expected):
                 try:
-                    of = pipe.evaluate(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-                    found += _rows(pipe, rule, of, batch, evaluated, exact, label=IN_EVALUATION)
+                    evaluation = pipe.evaluate(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
+                    step_rows += _compare_all(pipe, rule, evaluation, batch, evaluated, exact, label=IN_EVALUATION)
                 except PartitionError as error:
                     notes.append(f"evaluation was not compared: {error}")
-            steps.append([row if row.ok else replace(row, step=step) for row in found])
-        rows, order, copies = tuple(merged(row for rows in steps for row in rows).values()), pipe.schedule, pipe.world
-        sizes = copies.ranks, len(pipe.stages), order.microbatches, losses[0], exact, copies.data_parallel
-        report = VerificationReport(rows, order.name, *sizes, len(steps), expected.whole_batch, tuple(notes), first)
+            steps.append([row if row.ok else replace(row, step=step) for row in step_rows])
+        rows = tuple(merge_rows(row for rows in steps for row in rows).values())
+        schedule, world = pipe.schedule, pipe.world
+        sizes = world.ranks, len(pipe.stages), schedule.microbatches, losses[0], exact, world.data_parallel
+        report = VerificationReport(rows, schedule.name, *sizes, len(steps), expected.full_batch, tuple(notes), first)
         if not report.ok:
-            verified.passed.discard(pipe.session.fingerprint())
-        elif trails is None:
-            verified.passed.add(pipe.session.fingerprint())
+            verified.verified_fingerprints.discard(pipe.session.fingerprint())
+        elif traces is None:
+            verified.verified_fingerprints.add(pipe.session.fingerprint())
         return report, steps
 
 
-def _measured_depth(options: Mapping[str, Any]) -> int:
+def _count_measured_stages(options: Mapping[str, Any]) -> int:
     """Return the number of stages, if cuts are found by measuring; else 0."""
-    decided = (options.get(name) for name in ("cuts", "memory_limit", "link_cost", "plan"))
-    ranks, given = options.get("ranks"), options.get("balance", "time") != "time"
-    if ranks is None or given or any(value is not None for value in decided):
+    fixed = (options.get(name) for name in ("cuts", "memory_limit", "link_cost", "plan"))
+    ranks, is_balanced_otherwise = options.get("ranks"), options.get("balance", "time") != "time"
+    if ranks is None or is_balanced_otherwise or any(value is not None for value in fixed):
         return 0
-    return order_of(
+    return resolve_order(
         options["schedule"], ranks, options.get("microbatches"), options.get("stages_per_rank")
     ).placement.depth
 
@@ -262,115 +270,129 @@ def _update(pipe: Pipeline, values: Mapping[str, Tensor]) -> None:
     """Give the pipeline's weights new values in place, as an optimizer does."""
     torch.clear_autocast_cache()  # of casts of the weights as they were
     with torch.no_grad():
-        for name, parameter in trained(pipe.named_parameters(), pipe).items():
+        for name, parameter in trainable(pipe.named_parameters(), pipe).items():
             if name in values:
                 copy_into(parameter, values[name])
 
 
-def _batches(first: Microbatch, more: Batches | None, cutting: Cutting, microbatches: int) -> Iterator[Microbatch]:
+def _all_batches(first: Microbatch, later: Batches | None, cutting: Cutting, microbatches: int) -> Iterator[Microbatch]:
     """Yield the batches of all steps. Inputs that take a gradient are leaves."""
     for step in range(1, STEPS + 1):
         batch = first
-        if step > 1 and more is not None:
-            batch = more(step) if callable(more) else more[(step - 2) % len(more)]
+        if step > 1 and later is not None:
+            batch = later(step) if callable(later) else later[(step - 2) % len(later)]
         elif step == 2:
-            batch = cutting.rotated(first, microbatches)
+            batch = cutting.rotate(first, microbatches)
         leaves = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (batch.args, dict(batch.kwargs)))
         yield batch._replace(args=leaves[0], kwargs=leaves[1])
 
 
-def _rows(
-    pipe: Pipeline, rule: Rule, result: StepResult, batch: Microbatch, expected: Expected, exact: bool, label: str = ""
+def _compare_all(
+    pipe: Pipeline,
+    rule: SumRule,
+    result: StepResult,
+    batch: Microbatch,
+    expected: Expected,
+    exact: bool,
+    label: str = "",
 ) -> list[Comparison]:
-    """Compare what all processes hold after a step or an evaluation, in the model's order. What none holds is
+    """Compare the values of all processes after a step or an evaluation, in the model's order. Values of none are
     missing."""
     rows: list[Comparison] = []
 
-    def judge(kind: str, name: str, stages: tuple[int, ...], mine: Tensor | None, dtype: torch.dtype | None) -> None:
-        key, of = (kind, name), name if kind == "gradient" else ""
-        terms, rounded, noise = expected.terms.get(of), expected.rounded.get(of), expected.noise.get(key, 0.0)
-        value, why, dtype = expected.values.get(key), rule.reordered.get(of, ""), expected.lowered or dtype
-        rows.append(compare(kind, name, stages, mine, value, exact, why, terms, dtype, rounded, noise))
+    def add_row(kind: str, name: str, stages: tuple[int, ...], value: Tensor | None, dtype: torch.dtype | None) -> None:
+        key, grad_name = (kind, name), name if kind == "gradient" else ""
+        terms, rounded, noise = (
+            expected.terms.get(grad_name),
+            expected.rounded.get(grad_name),
+            expected.noise.get(key, 0.0),
+        )
+        correct, reason, dtype = (
+            expected.values.get(key),
+            rule.reordered.get(grad_name, ""),
+            expected.lowered or dtype,
+        )
+        rows.append(compare(kind, name, stages, value, correct, exact, reason, terms, dtype, rounded, noise))
 
-    order = pipe.schedule
-    lasts = tuple(stage for stage in range(order.stages) if order.placement.is_last(stage))
+    schedule = pipe.schedule
+    last_stages = tuple(stage for stage in range(schedule.stages) if schedule.placement.is_last(stage))
     for k, output in enumerate(result.outputs or () if pipe.has_outputs else ()):
-        if output is None and len(lasts) > 1:
+        if output is None and len(last_stages) > 1:
             continue  # on the rank of another copy's last stage
-        last = next(stage for stage in lasts if k in order.numbers_on(stage))
+        last = next(stage for stage in last_stages if k in schedule.numbers_on(stage))
         for index, leaf in enumerate(leaf_tensors(output)):
-            name = f"{index} of microbatch {pipe.world.replica * order.microbatches + k}{label}"
-            judge("output", name, (last,), leaf, None)
+            name = f"{index} of microbatch {pipe.world.replica * schedule.microbatches + k}{label}"
+            add_row("output", name, (last,), leaf, None)
     if pipe.has_outputs and ("loss", f"loss{label}") in expected.values:
-        judge("loss", f"loss{label}", lasts, result.loss, None)
-    own = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)}
-    holders: dict[str, tuple[int, ...]] = own | ties(pipe.stages)
+        add_row("loss", f"loss{label}", last_stages, result.loss, None)
+    stages_by_name = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)}
+    holders: dict[str, tuple[int, ...]] = stages_by_name | ties(pipe.stages)
     if not label:
-        for name, tensor in trained(pipe.named_parameters(), pipe).items():
-            grad = None if tensor.grad is None else whole(tensor.grad)
-            judge("gradient", name, holders[name], grad, tensor.dtype)
-        for name, tensor in inputs_of(batch).items() if pipe.needs_inputs and pipe.world.data_parallel == 1 else ():
-            judge("gradient", name, (0,), tensor.grad, None)
+        for name, tensor in trainable(pipe.named_parameters(), pipe).items():
+            grad = None if tensor.grad is None else gather_full(tensor.grad)
+            add_row("gradient", name, holders[name], grad, tensor.dtype)
+        for name, tensor in grad_inputs(batch).items() if pipe.needs_inputs and pipe.world.data_parallel == 1 else ():
+            add_row("gradient", name, (0,), tensor.grad, None)
         for name, buffer in pipe.named_buffers():
-            judge("buffer", name, holders[name], whole(buffer), None)
-    found = merged(row for part in pipe.all_gather_object(rows) for row in part)
-    keys = dict.fromkeys((*expected.values, *found))
-    return [found.get(key) or compare(*key, (), None, expected.values[key], True) for key in keys]
+            add_row("buffer", name, holders[name], gather_full(buffer), None)
+    merged_rows = merge_rows(row for part in pipe.all_gather_object(rows) for row in part)
+    keys = dict.fromkeys((*expected.values, *merged_rows))
+    return [merged_rows.get(key) or compare(*key, (), None, expected.values[key], True) for key in keys]
 
 
-_DECIDED = ("loss_fn", "cuts", "balance", "memory_limit", "link_cost", "seed", "run_dir")
-"""The options that the pipeline to verify has decided, or that do not concern what it computes."""
+_FIXED_OPTIONS = ("loss_fn", "cuts", "balance", "memory_limit", "link_cost", "seed", "run_dir")
+"""Options that the pipeline has already decided, or that do not affect results."""
 
 
 def first_step(model: nn.Module, loss_fn: Any, mesh: DeviceMesh | None) -> Callable[..., None]:
-    """Return what verifies a pipeline with the batch of its first step, on copies of the model and its loss, made now.
+    """Return a function that verifies a pipeline with its first batch, on copies of model and loss that are made now.
 
     Every rank calls it, with the pipeline and the batch. It raises VerificationError on all of them if a value differs.
     """
-    copy = twins(model, loss_fn)[1]
+    reference = with_reference(model, loss_fn)[1]
 
     def verify_with(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> None:
-        trains = {name: parameter.requires_grad for name, parameter in pipe.model.named_parameters()}
-        for name, parameter in copy.model.named_parameters():
-            parameter.requires_grad_(trains[name])
+        requires_grad = {name: parameter.requires_grad for name, parameter in pipe.model.named_parameters()}
+        for name, parameter in reference.model.named_parameters():
+            parameter.requires_grad_(requires_grad[name])
         if not pipe.world.is_local:
-            args, kwargs, target = _given_to_all(pipe, args, kwargs, target)
-        names = [each.name for each in fields(Options) if each.init and each.name not in _DECIDED]
+            args, kwargs, target = _gather_batch(pipe, args, kwargs, target)
+        names = [option.name for option in fields(Options) if option.init and option.name not in _FIXED_OPTIONS]
         options: dict[str, Any] = {name: getattr(pipe.session.options, name) for name in names}
         options |= {"schedule": pipe.session.order, "ranks": pipe.world.ranks, "mesh": mesh, "cuts": pipe.cuts}
-        options |= {"target": target, "loss_fn": copy.loss, "seed": pipe.seed, "full_batch": False}
-        verify(copy.model, args, kwargs, **options).raise_if_failed()
+        options |= {"target": target, "loss_fn": reference.loss, "seed": pipe.seed, "full_batch": False}
+        verify(reference.model, args, kwargs, **options).raise_if_failed()
 
     return verify_with
 
 
-def _given_to_all(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, Any]:
+def _gather_batch(pipe: Pipeline, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, Any]:
     """Return the batch of this replica, from those of its processes that read it."""
-    mine = ((args, kwargs) if pipe.needs_inputs else None, target if pipe.needs_targets else None)
-    there = map_tensors(lambda x: x.detach().cpu().requires_grad_(x.requires_grad), mine)
-    line = pipe.session.control.gather_line(there)
-    args, kwargs = next(inputs for inputs, _ in line if inputs is not None)
-    return args, kwargs, next((label for _, label in line if label is not None), None)
+    local = ((args, kwargs) if pipe.needs_inputs else None, target if pipe.needs_targets else None)
+    on_cpu = map_tensors(lambda x: x.detach().cpu().requires_grad_(x.requires_grad), local)
+    gathered = pipe.session.control.gather_pipeline(on_cpu)
+    args, kwargs = next(inputs for inputs, _ in gathered if inputs is not None)
+    return args, kwargs, next((label for _, label in gathered if label is not None), None)
 
 
-class _Follows(Feature):
-    """Enters the state of a stage's rank before each action, which stays until another rank computes, and notes it."""
+class _StateSwitch(Feature):
+    """Enters the state of a stage's rank before each action, and begins the action in the trace."""
 
-    def __init__(self, states: States, trail: Trail | None, stage: StageContext) -> None:
-        self._states, self._trail, self._stage = states, trail, stage.index
+    def __init__(self, states: States, trace: ModuleTrace | None, stage: StageContext) -> None:
+        self._states, self._trace, self._stage = states, trace, stage.index
         self._rank = stage.binding.schedule.placement.rank_of[stage.index]
 
     def around(self, action: Action) -> Context:
         self._states.enter(self._rank)
-        if self._trail is not None and action.microbatch is not None:
-            self._trail.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
+        if self._trace is not None and action.microbatch is not None:
+            self._trace.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
         return NOTHING
 
 
-def _units_of(codes: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield the names of the modules that stages' code runs as a whole, in order; one may come again."""
+def _unit_names(codes: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the names of the modules that stages call as units, in order; names may repeat."""
     for code in codes:
         for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
             if node.op == "call_module":
                 module = code.get_submodule(str(node.target))
-                yield from _units_of([module.inside]) if isinstance(module, Gate) else [str(node.target)]
+                yield from _unit_names([module.inside]) if isinstance(module, Gate) else [str(node.target)]

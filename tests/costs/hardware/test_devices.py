@@ -81,7 +81,7 @@ def test_a_file_describes_another(tmp_path: Path) -> None:
     [
         (MINE.replace("memory_gb = 24", ""), "mine: 'memory_gb' is missing"),
         (MINE.replace("0.1", "-1"), "'mine': peak for float32: -1.*; expected a number above 0"),
-        (MINE.replace("float32", "int4"), "'mine': no peak can be for 'int4'; expected float32, tf32"),
+        (MINE.replace("float32", "int4"), "'mine': unknown dtype 'int4'; expected float32, tf32"),
         (MINE.replace("memory_gb = 24", "memory_gb = 24\nwatts = 3"), "mine: 'watts' is unknown; expected name, "),
         (MINE.replace("bandwidth_gbps = 20", 'bandwidth_gbps = "20"'), "mine: a value has the wrong type"),
         (MINE + MINE.replace("mine", "two"), "expected one device, with a table for it, not 2"),

@@ -11,16 +11,16 @@ from penstock.distributed.launch.endings import (
     FAILURES,
     RankFailure,
     await_culprit,
+    describe_signal,
     exit_status,
-    note,
+    note_failure,
     register_run,
-    stopped_by,
 )
-from penstock.distributed.launch.processes import Ended, Outcome, explain_end
+from penstock.distributed.launch.processes import AgentResult, Outcome, explain_end
 
 RAISED = "rank 1 failed at 1F2: ValueError: boom"
 
-FAILED = Ended(agent=0, exitcode=1)
+FAILED = AgentResult(agent=0, exitcode=1)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_the_first_failure_names_the_rank_and_its_status_is_the_jobs(
 def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     path.touch()
-    assert explain_end(Ended(0, -9), str(path), ["the agent"]) == Outcome(137, "the agent was killed by SIGKILL")
+    assert explain_end(AgentResult(0, -9), str(path), ["the agent"]) == Outcome(137, "the agent was killed by SIGKILL")
     RankFailure(1, 1, 5).write(str(path))
-    assert explain_end(Ended(0, 1, received=2), str(path), ["the agent"]) == Outcome(130, "stopped by Ctrl-C", 2)
-    assert [stopped_by(number) for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
+    assert explain_end(AgentResult(0, 1, received=2), str(path), ["the agent"]) == Outcome(130, "stopped by Ctrl-C", 2)
+    assert [describe_signal(number) for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
 
 
 def test_what_a_rank_says_is_one_printable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "failures"
     monkeypatch.setenv(FAILURES, str(path))
-    note(2, "rank 2 failed: ValueError: a\n\nb \x1b[31mé\u202e" + "x" * 9999)
+    note_failure(2, "rank 2 failed: ValueError: a\n\nb \x1b[31mé\u202e" + "x" * 9999)
     first = RankFailure.first(path)
     assert first is not None
     assert str(first).startswith("rank 2 failed: ValueError: a b \N{REPLACEMENT CHARACTER}[31mé")
@@ -81,11 +81,11 @@ def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch:
     for rank, (ended, failure) in before.items():
         (ranks / f"{rank}.json").write_text(json.dumps({"state": {"ended": ended, "failure": failure}}))
     register_run(tmp_path)
-    note(1, RAISED)
+    note_failure(1, RAISED)
     explain_end(FAILED, str(path), ["the agent"])
     after = [json.loads((ranks / f"{rank}.json").read_text())["state"]["failure"] for rank in before]
     assert after == [RAISED, RAISED, None, RAISED]
-    explain_end(Ended(0, 1, received=2), str(path), ["the agent"])  # a signal that came after a failure
+    explain_end(AgentResult(0, 1, received=2), str(path), ["the agent"])  # a signal that came after a failure
     assert json.loads((ranks / "1.json").read_text())["state"]["failure"] == RAISED
 
 

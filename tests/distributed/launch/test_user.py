@@ -14,7 +14,7 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure, register_run
-from penstock.distributed.launch.processes import Ended, Outcome, explain_end, memory
+from penstock.distributed.launch.processes import AgentResult, Outcome, explain_end, temporary_file
 from penstock.distributed.launch.user import User
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become others")
@@ -62,7 +62,7 @@ def test_commands_run_with_the_rights_and_the_home_of_the_user(nobody: User) -> 
 
 
 def test_what_ranks_leave_is_theirs_to_write_and_not_to_replace(nobody: User) -> None:
-    with memory("failures", nobody) as path:
+    with temporary_file("failures", nobody) as path:
         with nobody.acting():
             RankFailure(1, 3, 7, "why").write(path)
             with pytest.raises(PermissionError):
@@ -81,12 +81,12 @@ def test_root_tells_no_folder_that_the_user_could_not(
         (run / "ranks/0.json").write_text(record)
     os.mkfifo(own / "ranks/1.json")
     os.chown(own / "ranks", nobody._account.pw_uid, -1)
-    with memory("failures", nobody) as path, monkeypatch.context() as patched:
+    with temporary_file("failures", nobody) as path, monkeypatch.context() as patched:
         patched.setenv("PENSTOCK_FAILURES", path)
         for run in (of_root, own):
             register_run(run)
         RankFailure(1, 3, 7, "why").write(path)
-        assert explain_end(Ended(0, 1), path, ["the agent"], nobody) == Outcome(3, "why")
+        assert explain_end(AgentResult(0, 1), path, ["the agent"], nobody) == Outcome(3, "why")
     assert (of_root / "ranks/0.json").read_text() == record
     assert json.loads((own / "ranks/0.json").read_text())["state"]["failure"] == "why"
     assert os.geteuid() == os.getegid() == 0

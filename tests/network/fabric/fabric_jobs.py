@@ -19,17 +19,17 @@ from penstock.distributed import host_clock
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.network.fabric.emulation import clock, probe
 from penstock.network.fabric.emulation import trials as signals
-from penstock.network.fabric.emulation.collectives import Engine, Message, Stepwise, Wire, wrong
+from penstock.network.fabric.emulation.collectives import Engine, Message, Stepwise, Wire, check_result
 from penstock.network.fabric.emulation.host import _check, _follow, _parts, _warm_up
-from penstock.network.fabric.emulation.joining import Members
 from penstock.network.fabric.emulation.payload import TYPES, Participant
+from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.steps import REDUCES, Collective, StepList
-from penstock.network.fabric.workload import OPS, USUAL, Transfer, Workload
+from penstock.network.fabric.workload import DEFAULT_DTYPES, OPS, Transfer, Workload
 
 CPU = torch.device("cpu")
-DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
+DTYPES = {size: TYPES[name] for size, name in DEFAULT_DTYPES.items()}
 
 
 def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Participant:
@@ -57,7 +57,7 @@ def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
         for algorithm in (*algorithms(collective), ENGINE):
             what = f"{collective} by {algorithm}, {elements} of {element_bytes} bytes"
             part = part_of(place, algorithm, Wire())
-            fault = wrong(part)
+            fault = check_result(part)
             if fault is not None:
                 faults.append(f"{what}: {fault}")
             if (part.result() is None) != (place.expected(part.elements) is None):
@@ -79,7 +79,7 @@ def in_every_type(rank: int) -> tuple[int, list[str]]:
         if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
             continue
         place = replace(place_of(rank, collective, 29), dtype=dtype, op=op if collective in REDUCES else "sum")
-        fault = wrong(part_of(place, algorithm, Wire()))
+        fault = check_result(part_of(place, algorithm, Wire()))
         count += 1
         if fault is not None:
             faults.append(f"{op} of {name}, {collective} by {algorithm}: {fault}")
@@ -96,7 +96,7 @@ def uneven(rank: int, every: Sequence[tuple[int, ...]]) -> list[str | None]:
             part: Stepwise | Engine = Engine(place, None, CPU)
         else:
             part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Wire(), CPU)
-        found.append(wrong(part))
+        found.append(check_result(part))
     return found
 
 
@@ -133,7 +133,7 @@ class Slow(Wire):
 def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
     """What is wrong when one rank receives something else than what was sent."""
     place = place_of(rank, collective, 12)
-    return wrong(part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
+    return check_result(part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
 
 
 def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
@@ -141,13 +141,13 @@ def without_each_move(rank: int, collective: Collective, algorithm: str) -> list
     place = place_of(rank, collective, 12)
     whole = generate(collective, algorithm, len(place.members))
     right = part_of(place, algorithm, Wire())
-    assert wrong(right) is None
+    assert check_result(right) is None
     found = []
     for steps in _shortened(whole):
         fresh, used = Stepwise(place, steps, Wire(), CPU), Stepwise(place, steps, Wire(), CPU)
         assert isinstance(right, Stepwise)
         used._memory.copy_(right._memory)
-        found.append([wrong(fresh), wrong(used)])
+        found.append([check_result(fresh), check_result(used)])
     return found
 
 
@@ -167,7 +167,7 @@ def begun_together(rank: int, spec: Spec, margin_ns: int, path: str | None) -> A
     try:
         trials = Trials(spec, _parts(spec, members, Wire()), members)
         assert (trials._signals._board is None) == (path is None)
-        return np.stack([trials.one().stamps.numpy() for _ in range(3)])
+        return np.stack([trials.run_trial().stamps.numpy() for _ in range(3)])
     finally:
         signals._MARGIN_NS = margin
         os.environ.pop(signals.BOARD, None)
@@ -223,7 +223,7 @@ def on_other_clocks(rank: int, spec: Spec, ahead_ns: int, passes: float) -> tupl
         found = []
         for _ in range(3):
             ahead.seconds += passes
-            found.append(made.one().stamps.numpy())
+            found.append(made.run_trial().stamps.numpy())
         return began, time.monotonic_ns(), np.stack(found), estimates
 
 
@@ -237,7 +237,7 @@ def trials_of(rank: int, spec: Spec, count: int, wire: Wire | None = None) -> An
         return str(error)
     trials = Trials(spec, parts, members)
     began = time.monotonic_ns()
-    found = [trials.one() for _ in range(count)]
+    found = [trials.run_trial() for _ in range(count)]
     rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
     return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
 
@@ -266,7 +266,7 @@ def in_a_row(rank: int, spec: Spec, count: int) -> tuple[int, int]:
     parts: Any = [part and Counting(part) for part in _parts(spec, members, Wire())]
     trials = Trials(spec, parts, members)
     for _ in range(count):
-        trials.one()
+        trials.run_trial()
     return parts[0].runs, parts[0].trials
 
 
@@ -295,7 +295,7 @@ def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
         return _follow(spec, trials) and None
     found = _warm_up(spec, trials)
     runs = parts[0].runs
-    counted = [trials.one() for _ in range(spec.trials)]
+    counted = [trials.run_trial() for _ in range(spec.trials)]
     steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
     return found, runs, [trial.longest_ns() for trial in counted], steps
 
@@ -306,7 +306,7 @@ def probed(rank: int, spec: Spec, wire: Wire | None = None) -> Any:
     before = [getattr(probe, name) for name in names]
     probe.HALF_SECONDS, probe.TRIPS_SECONDS, probe.MAX_BYTES = 0.05, 0.05, 512 * 1024
     try:
-        return probe.measured(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
+        return probe.measure_links(spec, wire or Wire(), Members(rank, spec.hosts, None, None))
     except FabricError as error:
         return str(error)
     finally:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.network import keeper
+from penstock.network import reaper
 
 
 def processes(word: str) -> dict[int, dict[str, str]]:
@@ -25,9 +25,9 @@ def processes(word: str) -> dict[int, dict[str, str]]:
 
 def abandoned() -> list[str]:
     """The namespaces of emulations that were made since this process started, and whose makers have ended."""
-    ours = keeper.started(os.getpid()) or 0
-    names = keeper.names_of()
-    return [name for name in names if int(name.split("-")[2]) >= ours and not keeper.maker_lives(name)]
+    ours = reaper.start_ticks(os.getpid()) or 0
+    names = reaper.list_namespaces()
+    return [name for name in names if int(name.split("-")[2]) >= ours and not reaper.maker_lives(name)]
 
 
 class Seen:

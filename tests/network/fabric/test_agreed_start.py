@@ -14,9 +14,9 @@ import pytest
 
 from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation import trials as signals
-from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.emulation.trials import StartBoard, enough
+from penstock.network.fabric.emulation.trials import StartBoard, needed_ns
 from penstock.network.fabric.workload import Workload, preset
 from scaffolding.ranks import Ranks
 
@@ -35,7 +35,7 @@ def path() -> Iterator[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("by_board", [True, False])
 def test_no_host_begins_before_the_moment(ranks2: Ranks, path: str, by_board: bool) -> None:
-    spec = Spec(Workload.of_sizes([4]), 2, measures_links=False)
+    spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
     stamps: np.ndarray = ranks2.run(jobs.begun_together, spec, MARGIN_NS, path if by_board else None)[0]
     start, end = stamps[:, :, 0, 0], stamps[:, :, 0, 1]  # trial, rank
     assert (start[1:].min(1) - end[:-1].max(1) >= MARGIN_NS).all(), "the word is said when all have ended"
@@ -69,7 +69,7 @@ def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, m
         for rank in range(2)
     )
     for flags in (0, 2, 0):
-        assert host.word(flags, 0) == (word := other.word(0, 0))
+        assert host.next(flags, 0) == (word := other.next(0, 0))
         assert word.flags == flags
 
 
@@ -88,16 +88,16 @@ def test_between_machines_nearly_all_words_would_have_been_in_time() -> None:
     """5 ms, and one word in a hundred is lost and sent again after 200 ms."""
     draw = np.random.default_rng(1)
     late = [int(one) for one in 5e6 + draw.exponential(2e5, 99)]
-    assert enough([*late, 205_000_000]) >= sorted(late)[94]
-    assert enough([*late, 205_000_000]) < 205_000_000
-    assert enough([7]) == 7
-    assert enough([1, 100]) == 100
+    assert needed_ns([*late, 205_000_000]) >= sorted(late)[94]
+    assert needed_ns([*late, 205_000_000]) < 205_000_000
+    assert needed_ns([7]) == 7
+    assert needed_ns([1, 100]) == 100
 
 
 @pytest.mark.distributed
 def test_sizes_by_hand_do_not_run_into_each_other(ranks3: Ranks) -> None:
     """The root of a scatter has sent before the others have received; the next size waits until they have."""
-    spec = Spec(Workload.of_sizes([1200, 1200], "scatter"), 3, algorithm="direct", measures_links=False)
+    spec = Spec(Workload.from_sizes([1200, 1200], "scatter"), 3, algorithm="direct", measures_links=False)
     *_, trials, _ = ranks3.run(jobs.trials_of, spec, 3, jobs.Slow(4e4))[0]
     stamps = np.stack(trials)  # trial, rank, transfer, start and end
     assert (stamps[:, :, 1, 0].min(1) > stamps[:, :, 0, 1].max(1)).all()
@@ -106,7 +106,7 @@ def test_sizes_by_hand_do_not_run_into_each_other(ranks3: Ranks) -> None:
 
 @pytest.mark.distributed
 def test_hosts_that_take_no_part_are_no_end_of_a_run(ranks3: Ranks) -> None:
-    spec = Spec(Workload.of_sizes([400, 40], "send"), 3, algorithm="direct", measures_links=False)
+    spec = Spec(Workload.from_sizes([400, 40], "send"), 3, algorithm="direct", measures_links=False)
     *_, trials, rows = ranks3.run(jobs.trials_of, spec, 3)[0]
     stamps = np.stack(trials)
     assert (stamps[:, :2] > 0).all()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from host_processes import abandoned
 
-from penstock.network import keeper
+from penstock.network import reaper
 from penstock.network.namespaces import why_not
 from penstock.network.shapers import why_no_switch
 
@@ -129,7 +129,7 @@ def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
 
 def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
     try:
-        mark = f"{keeper.MARK}=penstock-{maker.pid}-".encode()
+        mark = f"{reaper.MARK}=penstock-{maker.pid}-".encode()
         return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
     except OSError:
         return False

@@ -89,7 +89,7 @@ def test_what_is_read_back_is_what_was_to_be_written(tmp_path):
     groups = chakra.process_groups(PIPELINE, 4)
     *files, members = chakra.write_chakra(PIPELINE, tmp_path, 4, "job")
     for rank, file in enumerate(files):
-        assert read_chakra(file).nodes == tuple(chakra.nodes_of(PIPELINE, rank, 4, groups))
+        assert read_chakra(file).nodes == tuple(chakra.rank_nodes(PIPELINE, rank, 4, groups))
     assert json.loads(members.read_text()) == {"0": [0, 1, 2, 3], "1": [1, 3], "2": [0, 2]}
 
 

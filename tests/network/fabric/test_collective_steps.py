@@ -17,7 +17,7 @@ from step_proof import prove, wanted
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, generate, generators
 from penstock.network.fabric.algorithms.generators import double_tree
-from penstock.network.fabric.steps import Collective, Move, StepList, cost, moves_of, slots_by_port
+from penstock.network.fabric.steps import Collective, Move, StepList, cost, rank_rounds, slots_by_port
 
 
 def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
@@ -62,7 +62,7 @@ def one_after_the_other(steps: StepList, seed: int) -> tuple[list[np.ndarray], l
         for slot, chunk in proof.given(steps, rank).items():
             held[slot] = inputs[rank][chunk]
     queues: dict[tuple[int, int], list[np.ndarray]] = {}
-    left = {rank: list(moves_of(steps, rank)) for rank in range(steps.ranks)}
+    left = {rank: list(rank_rounds(steps, rank)) for rank in range(steps.ranks)}
     posted: set[int] = set()
     while any(left.values()):
         moved = False

@@ -25,10 +25,10 @@ from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.cli import app
 from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.emulation import coordinate, joining
+from penstock.network.fabric.emulation import coordinate, rendezvous
 from penstock.network.fabric.emulation.coordinate import emulate
-from penstock.network.fabric.emulation.joining import Members, cause, first_line, joined
-from penstock.network.fabric.emulation.spec import Spec, usual_algorithm
+from penstock.network.fabric.emulation.rendezvous import Members, explain_failure, first_line, join
+from penstock.network.fabric.emulation.spec import Spec, default_algorithm
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.workload import Transfer, Workload
@@ -152,7 +152,7 @@ def _whole(folder: Path) -> int:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])  # the one that writes, and another
 def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, rank: int) -> None:
-    spec = Spec(Workload.of_sizes([4000, 36]), 2, trials=ENDLESS, warmup=2, measures_links=False)
+    spec = Spec(Workload.from_sizes([4000, 36]), 2, trials=ENDLESS, warmup=2, measures_links=False)
     with pytest.raises(FabricError, match=rf"host {rank} was killed by SIGKILL; [\d,]+ trials saved in ") as caught:
         emulate(spec, tmp_path, watch=Seen(kill_rank(rank, tmp_path, after=20)))
     trials = _whole(tmp_path)
@@ -217,7 +217,7 @@ def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch
     typist = threading.Thread(target=interrupt)
     typist.start()
     with pytest.raises(KeyboardInterrupt):
-        emulate(Spec(Workload.of_sizes([400]), 2, trials=1), folder)
+        emulate(Spec(Workload.from_sizes([400]), 2, trials=1), folder)
     typist.join()
     assert processes(str(folder)) == {}, "nothing runs any more when it returns"
     assert list(folder.glob("late-*")) == []
@@ -234,7 +234,7 @@ def test_a_run_that_is_still_on_keeps_its_folder(tmp_path: Path) -> None:
     os.read(hears, 1)
     try:
         with pytest.raises(ArgumentError, match=rf"^--out {tmp_path}: process {child} on .* is writing to it; pass"):
-            emulate(Spec(Workload.of_sizes([400]), 2, trials=1), tmp_path)
+            emulate(Spec(Workload.from_sizes([400]), 2, trials=1), tmp_path)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -255,7 +255,7 @@ def test_hosts_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     start = time.monotonic()
     said = r"rank 0 waited 2 s for ranks 1, 2, which have not called penstock fabric yet; with WORLD_SIZE=3 rank 0"
     with pytest.raises(FabricError, match=said):
-        with joined(Spec(Workload.of_sizes([4]), 3, join_seconds=2)):
+        with join(Spec(Workload.from_sizes([4]), 3, join_seconds=2)):
             pass
     assert time.monotonic() - start >= 2
 
@@ -278,7 +278,7 @@ def test_an_environment_that_is_not_torchruns(
 ) -> None:
     _torchruns(monkeypatch, **environment)
     with pytest.raises(ArgumentError, match=said):
-        with joined(Spec(Workload.of_sizes([4]), 3)):
+        with join(Spec(Workload.from_sizes([4]), 3)):
             pass
 
 
@@ -291,18 +291,20 @@ def test_what_gloo_says_is_one_line_without_its_source() -> None:
 
 @pytest.mark.parametrize("collective", get_args(Collective))
 def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collective) -> None:
-    workload = Workload.of_sizes([4, 4, 64], collective)
-    spec = Spec(workload, 5, algorithm=usual_algorithm(workload))
-    assert {spec.algorithm_of(place) for place in range(3)} == {algorithms(collective)[0]}
+    workload = Workload.from_sizes([4, 4, 64], collective)
+    spec = Spec(workload, 5, algorithm=default_algorithm(workload))
+    assert {spec.algorithm_for(place) for place in range(3)} == {algorithms(collective)[0]}
     assert {transfer.ranks for transfer in workload.transfers} == {(0, 1) if collective == "send" else ()}
 
 
 def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() -> None:
     gathered = Transfer("c", 12, "gather")
     workload = Workload("mixed", (gathered, Transfer("b", 12), Transfer("a", 12, "all_to_all")))
-    assert usual_algorithm(workload) == "ring", "of which the report speaks"
-    spec = Spec(workload, 3, algorithm=usual_algorithm(workload))
-    assert [spec.algorithm_of(place) for place in range(3)] == ["direct", "ring", "pairwise"], "the first of the others"
+    assert default_algorithm(workload) == "ring", "of which the report speaks"
+    spec = Spec(workload, 3, algorithm=default_algorithm(workload))
+    assert [spec.algorithm_for(place) for place in range(3)] == ["direct", "ring", "pairwise"], (
+        "the first of the others"
+    )
 
 
 class _Shared:
@@ -323,12 +325,12 @@ class _Shared:
 
 
 def test_the_host_that_failed_first_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.0)
     store = _Shared()
     first, other = (Members(rank, 3, store, None) for rank in (2, 0))
-    assert cause(first, "no memory") == "host 2: no memory"
-    assert cause(other, "Connection closed by peer") == "host 2: no memory"
+    assert explain_failure(first, "no memory") == "host 2: no memory"
+    assert explain_failure(other, "Connection closed by peer") == "host 2: no memory"
     alone = Members(0, 3, _Shared(silent=(1, 2)), None)
-    assert cause(alone, "Connection closed") == "host 0: hosts 1, 2 do not answer; Connection closed"
+    assert explain_failure(alone, "Connection closed") == "host 0: hosts 1, 2 do not answer; Connection closed"
     one = Members(0, 3, _Shared(silent=(1,)), None)
-    assert cause(one, "Connection closed") == "host 0: host 1 does not answer; Connection closed"
+    assert explain_failure(one, "Connection closed") == "host 0: host 1 does not answer; Connection closed"

@@ -10,7 +10,7 @@ from drawn_runs import run_of
 
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.alpha_beta import LinkFit, predict
-from penstock.network.fabric.ports import Port, Ports, changed, lower_bound_seconds, shaped_ports
+from penstock.network.fabric.ports import Port, Ports, links_changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.results import results
 from penstock.network.fabric.steps import Collective, Terms
 from penstock.network.fabric.workload import Transfer
@@ -104,7 +104,7 @@ def shaped(link: str, hosts: int = 4, **own: str) -> dict[str, Any]:
     """What a run's record says of its network; `h2="10mbit"`: host 2's own link."""
     own = {host[1:]: text for host, text in own.items()}
     links = {int(host): parse_link(text) for host, text in own.items()}
-    rates = Topology(parse_link(link)).with_own(links).rates(hosts)
+    rates = Topology(parse_link(link)).with_links(links).rates(hosts)
     return {"hosts": hosts, "network": {"link": link, "own": own, "rates": rates, "mtu": 1500, "shaper": "switch"}}
 
 
@@ -180,9 +180,9 @@ def test_a_delay_counts_in_its_own_direction_and_at_its_least() -> None:
 
 def test_of_links_that_a_scenario_may_have_changed_nobody_knows_the_bound() -> None:
     record = shaped("10mbit", 2)
-    assert not changed(record)
+    assert not links_changed(record)
     record["network"]["rates"] = None  # as `Machines(changes=True)` describes itself
-    assert changed(record)
+    assert links_changed(record)
     transfers = (Transfer("t", 2**19, "send", ranks=(0, 1)),)
     slow = [{"from": 0, "to": 1, "latency_seconds": 0.0, "bytes_per_second": GOOD * 1.25e6}]
     of: dict[str, Any] = {"transfers": transfers, "hosts": 2, "links": slow}

@@ -46,7 +46,7 @@ def test_an_uneven_all_to_all_gives_each_rank_its_share(ranks3: Ranks) -> None:
 
 @pytest.mark.distributed
 def test_iterations_are_done_in_a_row(ranks2: Ranks) -> None:
-    spec = _spec(Workload.of_sizes([40]), 2, iterations=7)
+    spec = _spec(Workload.from_sizes([40]), 2, iterations=7)
     assert ranks2.run(jobs.in_a_row, spec, 3) == [(21, 3), (21, 3)]
 
 
@@ -191,7 +191,7 @@ def test_each_rank_has_its_own_stamps(ranks3: Ranks) -> None:
 
 @pytest.mark.distributed
 def test_the_warm_up_finds_a_wrong_result(ranks3: Ranks) -> None:
-    spec = _spec(Workload.of_sizes([40]), 3)
+    spec = _spec(Workload.from_sizes([40]), 3)
     found: list[str] = ranks3.run(jobs.trials_of, spec, 1, jobs.Spoiling(1))
     assert len(set(found)) == 1
     assert "numbers of rank" in found[0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.compare import (
-    FEWEST,
+    MIN_SAMPLES,
     Samples,
     compare,
     holm,
@@ -149,11 +149,11 @@ def test_a_tail_alone_is_a_difference() -> None:
 
 
 def test_a_few_samples_show_nothing() -> None:
-    few = compare(drawn(1, FEWEST - 1), drawn(2, 300))
+    few = compare(drawn(1, MIN_SAMPLES - 1), drawn(2, 300))
     assert {one["verdict"] for one in few["transfers"]} == {"too few samples"}
     assert few["transfers"][0]["ratio"] is None
     assert few["transfers"][0]["p_values"] == {"median": None, "shape": None, "tail": None}
-    enough = compare(drawn(1, FEWEST), drawn(2, FEWEST, factors=(9, 1, 1)))
+    enough = compare(drawn(1, MIN_SAMPLES), drawn(2, MIN_SAMPLES, factors=(9, 1, 1)))
     assert enough["transfers"][0]["verdict"] == "differs"
     assert enough["transfers"][0]["p_values"]["tail"] is None
 

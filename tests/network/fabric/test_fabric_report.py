@@ -235,9 +235,9 @@ def test_times_are_of_one_of_the_iterations_in_a_row_and_lateness_is_not():
             assert other[name]["p50"] == pytest.approx(one[name]["p50"] / 4)
         assert other["arrival_skew_s"] == one["arrival_skew_s"]
         assert other["busbw_GBps"] == pytest.approx(4 * one["busbw_GBps"])
-    run = made_run(60, iterations=4, workload=Workload.of_sizes([2600]))
+    run = made_run(60, iterations=4, workload=Workload.from_sizes([2600]))
     assert results(run)["step"]["time_s"]["p50"] == pytest.approx(
-        results(made_run(60, workload=Workload.of_sizes([2600])))["step"]["time_s"]["p50"] / 4
+        results(made_run(60, workload=Workload.from_sizes([2600])))["step"]["time_s"]["p50"] / 4
     )
     assert any("per iteration, of 4 in a row" in note for note in facts.notes(run, results(run)))
 

@@ -63,14 +63,14 @@ def test_times_are_of_the_slowest_rank_and_apart_from_its_wait() -> None:
     end = np.array([[[100, 120, 90]]]) + EPOCH_NS
     workload = Workload("x", (Transfer("t", 4),))
     run = Run({"workload": workload.to_dict(), "hosts": 3}, start, end)
-    times = TransferTimes.of(run, workload, 0)
+    times = TransferTimes.from_run(run, workload, 0)
     assert times.completion == pytest.approx([100e-9])
     assert times.arrival_skew == pytest.approx([30e-9])
     assert times.transfer == pytest.approx([90e-9])
     assert times.durations[0] == pytest.approx([100e-9, 90e-9, 80e-9])
     assert measured_step(run, workload) == pytest.approx([120e-9])
     run.record["iterations"] = 5
-    of_one = TransferTimes.of(run, workload, 0)
+    of_one = TransferTimes.from_run(run, workload, 0)
     assert of_one.completion == pytest.approx([20e-9])
     assert of_one.transfer == pytest.approx([18e-9])
     assert of_one.arrival_skew == pytest.approx([30e-9]), "they begin once"

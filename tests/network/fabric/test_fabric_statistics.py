@@ -16,8 +16,8 @@ from penstock.network.fabric.statistics import (
     Summary,
     correlation_time,
     effective_counts,
-    fewest,
     mean_interval,
+    min_samples,
     order_interval,
     outliers,
 )
@@ -27,7 +27,7 @@ times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=49)
 
 @pytest.mark.parametrize(("q", "count"), [(0.5, 6), (0.9, 36), (0.99, 368), (0.999, 3688)])
 def test_how_many_samples_bound_a_percentile(q: float, count: int) -> None:
-    assert fewest(q) == count
+    assert min_samples(q) == count
     assert order_interval(count - 1, q) is None
     low, high = order_interval(count, q) or (0, 0)
     assert 1 <= low < high == count
@@ -35,7 +35,7 @@ def test_how_many_samples_bound_a_percentile(q: float, count: int) -> None:
 
 @given(st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(0, 4000))
 def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> None:
-    count = fewest(q) + more
+    count = min_samples(q) + more
     found = order_interval(count, q)
     assert found is not None
     low, high = found
@@ -49,7 +49,7 @@ def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> No
 
 @given(times)
 def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) -> None:
-    summary = Summary.of(samples)
+    summary = Summary.from_samples(samples)
     figures = summary.figures
     known = [value for name, value in figures.items() if name != "mean" and value is not None]
     assert known == sorted(known)
@@ -57,14 +57,14 @@ def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) ->
     assert (figures["min"], figures["max"]) == (min(samples), max(samples))
     for name, q in PERCENTILES.items():
         interval, value = summary.intervals[name], figures[name]
-        assert (interval is None) == (value is None) == (len(samples) < fewest(q))
+        assert (interval is None) == (value is None) == (len(samples) < min_samples(q))
         if interval is not None and value is not None:
             assert interval[0] <= value <= interval[1]
             assert value == pytest.approx(np.percentile(samples, 100 * q))
 
 
 def test_of_nothing_nothing_is_known() -> None:
-    summary = Summary.of([])
+    summary = Summary.from_samples([])
     assert summary.count == 0
     assert set(summary.figures.values()) == {None}
     assert set(summary.intervals) == set(PERCENTILES)
@@ -135,7 +135,7 @@ def test_intervals_cover_what_they_say(
     naive = []
     for _ in range(repetitions):
         samples = heavy(_series(draw, count, correlation))
-        summary = Summary.of(samples)
+        summary = Summary.from_samples(samples)
         for name in names:
             interval = summary.mean_interval if name == "mean" else summary.intervals[name]
             true = mean if name == "mean" else float(heavy(scipy.stats.norm.ppf(PERCENTILES[name])))
@@ -156,10 +156,10 @@ def test_dependent_trials_count_for_fewer() -> None:
     middle, tail = effective_counts(_series(draw, 2000, 0.9), (0.5, 0.99))
     assert 2000 / 25 < middle < 2000 / 10
     assert middle < tail < 2000 / 4, "what is in the tail forgets sooner"
-    dependent = Summary.of(_series(draw, 400, 0.9))
+    dependent = Summary.from_samples(_series(draw, 400, 0.9))
     assert dependent.effective < 40
     assert dependent.figures["p99"] is None, "as with fewer than 368 independent ones"
-    assert Summary.of(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
+    assert Summary.from_samples(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
 
 
 def test_outliers_are_those_far_above_the_others() -> None:
@@ -202,7 +202,7 @@ def test_the_mean_of_times_is_not_below_0() -> None:
     """Of twenty skews, one of which a host overslept: the interval of the mean would begin at less than none."""
     skews = np.array([*np.full(19, 1e-3), 1.0])
     assert (mean_interval(skews) or (1, 1))[0] < 0
-    found = Summary.of(skews).mean_interval
+    found = Summary.from_samples(skews).mean_interval
     assert found is not None
     assert found[0] == 0 < skews.mean() < found[1]
-    assert Summary.of(-skews).mean_interval == mean_interval(-skews), "what may be negative is not cut off"
+    assert Summary.from_samples(-skews).mean_interval == mean_interval(-skews), "what may be negative is not cut off"

@@ -92,14 +92,14 @@ def test_samples_of_one_trial_count_as_one() -> None:
     draw_ = np.random.default_rng(1)
     alone = draw_.lognormal(0, 0.5, 300)
     rows = np.repeat(alone[:, None], 16, axis=1)
-    summary, of_one = Summary.of(rows), Summary.of(alone)
+    summary, of_one = Summary.from_samples(rows), Summary.from_samples(alone)
     assert (summary.count, summary.effective, summary.figures["p99"]) == (300, of_one.effective, None)
     assert summary.mean_interval == pytest.approx(of_one.mean_interval)
     assert summary.intervals["p50"] == pytest.approx(of_one.intervals["p50"], rel=0.02)
     covered = 0
     for _ in range(300):
         trial = draw_.normal(0, 1, (60, 1)) + 0.3 * draw_.normal(0, 1, (60, 8))
-        low, high = Summary.of(trial).intervals["p50"] or (1, -1)
+        low, high = Summary.from_samples(trial).intervals["p50"] or (1, -1)
         covered += low <= 0 <= high
     assert covered / 300 > 0.92, "60 x 8 independent samples would have an interval that covers 50%"
 

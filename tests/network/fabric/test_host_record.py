@@ -8,7 +8,7 @@ import pytest
 
 from penstock.network import conditions as record
 from penstock.network.conditions import cpu_since, cpu_usage, environment
-from penstock.network.fabric.emulation.joining import told_apart
+from penstock.network.fabric.emulation.rendezvous import unique_host_names
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")
@@ -27,7 +27,7 @@ def test_the_environment_goes_into_json(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_hosts_of_one_machine_are_told_apart() -> None:
     """Namespaces and processes share a name; machines have one each."""
-    found = told_apart([{"host": "vm", "cores": 2}, {"host": "other"}, {"host": "vm"}])
+    found = unique_host_names([{"host": "vm", "cores": 2}, {"host": "other"}, {"host": "vm"}])
     assert [(one["host"], one["machine"]) for one in found] == [("host 0", "vm"), ("other", "other"), ("host 2", "vm")]
     assert found[0]["cores"] == 2
 

@@ -11,14 +11,22 @@ import pytest
 from made_network import Tcp, TwoHosts
 
 from penstock.network.fabric.emulation import probe
-from penstock.network.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, one_way, pace
+from penstock.network.fabric.emulation.probe import (
+    CHUNKS,
+    FIRST_BYTES,
+    LinkMeasurement,
+    compute_pace,
+    is_long,
+    next_chunk,
+    split_round_trip,
+)
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
 from scaffolding.ranks import Ranks
 
-SPEC = Spec(Workload.of_sizes([4]), 2)
+SPEC = Spec(Workload.from_sizes([4]), 2)
 
 
 def _stream(tcp: Tcp, chunk_bytes: int) -> list[float]:
@@ -31,7 +39,7 @@ def test_a_stream_is_measured_once_it_is_steady(mbit: float, delay: float) -> No
     rate = mbit * 125e3
     tcp, chunk = Tcp(rate, delay), FIRST_BYTES // CHUNKS
     while True:
-        found = pace(_stream(tcp, chunk), chunk)
+        found = compute_pace(_stream(tcp, chunk), chunk)
         if is_long(found, 2 * delay) and found.steady:
             break
         assert tcp.now < 5, "it has to come to an end"
@@ -79,18 +87,18 @@ def test_a_rate_above_the_shapers_is_our_error(ranks2: Ranks) -> None:
 
 
 def test_which_rate_is_the_shapers() -> None:
-    ends = probe.ends_of(_spec("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
+    ends = probe.shaped_ends(_spec("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
     assert ends is not None
     for way, rate in (((0, 1), 40 * 125e3), ((1, 0), 20 * 125e3)):
-        assert probe.above_shaper(way, Measured(0.0, 1.005 * rate), ends[way]) is None
-        assert probe.above_shaper(way, Measured(0.0, 1.02 * rate), ends[way]) is not None
-        assert probe.above_shaper(way, Measured(0.0, None), ends[way]) is not None
-    assert probe.ends_of(SPEC, (0, 1)) is None
+        assert probe.above_shaper(way, LinkMeasurement(0.0, 1.005 * rate), ends[way]) is None
+        assert probe.above_shaper(way, LinkMeasurement(0.0, 1.02 * rate), ends[way]) is not None
+        assert probe.above_shaper(way, LinkMeasurement(0.0, None), ends[way]) is not None
+    assert probe.shaped_ends(SPEC, (0, 1)) is None
 
 
 def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
     links_ = {int(host): parse_link(text) for host, text in (own or {}).items()}
-    rates = Topology(parse_link(link)).with_own(links_).rates(2)
+    rates = Topology(parse_link(link)).with_links(links_).rates(2)
     return replace(SPEC, network={"link": link, "own": own or {}, "rates": rates, "mtu": 1500})
 
 
@@ -111,9 +119,9 @@ def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
 def test_latency_is_what_is_left_of_a_trip_through_ends_of_their_own(
     link: str, own: dict[str, str], trip_ms: float, latencies_ms: tuple[float, float]
 ) -> None:
-    ends = probe.ends_of(_spec(link, own), (0, 1))
+    ends = probe.shaped_ends(_spec(link, own), (0, 1))
     assert ends is not None
-    found = one_way(trip_ms * 1e-3, {(0, 1): 1e5, (1, 0): 1e5}, ends)
+    found = split_round_trip(trip_ms * 1e-3, {(0, 1): 1e5, (1, 0): 1e5}, ends)
     for way, latency in zip(((0, 1), (1, 0)), latencies_ms, strict=True):
         assert found[way].latency_seconds == pytest.approx(latency * 1e-3, abs=2e-6)
         assert found[way].missing_seconds == 0

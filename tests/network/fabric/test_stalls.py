@@ -7,12 +7,12 @@ import pytest
 from made_runs import made_run
 
 from penstock.network.fabric.results import results
-from penstock.network.fabric.samples import Run, stalled
+from penstock.network.fabric.samples import Run, stalled_trials
 from penstock.network.fabric.views.facts import facts
 from penstock.network.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
-from penstock.network.switch.filling import Decided, stalls, tables
+from penstock.network.switch.filling import DecisionBuffer, create_tables, stalls
 from penstock.network.topology import Topology
 
 MS = 1_000_000
@@ -22,7 +22,7 @@ STALL = {"since_ns": 1000 * MS, "length_ns": 50 * MS, "every_ns": 500 * MS, "unt
 
 def _run(*trials: tuple[int, int], stalls: list[dict] | None = None) -> Run:
     """Trials of two hosts from one ms to another."""
-    run = made_run(len(trials), 2, Workload.of_sizes([400]), switch={"stalls": [STALL] if stalls is None else stalls})
+    run = made_run(len(trials), 2, Workload.from_sizes([400]), switch={"stalls": [STALL] if stalls is None else stalls})
     times = np.array(trials, np.int64)[:, :, None, None] * MS
     both = np.broadcast_to(times, (len(trials), 2, 1, 2)).copy()
     both[:, 1, 0, 1] -= 1 * MS  # the second host ends earlier
@@ -32,7 +32,7 @@ def _run(*trials: tuple[int, int], stalls: list[dict] | None = None) -> Run:
 def test_a_trial_meets_a_stall_that_it_overlaps() -> None:
     trials = [(900, 950), (1040, 1060), (1400, 1499), (1400, 1501), (1520, 1530), (1549, 1700), (1551, 1700),
               (1560, 2100), (1999, 3000), (2050, 2400)]  # fmt: skip
-    assert stalled(_run(*trials)) == (3, 4, 5, 7, 8)
+    assert stalled_trials(_run(*trials)) == (3, 4, 5, 7, 8)
 
 
 def test_the_report_names_them() -> None:
@@ -47,11 +47,11 @@ def test_the_report_names_them() -> None:
 def test_the_switch_tells_each_stall_once_and_from_when_on_it_is() -> None:
     pytest.importorskip("numba")
     topology = Topology(parse_link("100mbit stall 2ms every 9ms"), {})
-    t = tables(topology, [0, 0, 0], 5 * MS)
-    Decided(t, topology)
+    t = create_tables(topology, [0, 0, 0], 5 * MS)
+    DecisionBuffer(t, topology)
     assert stalls(t) == {(5 * MS, 2 * MS, 9 * MS)}
-    Decided(t, Topology(parse_link("100mbit stall 3ms every 9ms"), {}), 1, 70 * MS)
+    DecisionBuffer(t, Topology(parse_link("100mbit stall 3ms every 9ms"), {}), 1, 70 * MS)
     assert stalls(t) == {(70 * MS, 3 * MS, 9 * MS)}
-    Decided(t, Topology(parse_link("100mbit"), {}), 2, 80 * MS)
+    DecisionBuffer(t, Topology(parse_link("100mbit"), {}), 2, 80 * MS)
     assert stalls(t) == set()
-    assert t.lines[0, columns.LOOSE] == 0
+    assert t.lines[0, columns.OVERTAKES] == 0

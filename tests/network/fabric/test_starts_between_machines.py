@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.distributed import host_clock
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation import trials as signals
-from penstock.network.fabric.emulation.joining import Members
+from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Signals
 from penstock.network.fabric.samples import Run, TransferTimes
@@ -68,7 +68,7 @@ def starts_ns() -> np.ndarray:
         for trial in range(TRIALS):
             for host in hosts:
                 network.host = host
-                due_ns = sides[host].word(0, -AHEAD_NS[host]).due_ns - AHEAD_NS[host]
+                due_ns = sides[host].next(0, -AHEAD_NS[host]).due_ns - AHEAD_NS[host]
                 network.now_ns[host] = found[trial, host] = max(due_ns, network.now_ns[host])
             network.now_ns = [int(found[trial].max()) + TOOK_NS] * len(hosts)
             for host in reversed(hosts):  # host 0 hears all others
@@ -89,10 +89,10 @@ def test_what_was_lost_does_not_hold_up_every_trial_after_it(starts_ns: np.ndarr
 
 
 def test_a_late_start_is_skew_and_not_the_collectives_time(starts_ns: np.ndarray) -> None:
-    workload = Workload.of_sizes([400])
+    workload = Workload.from_sizes([400])
     end_ns = np.broadcast_to(starts_ns.max(1, keepdims=True) + TOOK_NS, starts_ns.shape)
     run = Run({"workload": workload.to_dict(), "hosts": len(AHEAD_NS)}, starts_ns[:, None], end_ns[:, None])
-    times = TransferTimes.of(run, workload, 0)
+    times = TransferTimes.from_run(run, workload, 0)
     assert times.transfer == pytest.approx(TOOK_NS / 1e9, abs=1e-12)
     assert times.arrival_skew == pytest.approx(np.ptp(starts_ns, axis=1) / 1e9, abs=1e-12)
     assert np.quantile(times.completion[1:], 0.94) == pytest.approx(TOOK_NS / 1e9, abs=1e-12)
@@ -147,7 +147,7 @@ def test_the_shortest_exchange_tells_the_clock_and_bounds_the_error(
 
 @pytest.mark.distributed
 def test_stamps_are_of_one_clock_whatever_the_hosts_own_read(ranks2: Ranks) -> None:
-    spec = Spec(Workload.of_sizes([4]), 2, measures_links=False)
+    spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
     ahead_ns = 1000 * 10**9
     (began, ended, stamps, _), *_ = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, 0.0)
     assert (stamps > began - 10 * 10**9).all()
@@ -160,6 +160,6 @@ def test_clocks_are_measured_again_where_they_differ_and_time_has_gone_by(
     ranks2: Ranks, ahead_ns: int, passes: float, estimates: int
 ) -> None:
     """Three trials; before each so many seconds go by."""
-    spec = Spec(Workload.of_sizes([4]), 2, measures_links=False)
+    spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
     found: list[Any] = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, passes)
     assert [one[3] for one in found] == [estimates] * 2

@@ -43,7 +43,7 @@ def test_a_sweep_that_cannot_be_sent_is_refused(given: tuple[float, ...], says: 
 
 
 def test_the_same_size_again_has_a_name_of_its_own() -> None:
-    made = Workload.of_sizes([4096, 2600, 4096])
+    made = Workload.from_sizes([4096, 2600, 4096])
     assert [transfer.name for transfer in made.transfers] == ["4KiB", "2600", "4KiB #2"]
 
 

@@ -72,7 +72,7 @@ def test_times_that_never_settle_are_given_up_and_told(trials: int, most: int) -
 
 @pytest.mark.distributed
 def test_a_run_counts_from_where_times_are_steady(ranks2: Ranks) -> None:
-    spec = Spec(Workload.of_sizes([64]), 2, trials=40, measures_links=False)
+    spec = Spec(Workload.from_sizes([64]), 2, trials=40, measures_links=False)
     first, factor = 0.03, 0.85
     found, runs, counted, steps = ranks2.run(jobs.warmed_up, spec, first, factor)[0]
     assert len(counted) == spec.trials

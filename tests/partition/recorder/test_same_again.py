@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import fake_mode, storage_of
+from penstock._base.compat import fake_mode, storage_id
 from penstock.partition.run.known_values import KnownValues
-from penstock.partition.units.units import Learned
+from penstock.partition.units.units import RecordAgain
 from penstock.partition.watch.observer import Observer
 from scaffolding.proofs import proven
 
@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[2]
 
 def fresh_storages(count: int = 200) -> list[int]:
     """The numbers of memory that is made, given back and made again."""
-    return [storage_of(torch.empty(3)) for _ in range(count)]
+    return [storage_id(torch.empty(3)) for _ in range(count)]
 
 
 def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
@@ -32,15 +32,15 @@ def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
     known.expose([value])
     with mode:
         known.refuse_writes(frozenset(fresh_storages()))
-    with pytest.raises(Learned):  # but its own still is
-        known.refuse_writes(frozenset([storage_of(mode.from_tensor(value))]))
+    with pytest.raises(RecordAgain):  # but its own still is
+        known.refuse_writes(frozenset([storage_id(mode.from_tensor(value))]))
 
 
 def test_no_new_memory_is_taken_for_what_was_written_inside_of_a_call() -> None:
     observer = Observer()
     with fake_mode(), observer:
         torch.zeros(3).add_(1)  # gone with the call
-        _, written = observer.take()
+        _, written = observer.take_effects()
         assert written
         assert not written & set(fresh_storages())
 

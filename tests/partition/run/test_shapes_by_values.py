@@ -133,7 +133,7 @@ def test_shapes_that_follow_from_anything_else_are_refused_with_the_line(case: s
         pipeline(Picks(UNKNOWN[case]), batches(1)[0], loss_fn=plain, ranks=2, microbatches=4)
 
 
-@pytest.mark.filterwarnings("ignore:.*kinds of batches")
+@pytest.mark.filterwarnings("ignore:.*input signatures")
 def test_the_oldest_recording_goes_for_a_new_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitioner, "VARIANTS", 2)
     torch.manual_seed(0)

@@ -155,7 +155,7 @@ def test_dimensions_that_change_together_are_recorded(recorded: list[Any]) -> No
     assert len(recorded) == 4
 
 
-@pytest.mark.filterwarnings("ignore:.*kinds of batches")
+@pytest.mark.filterwarnings("ignore:.*input signatures")
 def test_evaluation_does_not_push_out_training(monkeypatch: pytest.MonkeyPatch, recorded: list[Any]) -> None:
     monkeypatch.setattr("penstock.runtime.step.bound_schedules.CACHED_SCHEDULES", 3)
     model, x = Blocks(positions), torch.randn(2, 6, WIDTH)

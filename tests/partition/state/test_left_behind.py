@@ -195,7 +195,7 @@ def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:
 def test_blocks_that_do_not_name_what_was_set_stay_whole() -> None:
     model = Telling("flag")
     model.blocks[1] = nn.Linear(WIDTH, WIDTH)
-    assert record(model, (batch()[0],), {}).grain.opened == {"blocks.0", "blocks.2", "blocks.3"}
+    assert record(model, (batch()[0],), {}).unit_spec.opened == {"blocks.0", "blocks.2", "blocks.3"}
 
 
 # -- what must not be left behind -------------------------------------------------------------------------------------
@@ -233,6 +233,6 @@ def step_with(extra: Callable[[nn.Module], Any], ranks: int = 2) -> tuple[nn.Mod
 
 
 def test_a_gradient_that_no_call_shows_is_found_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.loss.loss.Watching", lambda elsewhere: contextlib.nullcontext())
+    monkeypatch.setattr("penstock.runtime.loss.loss.LossGuard", lambda elsewhere: contextlib.nullcontext())
     with pytest.raises(penstock.ArgumentError, match=r"the loss reads '0.weight' of the model"):
         step_with(lambda model: model[0].weight.sum())

@@ -73,7 +73,7 @@ def test_a_class_with_methods_of_its_own_is_left_alone() -> None:
 
     holder = Holder()
     holder.by_name["a"] = Asked()
-    assert not any(isinstance(place.entries, Asked) for place in Reach(holder).places)
+    assert not any(isinstance(place.entries, Asked) for place in Reach(holder).holders)
 
 
 def test_what_compares_by_value_is_never_asked() -> None:
@@ -131,9 +131,9 @@ def test_places_are_found_by_every_module_that_leads_to_them() -> None:
     state = {"seen": [0]}
     blocks[0].state, blocks[1].state, blocks[2].seen = state, state, state["seen"]  # type: ignore[assignment]
     reach = Reach(blocks)
-    assert [[place.text for place in reach.of(name)] for name in "012"] == [
+    assert [[place.text for place in reach.holders_in(name)] for name in "012"] == [
         ["0", "0.state", "0.state['seen']"],
         ["1", "0.state", "0.state['seen']"],
         ["2", "0.state['seen']"],
     ]
-    assert not any(reach.belongs_to(place, "0") for place in reach.of("1"))
+    assert not any(reach.belongs_to(place, "0") for place in reach.holders_in("1"))

@@ -16,7 +16,7 @@ from chained import NoStreams, assert_same, fresh, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from penstock._base.trees import flatten, unflatten
+from penstock._base.pytree import flatten, unflatten
 from penstock.partition import Partitioner
 from scaffolding.models import Case, llama
 

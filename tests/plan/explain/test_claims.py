@@ -18,9 +18,9 @@ from planted import even, recorded, timeline, twice
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import Explanation, Prediction, explain, load_trace, steps_of_trace
-from penstock.plan.explain.case import Case, Change
 from penstock.plan.explain.changes import WhatIfContext, suggestions
-from penstock.plan.explain.schedules import FREE, Price, another
+from penstock.plan.explain.replay import Change, Replay
+from penstock.plan.explain.schedules import FREE, Price, change_schedule
 from penstock.report import write_perfetto
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
@@ -30,7 +30,7 @@ from scaffolding.nanoseconds import merged
 
 
 def trial_of(measured: Timeline, *, shared: bool = False, predicted: Prediction | None = None) -> WhatIfContext:
-    return WhatIfContext.of(steps_of_trace(recorded(measured)).typical, predicted, shared=shared)
+    return WhatIfContext.from_step(steps_of_trace(recorded(measured)).typical, predicted, shared=shared)
 
 
 def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Prediction:
@@ -58,13 +58,13 @@ def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject
     error = data.draw(st.floats(0.0, 0.2))
     widths = []
 
-    def at_most(cases: tuple[Case, ...]) -> float:
+    def at_most(cases: tuple[Replay, ...]) -> float:
         """What the best case brings, and the error more, if a rank's own work leaves so much."""
         work = min(float(np.nansum(case.seconds[0], axis=(0, 2)).max()) for case in cases)
         return min(1 - work / trial.step.seconds, max(trial.gains(Change("cut", "x", cases))) + error)
 
     for number in range(1, len(cases) + 1):
-        change = trial.tried(Change("schedule", "another", cases[:number]), error)
+        change = trial.evaluate(Change("schedule", "another", cases[:number]), error)
         if not change.measured:
             assert change.gain == pytest.approx(at_most(cases[:number]))
             continue
@@ -74,7 +74,7 @@ def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject
             assert gain + error <= high + 1e-9
         widths.append(change.error)
     assert widths == sorted(widths)
-    assert trial.tried(Change("cut", "x", cases, measured=False), error).gain == pytest.approx(at_most(cases))
+    assert trial.evaluate(Change("cut", "x", cases, measured=False), error).gain == pytest.approx(at_most(cases))
 
 
 stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
@@ -154,7 +154,7 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("link=-1", "what-if link=-1: expected how many times the transfer, 0 or more; this step has 4 stages"),
+        ("link=-1", "what-if link=-1: expected a factor for transfer times, 0 or more; this step has 4 stages"),
         ("cut=9:0.1", "a stage of 1 to 3 and a share of -1 to 1; this step"),
         ("rank=9", "what-if rank=9: expected a rank of 0 to 3; this step has 4 stages on 4 ranks"),
         ("rank", "what-if rank: expected schedule=NAME"),
@@ -199,7 +199,7 @@ def test_backwards_that_are_split_send_too() -> None:
     trial = trial_of(timeline(even, twice, schedule="zb-h1", link=LinkCost(0.5)))
     costs = [StageCost(1.0 + 0.5 * (stage < 3), 2.0 + 0.5 * (stage > 0), 0.0) for stage in range(4)]
     busy = simulate(generate("zb-h1", 4, 8), costs).makespan_seconds
-    assert trial.replay.sending.step_seconds == pytest.approx(busy)
+    assert trial.replay.blocking_sends.step_seconds == pytest.approx(busy)
 
 
 def test_a_run_that_splits_tells_what_it_costs() -> None:
@@ -208,7 +208,7 @@ def test_a_run_that_splits_tells_what_it_costs() -> None:
     (found,) = explain(measured, what_ifs=["schedule=zb-h2"]).what_ifs
     assert found.measured
     trial = trial_of(timeline(even, twice, schedule="zb-h1"))
-    back, widest = (another(trial.replay, "1f1b", trial.factors.rank).cases[place] for place in (1, 2))
+    back, widest = (change_schedule(trial.replay, "1f1b", trial.factors.rank).cases[place] for place in (1, 2))
     inputs, weights = (trial.replay.seconds[0, COMPUTE.index(op)] for op in (Op.I, Op.W))
     for case, times in ((back, 1.0), (widest, 1.5)):
         assert case.seconds[0, COMPUTE.index(Op.B)] == pytest.approx((inputs + weights) / times)
@@ -218,10 +218,10 @@ def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
     slow, usual = timeline(lambda s, k: 2.0 if s == 2 else 1.0, twice), timeline(even, twice)
     both = recorded(usual, slow)
     step = steps_of_trace(both).typical
-    trial = WhatIfContext.of(step)
+    trial = WhatIfContext.from_step(step)
     quiet = steps_of_trace(recorded(usual, usual)).typical
     shows = suggestions([trial, trial], 0.0)
-    hides = suggestions([trial, WhatIfContext.of(quiet)], 0.0)
+    hides = suggestions([trial, WhatIfContext.from_step(quiet)], 0.0)
     assert shows[0].kind == "rank"
     assert not any(one.kind == "rank" for one in hides)
 
@@ -235,8 +235,8 @@ def test_ranks_that_share_cores_are_promised_nothing() -> None:
 
 def test_a_price_of_nothing_leaves_the_work_as_it_is() -> None:
     trial = trial_of(timeline(even, twice))
-    (plain,) = another(trial.replay, "zb-h1", trial.factors.rank, (FREE,)).cases
-    (dear,) = another(trial.replay, "zb-h1", trial.factors.rank, (Price(1.0, 1.0, 0.5),)).cases
+    (plain,) = change_schedule(trial.replay, "zb-h1", trial.factors.rank, (FREE,)).cases
+    (dear,) = change_schedule(trial.replay, "zb-h1", trial.factors.rank, (Price(1.0, 1.0, 0.5),)).cases
     assert np.nansum(plain.seconds) == pytest.approx(np.nansum(trial.replay.seconds))
     assert np.nansum(dear.seconds) > np.nansum(plain.seconds)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.plan.explain import Explanation, explain, load_trace
-from penstock.plan.explain.where import TimeCategory
+from penstock.plan.explain.breakdown import TimeCategory
 
 DATA = Path(__file__).with_name("data")
 

@@ -12,8 +12,8 @@ from planted import LINK, even, recorded, timeline, twice, without
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Explanation, explain, steps_of_trace
+from penstock.plan.explain.breakdown import TimeCategory
 from penstock.plan.explain.changes import WhatIfContext, suggestions
-from penstock.plan.explain.where import TimeCategory
 from penstock.schedule.timeline import Timeline
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_accused_of_what_the_replay_may_have_wrong() -> None:
     """Ranks, too: only what brings more than the replay's error is told."""
     slow = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
     step = steps_of_trace(recorded(timeline(even, twice), slow)).typical
-    trial = WhatIfContext.of(step)
+    trial = WhatIfContext.from_step(step)
     gain = next(one.gain for one in suggestions([trial], 0.0) if one.kind == "rank")
     assert "rank" in [one.kind for one in suggestions([trial], 0.95 * gain)]
     assert "rank" not in [one.kind for one in suggestions([trial], 1.01 * gain)]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain import Event
-from penstock.plan.explain.case import case_of_traced
-from penstock.plan.explain.stragglers import slowdowns, usual
+from penstock.plan.explain.replay import replay_traced
+from penstock.plan.explain.stragglers import compute_slowdowns, typical_seconds
 from penstock.schedule import Action, Op, Schedule, generate
 from penstock.simulate import StageCost, simulate
-from penstock.trace.around import PIPELINE, Among, Around, Joint, traced
+from penstock.trace.outside_pipeline import PIPELINE, Among, Joint, OutsidePipeline, measure_ops
 
 JOINTS = {"gather": Among.REPLICAS, "ends": Among.PIPELINE, "norm": Among.ALL, "optimizer": Among.NOBODY}
 
@@ -31,14 +31,14 @@ def durations(rng: np.random.Generator, replicas: int, ranks: int, microbatches:
     return found
 
 
-def step(rng: np.random.Generator, replicas: int, ranks: int, microbatches: int) -> Around:
+def step(rng: np.random.Generator, replicas: int, ranks: int, microbatches: int) -> OutsidePipeline:
     after = tuple(Joint(name, JOINTS[name]) for name in ("ends", "norm", "optimizer"))
-    return Around((Joint("gather", Among.REPLICAS),), after, durations(rng, replicas, ranks, microbatches))
+    return OutsidePipeline((Joint("gather", Among.REPLICAS),), after, durations(rng, replicas, ranks, microbatches))
 
 
-def seconds(schedule: Schedule, one: Around, **other: np.ndarray) -> float:
+def seconds(schedule: Schedule, one: OutsidePipeline, **other: np.ndarray) -> float:
     """How long the step takes, with other durations of some ops."""
-    return case_of_traced(schedule, replace(one, durations={**one.durations, **other})).step_seconds
+    return replay_traced(schedule, replace(one, durations={**one.durations, **other})).step_seconds
 
 
 def event(replica: int, rank: int, done: str | Op, number: int | None, start: float, end: float) -> Event:
@@ -94,7 +94,7 @@ def test_a_trace_gives_back_what_its_ops_took(seed: int, replicas: int, ranks: i
     schedule = generate("1f1b", ranks, microbatches)
     one = step(np.random.default_rng(seed), replicas, ranks, microbatches)
     events = events_of(schedule, one.durations, 0.0)
-    found = traced(schedule, events, JOINTS)
+    found = measure_ops(schedule, events, JOINTS)
     assert (found.before, found.after) == (one.before, one.after)
     for name, expected in one.durations.items():
         np.testing.assert_allclose(found.durations[name], expected)
@@ -104,8 +104,8 @@ def test_a_trace_gives_back_what_its_ops_took(seed: int, replicas: int, ranks: i
 
 def test_what_is_lost_in_between_is_left_out() -> None:
     schedule, one = generate("1f1b", 3, 2), step(np.random.default_rng(1), 2, 3, 2)
-    found = traced(schedule, events_of(schedule, one.durations, 4.0), JOINTS)
-    whole = traced(schedule, events_of(schedule, one.durations, 0.0), JOINTS)
+    found = measure_ops(schedule, events_of(schedule, one.durations, 4.0), JOINTS)
+    whole = measure_ops(schedule, events_of(schedule, one.durations, 0.0), JOINTS)
     assert seconds(schedule, found) == pytest.approx(seconds(schedule, whole))
 
 
@@ -117,10 +117,10 @@ def test_what_ranks_do_together_waits_for_the_last_of_them() -> None:
     took |= {"sum": np.array([[10.0], [1.0]]), "optimizer": np.array([[0.5], [20.0]])}
     slow_first = np.array([[20.0], [0.5]])
     for among, expected in ((Among.REPLICAS, 7 + 21), (Among.NOBODY, 7 + 21), (Among.ALL, 28), (Among.PIPELINE, 28)):
-        one = Around((), (Joint("sum", among), Joint("optimizer")), took)
+        one = OutsidePipeline((), (Joint("sum", among), Joint("optimizer")), took)
         assert seconds(schedule, one) == expected
         assert seconds(schedule, one, optimizer=slow_first) == {Among.REPLICAS: 37, Among.ALL: 37}.get(among, 33)
-    before = Around((Joint("sum", Among.REPLICAS),), (), took)
+    before = OutsidePipeline((Joint("sum", Among.REPLICAS),), (), took)
     assert seconds(schedule, before, sum=np.array([[10.0], [1.0]])) == 13
 
 
@@ -131,13 +131,13 @@ def test_whose_slowness_costs_what() -> None:
     even |= {name: np.full((2, 2, 4), np.nan) for name in PIPELINE[2:]}
     real = even | {"forward": even["forward"].copy()}
     real["forward"][0, 1] = 3.0
-    one = Around((), (Joint("sum", Among.REPLICAS),), real)
-    found = slowdowns(schedule, one, dict.fromkeys(real, 1.0))
+    one = OutsidePipeline((), (Joint("sum", Among.REPLICAS),), real)
+    found = compute_slowdowns(schedule, one, dict.fromkeys(real, 1.0))
     slow = seconds(schedule, one) / seconds(schedule, one, **even)
     assert slow > 1.5
     assert found.step == found.by_rank[1] == found.by_replica[0] == found.by_op["forward"] == slow
     assert found.by_rank[0] == found.by_replica[1] == found.by_op["sum"] == found.by_op["backward"] == 1
-    known = usual([real], one)
+    known = typical_seconds([real], one)
     assert known["forward"] == 1.5
     assert known["sum"] == 1
 
@@ -145,10 +145,10 @@ def test_whose_slowness_costs_what() -> None:
 def test_what_is_missing_is_named() -> None:
     schedule, one = generate("1f1b", 2, 2), step(np.random.default_rng(1), 2, 2, 2)
     events = events_of(schedule, one.durations, 0.0)
-    with pytest.raises(ArgumentError, match="an op 'norm'; say in `among`"):
-        traced(schedule, events, {name: among for name, among in JOINTS.items() if name != "norm"})
+    with pytest.raises(ArgumentError, match="an op 'norm'; pass in `among`"):
+        measure_ops(schedule, events, {name: among for name, among in JOINTS.items() if name != "norm"})
     few = [each for each in events if (each.replica, each.name) != (1, "0B1")]
     with pytest.raises(ArgumentError, match="no backward of replica 1, rank 0, microbatch 1"):
-        traced(schedule, few, JOINTS)
+        measure_ops(schedule, few, JOINTS)
     with pytest.raises(ArgumentError, match="forward of rank 0, microbatch 7, is not in the schedule"):
-        traced(schedule, [*events, event(1, 0, Op.F, 7, 0, 0)], JOINTS)
+        measure_ops(schedule, [*events, event(1, 0, Op.F, 7, 0, 0)], JOINTS)

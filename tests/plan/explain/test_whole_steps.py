@@ -14,7 +14,7 @@ import pytest
 from planted import even, recorded, timeline, twice
 
 from penstock.plan.explain import Event, TraceData, explain, load_trace, steps_of_trace
-from penstock.plan.explain.stragglers import in_words, summaries
+from penstock.plan.explain.stragglers import describe, summarize_steps
 
 DATA = Path(__file__).parents[3] / "benchmarks/fidelity/data"
 OPS = {"forward": "forward-compute", "backward": "backward-compute"}
@@ -85,7 +85,7 @@ def steps(slow: Callable[[int], int | None]) -> TraceData:
 
 def test_a_steady_straggler_is_told_from_one_that_is_not() -> None:
     def said(slow: Callable[[int], int | None]) -> str:
-        return "; ".join(in_words(summaries(steps_of_trace(steps(slow)))))
+        return "; ".join(describe(summarize_steps(steps_of_trace(steps(slow)))))
 
     assert "steady: rank 2 of replica 1 is the slowest in every step (2.0x)" in said(lambda number: 2)
     once = said(lambda number: 2 if number == 3 else None)

@@ -8,8 +8,8 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.transformer import NAMED, TrainingConfig, TransformerConfig, transformer
-from penstock.plan.transformer.memory import layer_activations, layer_held
-from penstock.plan.transformer.operations import head_work, layer_work, waste
+from penstock.plan.transformer.memory import layer_activations, layer_memory
+from penstock.plan.transformer.operations import head_work, layer_work, tile_waste
 
 PAPER = json.loads(
     (Path(__file__).parents[3] / "benchmarks/fidelity/data/korthikanti.json").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def test_memory_of_the_first_stage_is_figure_1(row: dict[str, object]) -> None:
     in_flight = 1 + (p - 1) / (p * v) if v > 1 else 1  # type: ignore[operator]
     activations = row["layers"] * layer_activations(job, row["microbatch_size"]) * in_flight  # type: ignore[operator,arg-type]
     assert activations / 2**30 == pytest.approx(row["activations_gib"], abs=1e-9)
-    held = layer_held(job, 1)
+    held = layer_memory(job, 1)
     states = held.parameters + held.gradients + held.optimizer - 18 * job.model.layer_vectors  # which they leave out
     layers = row["layers"] / row["pp"]  # type: ignore[operator]
     assert layers * states / 2**30 == pytest.approx(row["parameters_and_optimizer_gib"], abs=1e-9)
@@ -93,15 +93,15 @@ def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> 
     assert products(divided) == products(by_tokens) == pytest.approx(products(alone) / 8)
     assert rest(by_tokens) == pytest.approx(rest(alone) / 8)
     assert rest(divided) > rest(by_tokens)
-    assert alone.forward_sums == alone.backward_sums == ()
-    assert divided.forward_sums == divided.backward_sums == (2 * 1024 * model.hidden_size,) * 2  # Shoeybi et al. 2019
+    assert alone.forward_reduces == alone.backward_reduces == ()
+    assert divided.forward_reduces == divided.backward_reduces == (2 * 1024 * model.hidden_size,) * 2  # Shoeybi, 2019
 
 
 def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
-    assert waste(108, 256 * 108, 128) == 1
-    assert waste(108, 256 * 109, 128) == pytest.approx(2 * 108 / 109)
-    assert waste(108, 128, 256 * 108) == 1  # the tile turned round
-    assert waste(0, 7, 13) == 1
+    assert tile_waste(108, 256 * 108, 128) == 1
+    assert tile_waste(108, 256 * 109, 128) == pytest.approx(2 * 108 / 109)
+    assert tile_waste(108, 128, 256 * 108) == 1  # the tile turned round
+    assert tile_waste(0, 7, 13) == 1
 
 
 def test_numbers_may_replace_those_of_a_name() -> None:

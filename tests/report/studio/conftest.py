@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def studio(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
     def started(folder: Path = tmp_path) -> Server:
         server = bind("127.0.0.1", 0, folder)
-        made = server.made()
+        made = server.build()
         thread = threading.Thread(target=made.run, kwargs={"sockets": [server.socket]})
         thread.start()
         ends.append((made, thread))
@@ -39,3 +40,9 @@ def studio(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     for made, thread in ends:
         made.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def open_page(studio: Callable[..., Server], open_page: Any) -> Any:
+    """Pages are closed before the studio ends that they still ask."""
+    return open_page

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock._base.errors import ArgumentError
 from penstock.cli import app
 from penstock.report.studio import answers
-from penstock.report.studio.question import MAX_SIZES, Question
+from penstock.report.studio.query import MAX_SIZES, SimulationQuery
 from penstock.schedule import schedule_specs
 
 NAMES = tuple(one.name for one in schedule_specs())
@@ -26,7 +26,7 @@ def command(verb: str, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-def numbers(question: Question) -> list[str]:
+def numbers(question: SimulationQuery) -> list[str]:
     given = ["--ranks", str(question.ranks), "--microbatches", str(question.microbatches)]
     for name, option in OPTIONS.items():
         given += [option, str(getattr(question, name))]
@@ -44,7 +44,7 @@ def numbers(question: Question) -> list[str]:
     ids=lambda changes: " ".join(changes) or "usual",
 )
 def test_figures_are_those_of_simulate(changes: dict[str, Any]) -> None:
-    question = Question(schedules=NAMES, **changes)
+    question = SimulationQuery(schedules=NAMES, **changes)
     answer = answers.simulate(question)
     said = command("simulate", "--schedule", "all", *numbers(question))
     expected = {one["name"]: one for one in said["schedules"]}
@@ -59,7 +59,7 @@ def test_figures_are_those_of_simulate(changes: dict[str, Any]) -> None:
 
 
 def test_a_heavy_last_stage_is_a_file_of_costs(tmp_path: Path) -> None:
-    question = Question(schedules=("1f1b", "interleaved-1f1b"), head=0.6, forward=2.0)
+    question = SimulationQuery(schedules=("1f1b", "interleaved-1f1b"), head=0.6, forward=2.0)
     for one in answers.simulate(question)["schedules"]:
         chunks = one["chunks"]
         stages = [{"forward": 2 / chunks, "backward_input": 1 / chunks, "backward_weight": 1 / chunks}] * 4 * chunks
@@ -74,7 +74,7 @@ def test_a_heavy_last_stage_is_a_file_of_costs(tmp_path: Path) -> None:
 
 
 def test_chunks_apply_to_schedules_that_can_have_them() -> None:
-    question = Question(schedules=("1f1b", "interleaved-1f1b", "zb-v"), chunks=3)
+    question = SimulationQuery(schedules=("1f1b", "interleaved-1f1b", "zb-v"), chunks=3)
     assert {one["name"]: one["chunks"] for one in answers.simulate(question)["schedules"]} == {
         "1f1b": 1,
         "interleaved-1f1b": 3,
@@ -87,7 +87,7 @@ def test_chunks_apply_to_schedules_that_can_have_them() -> None:
 
 
 def test_a_search_is_the_commands() -> None:
-    question = Question(ranks=3, microbatches=6, memory_limit=2.0, forward=1.5)
+    question = SimulationQuery(ranks=3, microbatches=6, memory_limit=2.0, forward=1.5)
     found = answers.search_for(question, "loop", 0.2)
     options = ("--activation-limit", "2", "--time-limit", "0.2", *numbers(question))
     said = command("search", *options)
@@ -98,14 +98,14 @@ def test_a_search_is_the_commands() -> None:
 
 
 def test_memory_limit_says_who_keeps_to_it() -> None:
-    found = answers.simulate(Question(schedules=("gpipe", "1f1b"), memory_limit=4))["schedules"]
+    found = answers.simulate(SimulationQuery(schedules=("gpipe", "1f1b"), memory_limit=4))["schedules"]
     assert {one["name"]: one["fits"] for one in found} == {"gpipe": False, "1f1b": True}
-    (rank,) = {len(band["ranks"]) for band in answers.simulate(Question())["timeline"]["bands"]}
+    (rank,) = {len(band["ranks"]) for band in answers.simulate(SimulationQuery())["timeline"]["bands"]}
     assert rank == 4
 
 
 def test_walks_are_of_the_question() -> None:
-    (naive, other) = answers.walk(Question(schedules=("naive", "1f1b"), ranks=3, microbatches=4))["walks"]
+    (naive, other) = answers.walk(SimulationQuery(schedules=("naive", "1f1b"), ranks=3, microbatches=4))["walks"]
     assert (naive["slots"], other["slots"]) == (24, 12)
     assert len(other["ranks"]) == 3
     assert other["ranks"][0][0]["text"].startswith("rank 0 runs the forward of microbatch 0 on stage 0")
@@ -134,20 +134,20 @@ def test_walks_are_of_the_question() -> None:
 )
 def test_questions_are_bounded(given: dict[str, str], says: str) -> None:
     with pytest.raises(ArgumentError) as raised:
-        Question.of(given)
+        SimulationQuery.of(given)
     assert says in str(raised.value)
 
 
 def test_too_long_a_walk_or_search_is_refused() -> None:
     with pytest.raises(ArgumentError, match="too many to go through"):
-        answers.walk(Question(schedules=("naive",), ranks=16, microbatches=64))
+        answers.walk(SimulationQuery(schedules=("naive",), ranks=16, microbatches=64))
     with pytest.raises(ArgumentError, match="the studio searches up to 6,000"):
-        answers.search_for(Question(ranks=32, microbatches=512, schedules=()), "loop", 1.0)
+        answers.search_for(SimulationQuery(ranks=32, microbatches=512, schedules=()), "loop", 1.0)
     with pytest.raises(ArgumentError, match="searches up to 10 s"):
-        answers.search_for(Question(), "loop", 11.0)
+        answers.search_for(SimulationQuery(), "loop", 11.0)
     assert MAX_SIZES["ranks"] == 64
 
 
 def test_an_unknown_kind_of_file_is_refused() -> None:
     with pytest.raises(ArgumentError, match="expected csv"):
-        answers.export(answers.named(Question(), "1f1b"), "exe")
+        answers.export(answers.simulate_named(SimulationQuery(), "1f1b"), "exe")

@@ -161,7 +161,7 @@ def test_long_addresses_and_doubled_parameters_are_refused(tmp_path: Path) -> No
     studio = client(tmp_path)
     assert studio.get("/api/simulate", params={"schedules": "1f1b," * 2000}).status_code == 414
     twice = studio.get("/api/simulate?ranks=2&ranks=3")
-    assert (twice.status_code, twice.json()) == (400, {"error": "a parameter is there twice; pass each once"})
+    assert (twice.status_code, twice.json()) == (400, {"error": "a parameter is repeated; pass each once"})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.report.studio import answers
 from penstock.report.studio.app import Server
-from penstock.report.studio.question import Question
+from penstock.report.studio.query import SimulationQuery
 from scaffolding.run_folders import a_run
 
 Start = Callable[..., Server]
@@ -28,7 +28,7 @@ class Slow:
         self.asked: list[int] = []
         self.begun, self.let = threading.Event(), threading.Event()
 
-    def __call__(self, question: Question) -> dict[str, Any]:
+    def __call__(self, question: SimulationQuery) -> dict[str, Any]:
         self.asked.append(question.ranks)
         self.begun.set()
         assert self.let.wait(30)

@@ -165,7 +165,7 @@ def test_big_files_are_read_by_a_process_of_their_own(
     asked = [("/api/open", name) for name in ("trace.json", "junk.json")] + [("/report", "trace.json")]
     usual = [studio.get(path, params={"name": name}) for path, name in asked]
     assert [one.status_code for one in usual] == [200, 400, 200]
-    in_this_process = {"opened": Mock(side_effect=ArgumentError("read in the server's process"))}
+    in_this_process = {"open_view": Mock(side_effect=ArgumentError("read in the server's process"))}
     monkeypatch.setattr(background, "_READERS", in_this_process)
     (folder / "packed.json").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
     for name, status in (("packed.json", 200), ("trace.json", 400)):

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.cli import app
 from penstock.costs import Profile, UnitCost
 from penstock.report import write_perfetto
@@ -22,9 +22,9 @@ from penstock.report.studio.app import Server, Studio
 from penstock.report.studio.app import policy as policy_of
 from penstock.report.studio.guard import Guard
 from penstock.report.studio.library import Library
-from penstock.report.studio.opened import opened
+from penstock.report.studio.open_view import open_view
 from penstock.report.web.page import page as report_page
-from penstock.report.web.sources import contents_of
+from penstock.report.web.sources import load_contents
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from scaffolding.run_folders import ABOUT, a_run, timeline
@@ -108,7 +108,7 @@ def client(folder: Path, token: str = "t") -> TestClient:
 def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "gpt")
     answer = client(tmp_path).get("/report", params={"name": "gpt"})
-    assert answer.text == report_page(contents_of([folder])) == background.report(folder)
+    assert answer.text == report_page(load_contents([folder])) == background.report(folder)
     policy = answer.headers["content-security-policy"]
     scripts = next(part for part in policy.split(";") if "script-src" in part)
     assert scripts.count("'sha256-") == 1
@@ -149,11 +149,11 @@ def test_a_run_on_one_rank_keeps_its_schedules_name_and_has_no_bubble(
 ) -> None:
     folder = a_run(tmp_path / "alone")
     about = replace(ABOUT, ranks=1, processes=1, placement="0", cuts=(), units=(("a",),), microbatches=6)
-    write_whole(folder / "run.json", about.to_dict())
+    write_json_line(folder / "run.json", about.to_dict())
     for step in (2, 5):
         one = simulate(generate("1f1b", 1, 6), StageCost(0.01, 0.01, 0.01))
-        write_whole(folder / "timelines" / f"{step}.json", one.to_dict())
-    assert opened(folder, "alone")["schedule"] == "1f1b"
+        write_json_line(folder / "timelines" / f"{step}.json", one.to_dict())
+    assert open_view(folder, "alone")["schedule"] == "1f1b"
     page = open_page(f"{studio(tmp_path).link}&view=runs&run=alone")
     page.wait_for_selector(".what-if select")
     assert page.inner_text(".what-if option:first-child") == "1f1b, its own"
@@ -173,7 +173,7 @@ def test_a_damaged_run_is_one_entry_with_its_reason(open_page: Any, studio: Star
     (text,) = page.locator(".library tbody tr").all_inner_texts()
     assert "damaged run" in text
     assert "run.json is not JSON" in text
-    write_whole(folder / "run.json", {**ABOUT.to_dict(), "version": 99})
+    write_json_line(folder / "run.json", {**ABOUT.to_dict(), "version": 99})
     (entry,) = Library(tmp_path).entries()
     assert "99" in entry["damage"]
     assert str(tmp_path) not in entry["damage"]

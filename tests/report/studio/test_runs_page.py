@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import write_whole
+from penstock._base.files import write_json_line
 from penstock.plan.explain import explain, load_trace
 from penstock.report import write_perfetto
 from penstock.report.studio.app import Server
-from penstock.report.studio.live import in_words, live
-from penstock.report.studio.opened import opened
+from penstock.report.studio.live import describe_state, live
+from penstock.report.studio.open_view import open_view
 from penstock.schedule import generate, write_csv
 from penstock.trace.runs import RankState, StepRecord
 from scaffolding.run_folders import ABOUT, a_run, says, steps, timeline
@@ -45,10 +45,10 @@ def test_a_live_run_is_read_by_pieces(tmp_path: Path) -> None:
 
 def test_ranks_in_words() -> None:
     state = RankState(0, 0, (0,), action="2W1", failure="out of memory")
-    assert in_words(state, "failed") == "failed: out of memory"
-    assert in_words(state, "computes") == "computes the weight gradient of microbatch 1 on stage 2"
-    assert in_words(state, "silent") == "no heartbeat; last action: 2W1"
-    assert in_words(state, "between steps") == "is between steps"
+    assert describe_state(state, "failed") == "failed: out of memory"
+    assert describe_state(state, "computes") == "computes the weight gradient of microbatch 1 on stage 2"
+    assert describe_state(state, "silent") == "no heartbeat; last action: 2W1"
+    assert describe_state(state, "between steps") == "is between steps"
 
 
 def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> None:
@@ -101,23 +101,23 @@ def test_a_cut_is_dragged(open_page: Any, studio: Start, tmp_path: Path) -> None
 
 def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
     write_perfetto(timeline(1.0, 1.0, 1.5), tmp_path / "trace.json")
-    found = opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"])
+    found = open_view(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"])
     assert found["explanation"]["schedule"] == "1f1b"
     assert found["explanation"]["what_ifs"][0]["gain"] > 0
     assert [one["name"] for one in found["timeline"]["bands"]] == ["simulated", "what if cut=even"]
     assert found["timeline"]["bands"][1]["note"].startswith("simulated; the step at most -")
     write_csv(generate("zb-v", 3, 6), tmp_path / "mine.csv")
-    assert opened(tmp_path / "mine.csv", "mine.csv")["bubble"] < 0.2
+    assert open_view(tmp_path / "mine.csv", "mine.csv")["bubble"] < 0.2
     (tmp_path / "plan.json").write_text(json.dumps({"choice": {}, "version": 1}))
     with pytest.raises(ArgumentError, match="expected a plan of version 2"):
-        opened(tmp_path / "plan.json", "plan.json")
+        open_view(tmp_path / "plan.json", "plan.json")
     with pytest.raises(ArgumentError, match="8 at once"):
-        opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"] * 9)
+        open_view(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"] * 9)
     with pytest.raises(ArgumentError, match="1000000 chunks: the studio tries up to 8"):
-        opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even,schedule=interleaved-1f1b/1000000"])
+        open_view(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even,schedule=interleaved-1f1b/1000000"])
     (tmp_path / "folder").mkdir()
     with pytest.raises(ArgumentError, match="a folder without a run"):
-        opened(tmp_path / "folder", "folder")
+        open_view(tmp_path / "folder", "folder")
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> 
 
 def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_path: Path) -> None:
     for name, schedule in (("b", "gpipe"), ("a", "zb-h1")):
-        write_whole(a_run(tmp_path / name) / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
+        write_json_line(a_run(tmp_path / name) / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
     page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.wait_for_selector(".entries tbody tr")
     names = page.locator(".entries tbody th")
@@ -162,7 +162,7 @@ def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_
 def test_runs_lie_over_each_other(open_page: Any, studio: Start, tmp_path: Path) -> None:
     for name, schedule, speed in (("a", "gpipe", 0.25), ("b", "1f1b", 0.2)):
         folder = a_run(tmp_path / name)
-        write_whole(folder / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
+        write_json_line(folder / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
         records = [StepRecord(step, 3.0 - step * speed, speed, 64, speed * step) for step in range(1, 10)]
         (folder / "steps.jsonl").write_text("".join(one.to_line() for one in records))
     page = open_page(f"{studio(tmp_path).link}&view=runs")

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, ShapeError
-from penstock._base.trees import flatten
-from penstock.runtime.batch.batch_dims import Dims, Microbatches, rows_of
+from penstock._base.pytree import flatten
+from penstock.runtime.batch.batch_dims import Dims, Microbatches, count_rows
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import cut, kind_of, sizes_of, split
+from penstock.runtime.batch.microbatches import cut, input_signature, split, split_evenly
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_sizes_are_even_and_descend(rows: int, microbatches: int) -> None:
-    sizes = sizes_of(rows, microbatches)
+    sizes = split_evenly(rows, microbatches)
     assert sum(sizes) == rows
     assert len(sizes) == min(rows, microbatches)
     assert sizes[0] - sizes[-1] <= 1
@@ -31,7 +31,7 @@ def test_sizes_are_even_and_descend(rows: int, microbatches: int) -> None:
 
 @given(st.integers(1, 20), st.data())
 def test_pieces_put_together_are_the_batch(rows: int, data: st.DataObject) -> None:
-    sizes = sizes_of(rows, data.draw(st.integers(1, rows)))
+    sizes = split_evenly(rows, data.draw(st.integers(1, rows)))
     width = data.draw(st.integers(1, 5))
     x = torch.arange(rows * width).view(rows, width)
     tree = {"x": x, "pair": (x[:, 0], [x.float()]), "number": 3, "text": "a", "none": None, "scalar": torch.tensor(2.5)}
@@ -102,11 +102,11 @@ def test_a_target_that_requires_a_gradient_is_refused() -> None:
 
 
 def test_rows() -> None:
-    assert rows_of(([torch.zeros(5, 2)], {"x": torch.tensor(1.0), "n": 3}), "example") == 5
+    assert count_rows(([torch.zeros(5, 2)], {"x": torch.tensor(1.0), "n": 3}), "example") == 5
     with pytest.raises(ShapeError, match="example: no tensor with rows"):
-        rows_of({"n": 3}, "example")
+        count_rows({"n": 3}, "example")
     with pytest.raises(ShapeError, match=r"example\['a'\] \[5\], example\['b'\] \[4, 2\]"):
-        rows_of({"a": torch.zeros(5), "b": torch.zeros(4, 2)}, "example")
+        count_rows({"a": torch.zeros(5), "b": torch.zeros(4, 2)}, "example")
 
 
 def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
@@ -129,10 +129,10 @@ def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
         Microbatches(halves[::-1]),
         Microbatches([*halves, halves[0]]),
     ]
-    kinds = [kind_of(flatten(one)) for one in given]
+    kinds = [input_signature(flatten(one)) for one in given]
     assert len(set(kinds)) == len(kinds)
-    assert kind_of(flatten(x + 1)) == kinds[0]
-    assert kind_of(flatten(torch.zeros(1, 6))) == kind_of(flatten(torch.zeros(6, 1).t())), (
+    assert input_signature(flatten(x + 1)) == kinds[0]
+    assert input_signature(flatten(torch.zeros(1, 6))) == input_signature(flatten(torch.zeros(6, 1).t())), (
         "the stride of one says nothing"
     )
 
@@ -166,7 +166,7 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
 def test_all_that_is_cut_along_the_batch_moves_together(microbatches: int, order: list[int]) -> None:
     x = torch.arange(4.0).reshape(4, 1)
     kwargs = {"names": ["a", "b", "c", "d"], "pair": ("a", "b", "c", "d"), "ids": np.arange(4), "size": [7, 8]}
-    found = Cutting.of(None).rotated(Microbatch((x,), kwargs, ["p", "q", "r", "s"]), microbatches)
+    found = Cutting.of(None).rotate(Microbatch((x,), kwargs, ["p", "q", "r", "s"]), microbatches)
     assert torch.equal(found.args[0], x[order])
     assert found.kwargs["names"] == ["abcd"[row] for row in order]
     assert found.kwargs["pair"] == tuple("abcd"[row] for row in order)

@@ -194,7 +194,7 @@ class Rotary(nn.Module):
         (
             nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten()),
             ([random(4, 4, 4) for _ in range(8)],),
-            r"4 rows in 4 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of pictures.*split_fn=",
+            r"4 rows in 4 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of images.*split_fn=",
         ),
     ],
 )

@@ -258,7 +258,7 @@ def test_microbatches_that_are_slices_of_the_batch(break_in_step: Break) -> None
         lambda values, rows, width: values.flatten()[rows * width % 16 :][: rows * width].view(rows, width)
     )
     assert all(run(*case).ok for case in cases)
-    break_in_step(exact, "own_parts", torch.split)
+    break_in_step(exact, "copy_parts_aligned", torch.split)
     for case in cases:
         assert wrong_gradients(run(*case)), case
 
@@ -382,11 +382,11 @@ def test_all_draws_from_one_stream(break_in_step: Break) -> None:
 def test_streams_that_forget_a_part_of_their_key(
     monkeypatch: pytest.MonkeyPatch, break_in_step: Break, forgotten: str
 ) -> None:
-    enter, beginning = Streams.enter, BoundStage._beginning
+    enter, beginning = Streams.enter, BoundStage._make_begin
     if forgotten == "module":
         break_in_step(Streams, "enter", lambda self, name: enter(self, "the same"))
     else:
-        monkeypatch.setattr(BoundStage, "_beginning", lambda self, _, **options: beginning(self, 0, **options))
+        monkeypatch.setattr(BoundStage, "_make_begin", lambda self, _, **options: beginning(self, 0, **options))
     assert wrong_gradients(verify_dropout())
 
 
@@ -427,7 +427,9 @@ def test_a_result_that_waits_in_memory_which_its_module_writes_into(break_in_ste
         return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **options)
 
     assert report().ok
-    break_in_step(exact, "handed_on", lambda values: [None if value is None else value.detach() for value in values])
+    break_in_step(
+        exact, "detach_or_copy", lambda values: [None if value is None else value.detach() for value in values]
+    )
     assert {row.kind for row in report().failures} == {"output"}
 
 
@@ -442,5 +444,5 @@ def test_values_that_share_memory_with_each_other_are_not_copied(grad: bool) -> 
     for share in sharing:
         values = share(torch.randn(6, 4, requires_grad=grad) * 2)
         places = [None if value is None else value.data_ptr() for value in values]
-        handed_on = exact.handed_on(values)
+        handed_on = exact.detach_or_copy(values)
         assert [None if value is None else value.data_ptr() for value in handed_on] == places

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.exact.streams import Streams, key_of, mix
+from penstock.runtime.exact.streams import Streams, hash_name, mix
 from scaffolding.models import GPT, squared_error, token_error
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE
@@ -27,7 +27,7 @@ def test_mix_has_the_values_that_it_always_had() -> None:
     assert mix(0) == 16294208416658607535  # splitmix64's first value from seed 0
     assert mix(1, 2, 3) == 7702586659592502839
     assert mix(3, 2, 1) != mix(1, 2, 3)
-    assert key_of("h.0.drop") == 2774884591786673151
+    assert hash_name("h.0.drop") == 2774884591786673151
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 2**64 - 1))
@@ -105,7 +105,7 @@ def test_a_generator_that_was_restored_gets_the_same_stream_again() -> None:
         for _ in range(3):
             states.append(torch.get_rng_state())
             values.append((draw(streams, "a"), draw(streams, "b")))
-        streams.begin(0, {}, again=True)
+        streams.begin(0, {}, is_rerun=True)
         for state, value in reversed(list(zip(states, values, strict=True))):
             torch.set_rng_state(state)
             assert (draw(streams, "a"), draw(streams, "b")) == value

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
-from penstock.distributed.failure import OUTSIDE, Behind, Position
+from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.watchdog import Watchdog
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.clock import Progress, has_events
@@ -34,14 +34,14 @@ def hangs() -> None:
             stand_in.hang()  # in what follows position 2: the event at its end was not recorded yet
         followed.position = position
         assert watchdog.position == position
-    assert watchdog.device() == Behind(POSITIONS[2], "0F1")
+    assert watchdog.device() == DeviceLag(POSITIONS[2], "0F1")
     stand_in.go_on()
     assert watchdog.device() is None
 
 
 def used_again() -> None:
     """Events are made once. The host may go on by more than there are, and is then only known to be ahead."""
-    with mock.patch.object(clock, "KEPT", 8):
+    with mock.patch.object(clock, "RING_SIZE", 8):
         followed, watchdog = _followed()
         before = stand_in.calls["Event"]
         for position in POSITIONS:
@@ -65,7 +65,7 @@ def failed() -> None:
     followed.position = POSITIONS[0]
     followed.position = POSITIONS[1]
     seen = watchdog.device()
-    assert seen == Behind(OUTSIDE)
+    assert seen == DeviceLag(OUTSIDE)
     followed.position = POSITIONS[2]
     with mock.patch.object(stand_in.Event, "query", side_effect=RuntimeError("an illegal memory access")):
         assert watchdog.device() == seen

@@ -15,7 +15,7 @@ from torch import nn
 
 import penstock
 from penstock._base.errors import ArgumentError
-from penstock.distributed.world import World, device_of, join
+from penstock.distributed.world import World, join, resolve_device
 from penstock.runtime.transport.routes import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
@@ -62,24 +62,24 @@ def test_a_process_alone_drives_all_ranks() -> None:
 
 def test_devices() -> None:
     world = World(2)
-    assert device_of(None, world, 1, CPU) == CPU
-    assert device_of("cpu", world, 1, torch.device("meta")) == CPU
-    assert device_of(["cpu", "meta"], world, 1, CPU) == torch.device("meta")
+    assert resolve_device(None, world, 1, CPU) == CPU
+    assert resolve_device("cpu", world, 1, torch.device("meta")) == CPU
+    assert resolve_device(["cpu", "meta"], world, 1, CPU) == torch.device("meta")
     with pytest.raises(ArgumentError, match="devices has 3 entries; expected one for each of 2 ranks"):
-        device_of(["cpu"] * 3, world, 0, CPU)
+        resolve_device(["cpu"] * 3, world, 0, CPU)
     if not torch.cuda.is_available():
-        assert device_of(None, world, 1, torch.device("meta")) == CPU
+        assert resolve_device(None, world, 1, torch.device("meta")) == CPU
         with pytest.raises(ArgumentError, match="CUDA is not available here"):
-            device_of(torch.device("cuda", 3), world, 1, CPU)
+            resolve_device(torch.device("cuda", 3), world, 1, CPU)
 
 
 def test_devices_of_a_machine_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     world = World(2)
-    assert device_of(torch.device("cuda", 3), world, 1, CPU) == torch.device("cuda", 3)
-    assert device_of("cuda", world, 1, CPU) == torch.device("cuda", 1)
-    assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
+    assert resolve_device(torch.device("cuda", 3), world, 1, CPU) == torch.device("cuda", 3)
+    assert resolve_device("cuda", world, 1, CPU) == torch.device("cuda", 1)
+    assert resolve_device(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), representatives(2, ONE_STAGE, [3, 1]))

@@ -168,8 +168,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
     copies = SlowCopies()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda _: copies)
-        lanes = offload.Lanes(torch.device("cpu"))
-    monkeypatch.setattr(offload, "lanes_of", lambda _: lanes)
+        lanes = offload.CopyStreams(torch.device("cpu"))
+    monkeypatch.setattr(offload, "copy_streams_for", lambda _: lanes)
     monkeypatch.setattr(Tensor, "record_stream", _record_stream)
     bind = program.with_neighbors
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from distributed.jobs import train, train_here
 from penstock._base.errors import ArgumentError
-from penstock.runtime.features.compiled import notes_of
+from penstock.runtime.features.compiled import compile_notes
 from scaffolding.models import CASES, TRANSFORMERS, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
@@ -93,7 +93,7 @@ def test_a_pipeline_says_that_compiled_stages_are_close_and_nothing_else() -> No
         with penstock.pipeline(mlp(), (x,), schedule=schedule, compile=SAME_BITS, **options) as pipe:
             pipe.step(x, target=y)
             assert any("close, not equal" in note for note in pipe.notes)
-            assert not any("split_share" in note for note in pipe.notes)
+            assert not any("deferred_weight_grad_fraction" in note for note in pipe.notes)
     with penstock.pipeline(mlp(), (x,), schedule="zb-h1", **options) as pipe:
         pipe.step(x, target=y)
         assert not any("compiled" in note for note in pipe.notes)
@@ -247,10 +247,13 @@ def test_a_stage_whose_compiled_weights_cannot_wait_says_so() -> None:
         block.compile(backend="eager")
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "schedule": "zb-h1"}
     with penstock.pipeline(nn.Sequential(*blocks), (x,), **options) as pipe:
-        assert not any("split_share" in note for note in pipe.notes)
+        assert not any("deferred_weight_grad_fraction" in note for note in pipe.notes)
         pipe.step(x, target=y)
         assert pipe.deferred_weight_grad_fraction == {0: 0.0, 1: 0.0}
-        assert [note.split(":")[0] for note in pipe.notes if "split_share is 0" in note] == ["stage 0", "stage 1"]
+        assert [note.split(":")[0] for note in pipe.notes if "deferred_weight_grad_fraction is 0" in note] == [
+            "stage 0",
+            "stage 1",
+        ]
 
 
 @pytest.mark.distributed
@@ -301,9 +304,9 @@ def test_a_models_own_cuda_graphs_are_refused_as_its_own(how: dict[str, str]) ->
     ],
 )
 def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> None:
-    notes = notes_of(compile, draws=True)
+    notes = compile_notes(compile, draws=True)
     assert any("of the compiler's own" in note for note in notes) is expected
-    assert not any("of the compiler's own" in note for note in notes_of(compile, draws=False))
+    assert not any("of the compiler's own" in note for note in compile_notes(compile, draws=False))
 
 
 @pytest.mark.long

@@ -170,7 +170,7 @@ def test_gradients_of_a_few_rows_are_looked_at_too(value: float, kind: str | Non
     (F.embedding(torch.tensor([3, 1, 3]), weight, sparse=True) * torch.tensor([1.0, value])).sum().backward()
     assert weight.grad is not None
     assert weight.grad.is_sparse
-    assert finite.kind_of(weight.grad) == kind
+    assert finite.nonfinite_kind(weight.grad) == kind
 
 
 def test_inputs_and_parameters_that_are_bad_already_are_named() -> None:

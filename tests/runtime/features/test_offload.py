@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock import pipeline, verify
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features import offload
-from penstock.runtime.features.offload import Away, Offload
+from penstock.runtime.features.offload import HostCopy, Offload
 from penstock.schedule import generate, split_backward
 from scaffolding.everything import WIDTH, everything, everything_goes, inputs_alive
 from scaffolding.models import ConvNet, squared_error
@@ -47,18 +47,18 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gone: list[Tensor] = []
         self.back = 0
-        leave, come = Away.__init__, Away.get
+        leave, come = HostCopy.__init__, HostCopy.get
 
-        def leaving(away: Away, tensor: Tensor, *args: Any) -> None:
+        def leaving(away: HostCopy, tensor: Tensor, *args: Any) -> None:
             self.gone.append(tensor)
             leave(away, tensor, *args)
 
-        def coming(away: Away) -> Tensor:
+        def coming(away: HostCopy) -> Tensor:
             self.back += 1
             return come(away)
 
-        monkeypatch.setattr(Away, "__init__", leaving)
-        monkeypatch.setattr(Away, "get", coming)
+        monkeypatch.setattr(HostCopy, "__init__", leaving)
+        monkeypatch.setattr(HostCopy, "get", coming)
 
 
 def saved_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def test_strides_and_alignment_come_back() -> None:
         memory[:5, None].expand(5, 4),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ):
-        found = Away(tensor, None).get()
+        found = HostCopy(tensor, None).get()
         assert torch.equal(found, tensor)
         assert found.stride() == tensor.stride()
         assert found.data_ptr() % 64 == tensor.data_ptr() % 64
@@ -146,8 +146,8 @@ def test_a_split_backward_stays_split() -> None:
 
 
 def test_what_cannot_go_stays() -> None:
-    assert offload.can_go(torch.randn(3))
-    assert not offload.can_go(torch.randn(3).to_sparse())
+    assert offload.can_offload(torch.randn(3))
+    assert not offload.can_offload(torch.randn(3).to_sparse())
 
 
 class Mixes(nn.Module):

@@ -434,8 +434,8 @@ def test_a_step_that_raised_leaves_nothing() -> None:
         buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
         pipe.step(x, target=y)
         assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
-        assert _kept(pipe) == 0
+        assert _reruns(pipe) == 0
 
 
-def _kept(pipe: Pipeline) -> int:
-    return sum(len(stage._kept) + len(stage._saved) for stage in training_stages(pipe))
+def _reruns(pipe: Pipeline) -> int:
+    return sum(len(stage._reruns) + len(stage._saved) for stage in training_stages(pipe))

@@ -63,9 +63,9 @@ def test_copies_start_equal_to_the_first_of_their_own_ranks() -> None:
     group = TieGroup(("p",), (1, 2), (1, 2))
     made = [TieReducer(0, group, [held[rank]], transports[rank], range(3)) for rank in (1, 2)]
     for reducer in made:
-        reducer.start_equal()
+        reducer.start_copies()
     for reducer in made:
-        reducer.end_equal()
+        reducer.finish_copies()
     assert [parameter.tolist() for parameter in held.values()] == [[1.0, 1.0]] * 2
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.loss.loss import LossHead, own_loss, weighted_sum, weights
+from penstock.runtime.loss.loss import LossHead, model_loss, weighted_sum, weights
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -63,24 +63,24 @@ SCALAR = torch.tensor(1.5)
     ],
 )
 def test_own_loss(output: Any, found: bool) -> None:
-    assert (own_loss(output) is SCALAR) == found
+    assert (model_loss(output) is SCALAR) == found
 
 
-def head(loss: Any, *, needed: bool = True, microbatches: int = 2) -> LossHead:
+def head(loss: Any, *, required: bool = True, microbatches: int = 2) -> LossHead:
     def leaving(leaves: Any) -> Any:
         return nullcontext()
 
     partition: Any = SimpleNamespace(
         build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={}, stages=(), left=()
     )
-    return LossHead(loss, [partition] * microbatches, Streams(0), needed=needed)
+    return LossHead(loss, [partition] * microbatches, Streams(0), required=required)
 
 
 def test_head_without_a_target_has_a_loss_only_if_the_model_has() -> None:
-    made = head(lambda output, target: output.sum(), needed=False)
+    made = head(lambda output, target: output.sum(), required=False)
     made.start(None, [1.0], keep_outputs=True)
     assert made(0, [torch.ones(2)]) is None
-    own = head(None, needed=False)
+    own = head(None, required=False)
     own.start(None, [1.0], keep_outputs=False)
     assert own(0, [SCALAR]) is SCALAR
 

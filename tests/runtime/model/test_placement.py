@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.model.taking_over import move
+from penstock.runtime.model.ownership import move
 from runtime.model import placement_jobs as jobs
 from scaffolding.ranks import Ranks
 from scaffolding.stand_in import DEVICE, on_the_device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.model.remote_tensors import remote
+from penstock.runtime.model.remote_tensors import make_remote
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda mine, theirs: mine.add_(theirs, alpha=0.1),
@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("made", [torch.ones(3, 3), nn.Parameter(torch.ones(3, 3))], ids=["buffer", "parameter"])
 def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> None:
-    mine, theirs = torch.ones(3, 3), remote(made, "student.weight")
+    mine, theirs = torch.ones(3, 3), make_remote(made, "student.weight")
     with (
         torch.no_grad(),
         pytest.raises(penstock.ArgumentError, match=r"'student\.weight' has no values on this rank") as e,
@@ -45,7 +45,7 @@ def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> Non
 
 def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
     layer = nn.Linear(3, 3)
-    layer.weight = remote(layer.weight.requires_grad_(False), "weight")  # type: ignore[assignment]
+    layer.weight = make_remote(layer.weight.requires_grad_(False), "weight")  # type: ignore[assignment]
     assert isinstance(layer.weight, nn.Parameter)
     assert layer.weight.is_meta
     assert not layer.weight.requires_grad
@@ -55,7 +55,7 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
         layer.weight.mul_(0.9).add_(torch.ones(3, 3))  # the rank that has it does so
         nn.init.zeros_(layer.weight)
         assert not torch.zeros_like(layer.weight, device="cpu").is_meta
-    layer.register_buffer("there", remote(torch.ones(3), "there"))
+    layer.register_buffer("there", make_remote(torch.ones(3), "there"))
     assert copy.deepcopy(layer).there.is_meta
     for again in (copy.deepcopy(layer), copy.copy(layer)):
         assert isinstance(again.weight, nn.Parameter)
@@ -65,7 +65,7 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
 
 def test_what_lies_elsewhere_is_not_saved() -> None:
     layer = nn.Linear(3, 3)
-    layer.weight = remote(layer.weight, "0.weight")  # type: ignore[assignment]
+    layer.weight = make_remote(layer.weight, "0.weight")  # type: ignore[assignment]
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*export_safetensors\(path, pipe\)"):
         torch.save(layer.state_dict(), io.BytesIO())
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*export_safetensors\(path, pipe\)"):
@@ -87,9 +87,9 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 def test_nothing_is_drawn_for_what_lies_elsewhere(way: str) -> None:
     """On one device the draws would come before those of this rank's own parameters."""
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values .* nothing would be drawn"):
-        DRAWS[way](remote(nn.Parameter(torch.ones(3, 3)), "0.weight"))
+        DRAWS[way](make_remote(nn.Parameter(torch.ones(3, 3)), "0.weight"))
 
 
 def test_constants_may_be_written_to_what_lies_elsewhere() -> None:
-    parameter = remote(nn.Parameter(torch.ones(3, 3)), "0.weight")
+    parameter = make_remote(nn.Parameter(torch.ones(3, 3)), "0.weight")
     assert nn.init.zeros_(parameter) is parameter

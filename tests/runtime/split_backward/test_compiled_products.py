@@ -100,7 +100,7 @@ def test_the_gradients_are_those_of_a_whole_compiled_backward(options: dict[str,
     assert_equal(split, whole)
     assert share == uncompiled
     assert min(share.values()) > 0.8
-    assert not any("split_share" in note for note in notes)
+    assert not any("deferred_weight_grad_fraction" in note for note in notes)
 
 
 def test_offloaded_graphs_that_are_compiled_while_gradients_of_another_dtype_are_there() -> None:
@@ -300,18 +300,18 @@ def test_the_order_of_microbatches_does_not_matter_to_what_waits() -> None:
 
 
 def test_backends_that_wrap_equal_ones_are_equal() -> None:
-    from penstock.runtime.features.compiled import arguments_for
+    from penstock.runtime.features.compiled import schedule_arguments
     from penstock.schedule import generate
 
     split, whole = generate(SPLIT, 2, 4), generate(WHOLE, 2, 4)
-    one, other = (arguments_for({"mode": "default", "dynamic": False}, split) for _ in range(2))
+    one, other = (schedule_arguments({"mode": "default", "dynamic": False}, split) for _ in range(2))
     assert one is not None
     assert one == other
     assert hash(one["backend"]) == hash(other["backend"])
-    assert one != arguments_for({"mode": "max-autotune-no-cudagraphs"}, split)
+    assert one != schedule_arguments({"mode": "max-autotune-no-cudagraphs"}, split)
     assert one["backend"].compiler.arguments == {"config_patches": {}}
-    assert arguments_for(SAME_BITS, whole) == SAME_BITS
-    assert arguments_for(False, split) is None
+    assert schedule_arguments(SAME_BITS, whole) == SAME_BITS
+    assert schedule_arguments(False, split) is None
 
 
 def test_most_of_a_transformer_waits() -> None:

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.stages import StageMeta
-from penstock.runtime.execute.stage import _splits
+from penstock.runtime.execute.stage import _split_backwards
 from penstock.runtime.features.feature import Binding, StageContext
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.split_backward.weight_uses import WeightUses
@@ -53,7 +53,9 @@ class Stage:
         partitions: Any = [SimpleNamespace(stages=[part])] * (1 + max(action.microbatch or 0 for action in row))
         schedule: Any = SimpleNamespace(rows=[row])
         binding = Binding(partitions, schedule, loss=None, training=True)
-        (found,) = {*_splits(StageContext(binding, 0, 0, [part], row, torch.device("cpu"), None, None))} - {None}
+        (found,) = {*_split_backwards(StageContext(binding, 0, 0, [part], row, torch.device("cpu"), None, None))} - {
+            None
+        }
         assert found is not None
         self.split = found
 

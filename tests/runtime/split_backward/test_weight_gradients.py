@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.exact.rules import SavedTensor
-from penstock.runtime.split_backward.weight_gradients import FORMS, Product, value_of
-from penstock.runtime.split_backward.weight_uses import Waiting, _node_of, keys_of
+from penstock.runtime.split_backward.weight_gradients import PLANNERS, Product, evaluate
+from penstock.runtime.split_backward.weight_uses import DeferredGrads, _find_node, parameter_ids
 
 SIZES = st.integers(1, 70)
 LAYOUTS = ["plain", "transposed", "shifted", "narrowed"]
@@ -48,7 +48,7 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
     value = AFTERWARDS[after](expected)
     seed = torch.randn(value.shape)
     wanted = dict(zip(map(id, leaves), torch.autograd.grad(value, leaves, seed), strict=True))
-    plan = FORMS[call](*args, **kwargs)
+    plan = PLANNERS[call](*args, **kwargs)
     if plan is None:
         return False
     result = plan.run(*(weight.detach() for weight in plan.weights))
@@ -56,7 +56,7 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
     others = [leaf for leaf in leaves if all(leaf is not weight for weight in plan.weights)]
     kept: list[Tensor] = []
     if result.requires_grad:
-        node = _node_of(result, plan)
+        node = _find_node(result, plan)
         assert node is not None
         node.register_prehook(lambda grads: kept.append(grads[0]))
     else:
@@ -67,9 +67,9 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
     for other, grad in zip(others, torch.autograd.grad(AFTERWARDS[after](result), others, seed), strict=True):
         assert same_bits(grad, wanted[id(other)])
     with torch.no_grad():
-        found = plan.gradients(kept[0], *plan.kept)
+        found = plan.gradients(kept[0], *plan.saved)
     for weight, term in zip(plan.weights, found, strict=True):
-        grad = value_of(term)
+        grad = evaluate(term)
         assert same_bits(grad, wanted[id(weight)])
         assert grad.stride() == wanted[id(weight)].stride()
         if isinstance(term, Product):
@@ -180,23 +180,27 @@ def test_what_is_not_put_off() -> None:
     x, weight, matrix = (torch.randn(shape, requires_grad=True) for shape in [(3, 4), (5, 4), (4, 5)])
     ids, table = torch.tensor([1, 2]), torch.randn(7, 3, requires_grad=True)
     image, kernel = torch.randn(1, 2, 6, 6), torch.randn(3, 2, 3, 3, requires_grad=True)
-    assert FORMS[F.linear](x, weight) is not None
-    assert FORMS[F.linear](x[0], weight) is None
-    assert FORMS[torch.addmm](torch.zeros(5), x, matrix, alpha=2) is None
-    assert FORMS[torch.addmm](torch.zeros(5), x, matrix, beta=0.5) is None
-    assert FORMS[torch.matmul](x, torch.randn(2, 4, 5)) is None
-    assert FORMS[F.embedding](ids, table, max_norm=1.0) is None
-    assert FORMS[F.embedding](ids, table, sparse=True) is None
-    assert FORMS[F.conv2d](image, kernel, padding="same") is None
-    assert FORMS[F.conv2d](image[0], kernel) is None
+    assert PLANNERS[F.linear](x, weight) is not None
+    assert PLANNERS[F.linear](x[0], weight) is None
+    assert PLANNERS[torch.addmm](torch.zeros(5), x, matrix, alpha=2) is None
+    assert PLANNERS[torch.addmm](torch.zeros(5), x, matrix, beta=0.5) is None
+    assert PLANNERS[torch.matmul](x, torch.randn(2, 4, 5)) is None
+    assert PLANNERS[F.embedding](ids, table, max_norm=1.0) is None
+    assert PLANNERS[F.embedding](ids, table, sparse=True) is None
+    assert PLANNERS[F.conv2d](image, kernel, padding="same") is None
+    assert PLANNERS[F.conv2d](image[0], kernel) is None
 
 
 def test_an_input_that_was_updated_in_place_is_refused() -> None:
     x, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
-    plan = FORMS[F.linear](x, weight)
+    plan = PLANNERS[F.linear](x, weight)
     assert plan is not None
-    call = Waiting(
-        plan.weights, keys_of(plan.weights), plan.gradients, tuple(map(SavedTensor.of, plan.kept)), torch.ones(3, 5)
+    call = DeferredGrads(
+        plan.weights,
+        parameter_ids(plan.weights),
+        plan.gradients,
+        tuple(map(SavedTensor.of, plan.saved)),
+        torch.ones(3, 5),
     )
     call.terms()
     x.view(-1)[0] = 1

@@ -311,7 +311,7 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
                 pipe.step(batch(rows)[0], target=batch(rows)[1])
         assert len(list(pipe.session.bound_schedules)) == 3
         assert len(recorded) == 3 + 2  # with 4 and 5 rows, to find what follows the number
-        with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
+        with pytest.warns(UserWarning, match="input signatures.*Pad batches to a few shapes") as warned:
             pipe.step(batch(4)[0], target=batch(4)[1])
         assert warned[0].filename == __file__
         pipe.step(batch(5)[0], target=batch(5)[1])  # said once

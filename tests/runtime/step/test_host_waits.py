@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.batch.microbatches import on
+from penstock.runtime.batch.microbatches import move_to
 from runtime.step.waiting_jobs import odd_devices, steady_step, tokens_that_count
 from scaffolding.ranks import Ranks
 from scaffolding.stand_in import on_the_device
@@ -51,6 +51,6 @@ def test_only_what_leaves_the_host_is_not_waited_for() -> None:
             asked.append(non_blocking)
             return super().to(*args, **given)
 
-    on({"x": torch.ones(2).as_subclass(Spied)}, torch.device("meta"))
-    on({"x": torch.ones(2, device="meta").as_subclass(Spied)}, torch.device("meta", 1))
+    move_to({"x": torch.ones(2).as_subclass(Spied)}, torch.device("meta"))
+    move_to({"x": torch.ones(2, device="meta").as_subclass(Spied)}, torch.device("meta", 1))
     assert asked == [True, False]

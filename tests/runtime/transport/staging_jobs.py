@@ -30,9 +30,9 @@ def there_and_back(rule: str) -> str:
     left: list[Any] = []
     with mock.patch.object(owner, name, return_value=nothing):
         try:
-            staging.leave([torch.arange(6.0).to(DEVICE), None], left.extend)  # nothing else holds it
+            staging.copy_to_host([torch.arange(6.0).to(DEVICE), None], left.extend)  # nothing else holds it
             staging.synchronize()
-            back = staging.arrive([torch.arange(6.0), None])
+            back = staging.copy_to_device([torch.arange(6.0), None])
             said = str((left, [None if tensor is None else (tensor * 2).cpu() for tensor in back]))
         except RuntimeError as error:
             said = str(error)

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock._base.stages import Link
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
-from penstock.runtime.transport.shared_memory import SLOTS, Neighbors, _Lane
+from penstock.runtime.transport.shared_memory import SLOTS, Neighbors, _SlotRing
 
 pytestmark = pytest.mark.skipif(not Neighbors.supported(), reason="this system has no such shared memory")
 
@@ -29,16 +29,16 @@ def message(microbatch: int) -> list[Tensor | None]:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[_Lane, _Lane]]:
+def ends() -> Iterator[tuple[_SlotRing, _SlotRing]]:
     """The sender's and the receiver's, which have agreed on the layouts of six messages."""
     agreement = Agreement(LINK)
     for k in range(6):
         agreement.learn(k, [None if tensor is None else Layout.of(tensor) for tensor in message(k)])
-    size = max(map(_Lane.size_of, agreement.all()))
+    size = max(map(_SlotRing.slot_bytes, agreement.all()))
     memory = os.memfd_create("test")
     os.ftruncate(memory, size * SLOTS)
     mine, theirs = socket.socketpair()
-    lanes = _Lane(os.dup(memory), mine, size, agreement), _Lane(memory, theirs, size, agreement)
+    lanes = _SlotRing(os.dup(memory), mine, size, agreement), _SlotRing(memory, theirs, size, agreement)
     yield lanes
     for lane in lanes:
         lane.close()
@@ -55,7 +55,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_messages_may_be_taken_in_another_order_than_they_came(
-    ends: tuple[_Lane, _Lane], order: tuple[int, int]
+    ends: tuple[_SlotRing, _SlotRing], order: tuple[int, int]
 ) -> None:
     sender, receiver = ends
     for turn in (0, 2, 4):
@@ -65,7 +65,7 @@ def test_messages_may_be_taken_in_another_order_than_they_came(
             assert_same(receiver.take(turn + k), message(turn + k))
 
 
-def test_a_sender_waits_until_a_slot_is_free(ends: tuple[_Lane, _Lane]) -> None:
+def test_a_sender_waits_until_a_slot_is_free(ends: tuple[_SlotRing, _SlotRing]) -> None:
     """A message that was not taken yet is never written over."""
     sender, receiver = ends
     sent: list[int] = []

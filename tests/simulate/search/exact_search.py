@@ -17,8 +17,8 @@ from penstock.schedule import Placement
 from penstock.simulate import NO_COST, Links, StageCost
 from penstock.simulate.search import Objective, Problem, SearchResult, problem, search
 from penstock.simulate.search.bounds import memory_waits
-from penstock.simulate.search.found import evaluate
 from penstock.simulate.search.problem import Rows
+from penstock.simulate.search.result import evaluate
 from penstock.simulate.search.timing import fits, time_rows
 
 _UNITS = 2**40  # the largest whole number for a time or a memory

@@ -14,10 +14,10 @@ from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import lower_bound, search
 from penstock.simulate.search.dispatch import Pattern, dispatch
-from penstock.simulate.search.found import one_by_one
 from penstock.simulate.search.improve import extrapolate, improve
 from penstock.simulate.search.pattern import sample, vary
 from penstock.simulate.search.problem import Problem, Rows, problem
+from penstock.simulate.search.result import serial_rows
 from penstock.simulate.search.timing import fits, time_rows
 
 seeds = st.integers(0, 2**32)
@@ -75,12 +75,12 @@ def test_with_two_pipelines_it_may_give_up_but_never_locks(
     rows = dispatch(drawn[0], sample(drawn[0], Random(seed)))
     if rows is not None:
         judge(*drawn, rows)
-    judge(*drawn, one_by_one(drawn[0]))
+    judge(*drawn, serial_rows(drawn[0]))
 
 
 @given(problems())
 def test_one_microbatch_at_a_time_always_fits(drawn: tuple[Problem, list[StageCost], LinkCost]) -> None:
-    judge(*drawn, one_by_one(drawn[0]))
+    judge(*drawn, serial_rows(drawn[0]))
 
 
 @settings(max_examples=25)
@@ -89,7 +89,7 @@ def test_moving_actions_keeps_rows_legal_and_never_makes_them_worse(
     drawn: tuple[Problem, list[StageCost], LinkCost], seed: int
 ) -> None:
     asked = drawn[0]
-    before = one_by_one(asked)
+    before = serial_rows(asked)
     cost, rows = improve(asked, before, Random(seed), 10_000, 10_000, 0.0, 0.1, 5.0)
     judge(*drawn, rows)
     timing, first = time_rows(asked, rows), time_rows(asked, before)
@@ -114,7 +114,7 @@ def test_a_row_that_differs_late_is_timed_from_there(
     since = before.starts[rows[rank][min(i, to)]][rows[rank][: min(i, to)].count(rows[rank][min(i, to)])]
     if fits(asked, rank, changed[rank]):
         whole = time_rows(asked, changed)
-        assert time_rows(asked, changed, before=before, since=since) == whole
+        assert time_rows(asked, changed, previous=before, changed_at=since) == whole
         if whole is not None:
             assert time_rows(asked, changed, whole.cost, before, since) == whole
             assert time_rows(asked, changed, whole.cost - 0.5, before, since) in (None, whole)
@@ -146,7 +146,7 @@ def test_the_bound_is_what_gpipe_reaches_where_no_weight_gradient_can_wait(p: in
 
 def test_timing_gives_up_when_it_is_sure_of_too_much() -> None:
     asked = problem(Placement.loop(4), 4, StageCost(1, 1, 1))
-    rows = one_by_one(asked)
+    rows = serial_rows(asked)
     assert time_rows(asked, rows, 36) is not None
     assert time_rows(asked, rows, 35) is None
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, RankFailedError
-from penstock.distributed.launch.agent import left
+from penstock.distributed.launch.agent import remaining_processes
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
 from penstock.testing import assert_same_training
-from penstock.verification.blame.command import checked, run
+from penstock.verification.blame.command import resolve_command, run
 from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
 from penstock.verification.blame.watch import FOLDER, Step
 from penstock.verification.first_difference import confusable_values, first_value
-from penstock.verification.trail import FORWARD, Place, Trail
+from penstock.verification.module_trace import FORWARD, ModuleTrace, ValueKey
 
 BENCH = Path(__file__).parents[3] / "benchmarks" / "blame"
 QUICK = ("with_pipelining.py - labels of the batch before", "with_replicas.py hand,stages first,dropout right")
@@ -74,12 +74,12 @@ def test_a_module_that_ranks_know_by_another_name_draws_what_it_drew() -> None:
     x = torch.ones(4, 3)
     torch.manual_seed(5)
     state, drawn = torch.get_rng_state(), model.net(x)
-    trail = Trail(1, ["net", "net.0", "drop"], random={("net.1", 0, 0): state})
+    trace = ModuleTrace(1, ["net", "net.0", "drop"], random={("net.1", 0, 0): state})
     torch.manual_seed(6)
-    with trail.following(model, {}):
-        trail.begin(0)
+    with trace.attach(model, {}):
+        trace.begin(0)
         assert torch.equal(model.net(x), drawn)
-    assert not any(place.module == "net.1" for place in trail.values)
+    assert not any(place.module == "net.1" for place in trace.values)
 
 
 def test_a_page_frames_the_wrong_action() -> None:
@@ -129,13 +129,13 @@ def test_commands_that_cannot_start_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("train.py").touch()
     ours = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "--lr", "1"]
-    assert checked(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]) == ours
-    assert checked(["penstock", "run", "-n", "2", "train.py"])[1:3] == ["-m", "penstock"]
-    assert checked(["sh", "-c", "true"]) == ["sh", "-c", "true"]
+    assert resolve_command(["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"]) == ours
+    assert resolve_command(["penstock", "run", "-n", "2", "train.py"])[1:3] == ["-m", "penstock"]
+    assert resolve_command(["sh", "-c", "true"]) == ["sh", "-c", "true"]
     with pytest.raises(ArgumentError, match=r"there is no file 'trian.py' in .*; pass the path of the script"):
-        checked(["torchrun", "--nproc-per-node", "2", "trian.py"])
+        resolve_command(["torchrun", "--nproc-per-node", "2", "trian.py"])
     with pytest.raises(ArgumentError, match="no-such-launcher: no such command; expected one that starts ranks, as in"):
-        checked(["no-such-launcher", "train.py"])
+        resolve_command(["no-such-launcher", "train.py"])
 
 
 def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_job_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> N
     command = ["sh", "-c", f"cd {tmp_path} && {sys.executable} -S train.py"]
     assert run(command, folder, steps=3, timeout=5.0) == "took no step for 5 s (--timeout)"
     assert tmp_path.joinpath("pid").exists()
-    assert left(str(folder), tag=FOLDER) == set()
+    assert remaining_processes(str(folder), tag=FOLDER) == set()
     with pytest.raises(RankFailedError, match="the job took no step for 5 s before all ranks had taken a step"):
         read(folder, "took no step for 5 s")
 
@@ -218,15 +218,19 @@ def test_a_wrong_argument_is_found_before_what_it_spoils() -> None:
     order = ["layer.norm", "layer.attention", "layer"]
     x, positions, sums = torch.randn(2, 3), torch.arange(2), torch.randn(2, 3)
 
-    def trail(positions: Tensor, entering: Tensor) -> Trail:
+    def trace(positions: Tensor, entering: Tensor) -> ModuleTrace:
         values = {"layer": [x, positions], "layer.norm": [x], "layer.attention": [entering]}
-        entered = {Place(FORWARD[0], name, 0, leaf, 0): v for name, of in values.items() for leaf, v in enumerate(of)}
-        left = {Place(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order}
-        return Trail(1, order, entered | left)
+        entered = {
+            ValueKey(FORWARD[0], name, 0, leaf, 0): v for name, of in values.items() for leaf, v in enumerate(of)
+        }
+        remaining_processes = {
+            ValueKey(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order
+        }
+        return ModuleTrace(1, order, entered | remaining_processes)
 
-    mine, right = trail(positions * 0, x), trail(positions, x + 1)
+    mine, right = trace(positions * 0, x), trace(positions, x + 1)
     found = first_value(mine, right, exact=True)
     assert found is not None
-    assert found[0] == Place(FORWARD[0], "layer", 0, 1, 0)
-    spoilt = Place(FORWARD[0], "layer.attention", 0, 0, 0)
+    assert found[0] == ValueKey(FORWARD[0], "layer", 0, 1, 0)
+    spoilt = ValueKey(FORWARD[0], "layer.attention", 0, 0, 0)
     assert "it is what leaves 'layer.norm'" in confusable_values(spoilt, mine, right)  # no layer is between them

@@ -4,10 +4,17 @@
 'NVIDIA H100 SXM 80GB'
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.costs.hardware.calibration import Measurement, calibrate
+from penstock.costs.hardware.device_spec import (
+    DTYPES,
+    DeviceSpec,
+    Interconnect,
+    device,
+    device_by_reported_name,
+    devices,
+)
 from penstock.costs.hardware.roofline import DEFAULT_EFFICIENCY, Efficiency, Operation, operation_seconds, seconds_of
-from penstock.costs.hardware.specs import DTYPES, DeviceSpec, Interconnect, device, device_by_reported_name, devices
 
 __all__ = [
     "DEFAULT_EFFICIENCY",
@@ -25,4 +32,4 @@ __all__ = [
     "seconds_of",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

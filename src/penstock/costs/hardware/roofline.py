@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
-from penstock._base.second_names import formerly
-from penstock._base.words import counted
-from penstock.costs.hardware.specs import DeviceSpec
+from penstock._base.formatting import pluralize
+from penstock.costs.hardware.device_spec import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Operation:
             raise ArgumentError(f"{self}: expected numbers of 0 or more")
 
 
-@formerly(product_fraction="matmul_efficiency", bandwidth_fraction="bandwidth_efficiency")
+@accept_old_names(product_fraction="matmul_efficiency", bandwidth_fraction="bandwidth_efficiency")
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """How much of a device's peaks is reached.
@@ -78,11 +78,11 @@ class Efficiency:
         """The constants in words, and where they are from."""
         origin = "round figures, not fitted"
         if self.measurements:
-            origin = f"fitted to {counted(self.measurements, 'measurement')} (median error {self.error:.1%})"
-        run = f" and {1e6 * self.run_seconds:.3g} us a run" if self.run_seconds else ""
+            origin = f"fitted to {pluralize(self.measurements, 'measurement')} (median error {self.error:.1%})"
+        run = f" and {1e6 * self.run_seconds:.3g} us per run" if self.run_seconds else ""
         return (
             f"{self.matmul_efficiency:.0%} of the peak, {self.bandwidth_efficiency:.0%} of the bandwidth, "
-            f"{1e6 * self.launch_seconds:.3g} us a kernel{run}, {origin}"
+            f"{1e6 * self.launch_seconds:.3g} us per kernel{run}, {origin}"
         )
 
 
@@ -99,11 +99,11 @@ def operation_seconds(operation: Operation, device: DeviceSpec, efficiency: Effi
     Raises:
         ArgumentError: the device has no peak for the product's dtype.
     """
-    product = (
+    matmul_seconds = (
         operation.flops / (device.peak(operation.dtype) * efficiency.matmul_efficiency) if operation.flops else 0.0
     )
-    moved = operation.bytes / (device.bytes_per_second * efficiency.bandwidth_efficiency)
-    return operation.count * (efficiency.launch_seconds + max(product, moved))
+    memory_seconds = operation.bytes / (device.bytes_per_second * efficiency.bandwidth_efficiency)
+    return operation.count * (efficiency.launch_seconds + max(matmul_seconds, memory_seconds))
 
 
 def seconds_of(

@@ -1,6 +1,6 @@
 """The agent of a job: torchrun for the ranks of one machine, or of one host, in its own process.
 
-So whoever launches needs no torch, and one line says what torchrun says in a box.
+So the launcher needs no torch, and prints one line instead of torchrun's box.
 """
 
 from __future__ import annotations
@@ -53,46 +53,46 @@ def end_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def kill_left(job: str, tag: str = TAG) -> None:
-    """Kill what the job left: ranks have their own sessions, so the mark in their environment finds them."""
-    for _ in range(100):  # again until none is found: one may have started another meanwhile
-        found = left(job, tag=tag)
-        if not found:
+def kill_remaining(job: str, tag: str = TAG) -> None:
+    """Kill the remaining processes of a job: ranks have their own sessions, so their environment identifies them."""
+    for _ in range(100):  # until none is found: a process may have started another meanwhile
+        pids = remaining_processes(job, tag=tag)
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def left(job: str, besides: Sequence[int] = (), tag: str = TAG) -> set[int]:
+def remaining_processes(job: str, exclude: Sequence[int] = (), tag: str = TAG) -> set[int]:
     """Return the processes of a job that have not ended, but for this one and those named."""
     mark = f"{tag}={job}".encode()
-    return {pid for pid, given in environments() if mark in given} - {os.getpid(), *besides}
+    return {pid for pid, environment in environments() if mark in environment} - {os.getpid(), *exclude}
 
 
-def _wake_the_ended() -> None:
-    """Continue this process's children that are stopped and were told to end, from now on: what is stopped heeds no
-    signal but SIGKILL, and for that torchrun waits half a minute. Of this process's threads only this one is
+def _resume_ending_children() -> None:
+    """Continue this process's children that are stopped and were signaled to end, from now on: a stopped process acts
+    on no signal but SIGKILL, which torchrun sends after half a minute. Of this process's threads only this one is
     interrupted: the others block SIGINT, and so do ranks until they run the program."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         time.sleep(_WAKE_SECONDS)
         for file in Path("/proc").glob("[0-9]*/status"):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                found = dict(line.split(":\t", 1) for line in file.read_text().splitlines())
-                told = int(found["SigPnd"], 16) | int(found["ShdPnd"], 16)
-                if found["State"].startswith("T") and int(found["PPid"]) == os.getpid() and told & _ENDING:
-                    os.kill(int(found["Pid"]), signal.SIGCONT)
+                fields = dict(line.split(":\t", 1) for line in file.read_text().splitlines())
+                signals = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+                if fields["State"].startswith("T") and int(fields["PPid"]) == os.getpid() and signals & _ENDING:
+                    os.kill(int(fields["Pid"]), signal.SIGCONT)
 
 
-class _Ends:
-    """When this process's children ended. torchrun tells it to the second, which is too little to compare agents."""
+class _ExitTimes:
+    """When this process's children ended. torchrun records whole seconds, which is too coarse to compare agents."""
 
     def __init__(self) -> None:
         self._at_ns: dict[int, int] = {}
         signal.signal(signal.SIGCHLD, self._note)
-        signal.siginterrupt(signal.SIGCHLD, False)  # whoever waits need not know
+        signal.siginterrupt(signal.SIGCHLD, False)  # system calls continue
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -119,25 +119,25 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from penstock.distributed.launch.loopback import stay_on_loopback
 
     if "LOGLEVEL" not in os.environ:
-        # The second has its own level. It tells of agents that leave the last barrier before others know it is
+        # The second has its own level. It reports agents that leave the last barrier before others know it is
         # passed, which is no error, and happens on slow networks.
         for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    at = next(at for at, argument in enumerate(arguments) if not argument.startswith("--"))
-    parsed = torchrun.get_args_parser().parse_args([*arguments[:at], sys.executable])
+    index = next(index for index, argument in enumerate(arguments) if not argument.startswith("--"))
+    parsed = torchrun.get_args_parser().parse_args([*arguments[:index], sys.executable])
     parsed.no_python = True
-    parsed.training_script_args = ["-P", "-u", "-m", "penstock.distributed.launch.rank", *arguments[at:]]
+    parsed.training_script_args = ["-P", "-u", "-m", "penstock.distributed.launch.rank", *arguments[index:]]
     parsed.shutdown_timeout, parsed.log_dir = AGENT_SECONDS, os.devnull  # or torchrun leaves a folder in /tmp
     if parsed.standalone:
         stay_on_loopback(parsed)
-    ends = _Ends()
-    threading.Thread(target=_wake_the_ended, daemon=True).start()
+    exit_times = _ExitTimes()
+    threading.Thread(target=_resume_ending_children, daemon=True).start()
     try:
         torchrun.run(parsed)  # type: ignore[no-untyped-call]
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    except ChildFailedError as failed:
-        ends.note(failed.failures)
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as failure:
+        exit_times.note(failure.failures)
         return 1
     return 0
 
@@ -150,4 +150,4 @@ if __name__ == "__main__":
     finally:
         for last in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(last, signal.SIG_IGN)  # another one must leave no rank behind
-        kill_left(os.environ[TAG])
+        kill_remaining(os.environ[TAG])

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import STRICT, parse_json, read_json, validate, write_whole
-from penstock._base.words import line_of
+from penstock._base.files import STRICT, parse_json, read_json, validate, write_json_line
+from penstock._base.formatting import printable_line
 
 FAILURES = "PENSTOCK_FAILURES"
 """In the environment of a job: the file in which `RankFailure`s are left. Whoever set it prints the first."""
@@ -32,7 +32,7 @@ _CULPRIT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How a rank failed, as itself, another rank or its agent knows.
+    """How a rank failed, as reported by itself, another rank or its agent.
 
     Attributes:
         rank: of the whole job.
@@ -48,35 +48,35 @@ class RankFailure:
     message: str = ""
 
     def __str__(self) -> str:
-        return self.message or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
+        return self.message or f"rank {self.rank} {describe_exit(self.exitcode or 0)}"
 
     @classmethod
     def first(cls, path: Path | str) -> Self | None:
-        """What failed first, by the file of `FAILURES`, with the exit status of that rank; None if nothing did."""
-        found: list[Self] = []
+        """Read what failed first from the file of `FAILURES`, with that rank's exit status; None if nothing did."""
+        failures: list[Self] = []
         for line in _lines(path):
             with contextlib.suppress(ArgumentError):  # whatever a user's code wrote there
-                found.append(validate(cls, line, "failure"))
-        found.sort(key=lambda failure: failure.at_ns)
-        if not found or not found[0].message:
-            return found[0] if found else None
-        codes = [failure.exitcode or 0 for failure in found if failure.rank == found[0].rank]
-        return replace(found[0], exitcode=max(1, *codes))  # a signal that came after the failure is the agent's
+                failures.append(validate(cls, line, "failure"))
+        failures.sort(key=lambda failure: failure.at_ns)
+        if not failures or not failures[0].message:
+            return failures[0] if failures else None
+        codes = [failure.exitcode or 0 for failure in failures if failure.rank == failures[0].rank]
+        return replace(failures[0], exitcode=max(1, *codes))  # a signal that came after the failure is the agent's
 
     def write(self, path: str) -> None:
         """Add it to such a file."""
         _add(path, asdict(self))
 
 
-def note(rank: int, message: str = "", exitcode: int | None = None) -> None:
+def note_failure(rank: int, message: str = "", exitcode: int | None = None) -> None:
     """Leave why a rank failed for the launcher, if there is one."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
-            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(message, _MAX_CHARACTERS)).write(path)
+            RankFailure(rank, exitcode, time.monotonic_ns(), printable_line(message, _MAX_CHARACTERS)).write(path)
 
 
-def first_noted() -> RankFailure | None:
-    """Return what failed first in this process's job, as far as is known; None too where no launcher asks."""
+def first_failure() -> RankFailure | None:
+    """Return what failed first in this process's job, as far as is known; None too without a launcher."""
     with contextlib.suppress(KeyError, OSError, ValueError):
         return RankFailure.first(os.environ[FAILURES])
     return None
@@ -85,13 +85,13 @@ def first_noted() -> RankFailure | None:
 def await_culprit(rank: int) -> None:
     """Let the rank that failed first end first, if it is not this one: its traceback and its exit status count, and its
     agent then ends this process."""
-    first = first_noted()
+    first = first_failure()
     if first is not None and first.rank != rank and first.message:
         time.sleep(_CULPRIT_SECONDS)
 
 
 def register_run(folder: Path) -> None:
-    """Have the launcher say in the folder of a run, too, what it says last."""
+    """Have the launcher write its last message to the folder of a run, too."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
             _add(path, {_FOLDER: str(folder.resolve())})
@@ -99,14 +99,14 @@ def register_run(folder: Path) -> None:
 
 def write_failure_to_runs(path: Path | str, message: str) -> None:
     """Write to the runs named by `register_run` why their ranks ended that failed or left their pipeline open."""
-    folders = [found[_FOLDER] for found in _lines(path) if isinstance(found.get(_FOLDER), str)]
+    folders = [entry[_FOLDER] for entry in _lines(path) if isinstance(entry.get(_FOLDER), str)]
     for folder in dict.fromkeys(folders):
         for file in Path(folder).glob("ranks/*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 record = read_json(file)
                 if record["state"]["failure"] is not None or not record["state"]["ended"]:
                     record["state"]["failure"] = message
-                    write_whole(file, record)
+                    write_json_line(file, record)
 
 
 def exit_status(error: BaseException) -> int:
@@ -124,19 +124,19 @@ def shell_status(exitcode: int) -> int:
     return 128 - exitcode if exitcode < 0 else exitcode
 
 
-def how_it_ended(exitcode: int) -> str:
+def describe_exit(exitcode: int) -> str:
     """Describe an exit: was killed by SIGKILL; ended with exit status 3."""
-    names = {one.value: f"was killed by {one.name}" for one in signal.Signals}
+    names = {s.value: f"was killed by {s.name}" for s in signal.Signals}
     return names.get(-exitcode, f"ended with exit status {exitcode}")
 
 
-def stopped_by(number: int) -> str:
+def describe_signal(number: int) -> str:
     """Describe which signal ended a job."""
     return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
 
 
 def was_interrupted(failure: str) -> bool:
-    """Whether these words, of a rank or of `stopped_by`, say that somebody stopped the job, and not that it failed."""
+    """Whether this message, of a rank or of `describe_signal`, means that the job was stopped and did not fail."""
     return _INTERRUPTED.search(failure) is not None
 
 
@@ -150,5 +150,5 @@ def _lines(path: Path | str) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         for line in file.read(_MAX_BYTES).splitlines():
             with contextlib.suppress(ArgumentError):
-                if isinstance(found := parse_json(line, "failure"), dict):
-                    yield found
+                if isinstance(entry := parse_json(line, "failure"), dict):
+                    yield entry

@@ -22,13 +22,13 @@ from typing import IO, Any
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.process import cores
-from penstock.distributed.launch.agent import TAG, agent_command, kill_left, left
+from penstock.distributed.launch.agent import TAG, agent_command, kill_remaining, remaining_processes
 from penstock.distributed.launch.endings import (
     FAILURES,
     RankFailure,
-    how_it_ended,
+    describe_exit,
+    describe_signal,
     shell_status,
-    stopped_by,
     was_interrupted,
     write_failure_to_runs,
 )
@@ -64,9 +64,9 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     """
     check(command, ranks, threads)
     agent = agent_command(["--standalone", f"--nproc-per-node={ranks}", *command])
-    with memory("failures") as failures:
-        ended = supervise([agent], {**QUIET, **os.environ, **cores_for(ranks, threads), FAILURES: failures})
-        outcome = explain_end(ended, failures, [f"the agent of ranks 0 to {ranks - 1}"])
+    with temporary_file("failures") as failures:
+        result = supervise([agent], {**QUIET, **os.environ, **thread_environment(ranks, threads), FAILURES: failures})
+        outcome = explain_end(result, failures, [f"the agent of ranks 0 to {ranks - 1}"])
     return outcome.report()
 
 
@@ -95,7 +95,7 @@ class Outcome:
         return self.status
 
 
-def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User | None = None) -> Outcome:
+def explain_end(result: AgentResult, failures: str, agents: Sequence[str], user: User | None = None) -> Outcome:
     """Explain how a job ended whose agents did. What failed first goes into the folders of runs, too.
 
     Args:
@@ -104,28 +104,28 @@ def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User |
         user: whose the ranks were, if not this process's own.
     """
     first = RankFailure.first(failures)
-    status = ended.status
-    if ended.received:
+    status = result.status
+    if result.received:
         failed = first is not None and first.message and not was_interrupted(first.message)
-        message = str(first) if failed else stopped_by(ended.received)
-    elif ended.agent is None:
+        message = str(first) if failed else describe_signal(result.received)
+    elif result.agent is None:
         return Outcome(status)
-    elif ended.exitcode < 0 or first is None:
-        message = f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
+    elif result.exitcode < 0 or first is None:
+        message = f"{agents[result.agent]} {describe_exit(result.exitcode)}"
     else:
         status, message = shell_status(first.exitcode or 1), str(first)
     with user.acting() if user else contextlib.nullcontext():
         write_failure_to_runs(failures, message)
-    return Outcome(status, message, ended.received)
+    return Outcome(status, message, result.received)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class EndTimeouts:
     """How long agents have to end.
 
     Attributes:
         failed_seconds: after one has failed.
-        ends_others: the others are told to end then; otherwise they are left alone until that time is up.
+        ends_others: whether the others are signaled to end then; otherwise they run on until that time is up.
         signal_seconds: after a signal that was passed on.
         interrupt_seconds: after SIGINT.
     """
@@ -136,11 +136,11 @@ class Patience:
     interrupt_seconds: float = LAUNCH_SECONDS
 
 
-USUAL = Patience()
+DEFAULT_TIMEOUTS = EndTimeouts()
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentResult:
     """How agents ended.
 
     Attributes:
@@ -164,11 +164,11 @@ def supervise(
     environment: Mapping[str, str],
     *,
     outputs: Sequence[IO[bytes]] = (),
-    look: Callable[[], object] = lambda: None,
+    poll: Callable[[], object] = lambda: None,
     seconds: float = float("inf"),
     forwards: bool = True,
-    patience: Patience = USUAL,
-) -> Ended:
+    timeouts: EndTimeouts = DEFAULT_TIMEOUTS,
+) -> AgentResult:
     """Start agents and wait until all have ended, or have to. None of their processes is left.
 
     Args:
@@ -176,10 +176,10 @@ def supervise(
         environment: of them all.
         outputs: for each agent, what takes all that it and its ranks print; by default this process's own do, and its
             input is theirs.
-        look: called some twenty times a second, and once all have ended; what it raises ends them.
+        poll: called some twenty times a second, and once all have ended; what it raises ends them.
         seconds: that it may take.
         forwards: SIGINT, SIGTERM and SIGHUP are passed on. Otherwise they do what they do.
-        patience: how long they have to end.
+        timeouts: how long they have to end.
 
     Raises:
         TimeoutError: it took more than `seconds`.
@@ -190,12 +190,12 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.callback(_end, agents)
         jobs = []
-        received = stack.enter_context(_forwarded(_SIGNALS if forwards else (), agents))
+        received = stack.enter_context(_forward_signals(_SIGNALS if forwards else (), agents))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # agents inherit that, and are not interrupted
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         for number, command in enumerate(commands):
             jobs.append(secrets.token_hex(8))  # each its own: an agent kills at its end what is left of its job
-            stack.callback(kill_left, jobs[-1])
+            stack.callback(kill_remaining, jobs[-1])
             agents.append(
                 subprocess.Popen(
                     command,
@@ -207,41 +207,41 @@ def supervise(
                 )
             )
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        first = _wait(agents, jobs, received, look, until, patience)
+        first = _wait(agents, jobs, received, poll, until, timeouts)
         exitcode = 0 if first is None else agents[first].returncode
-        return Ended(first, exitcode, received[0] if received else None)
+        return AgentResult(first, exitcode, received[0] if received else None)
 
 
 def _wait(
     agents: Sequence[subprocess.Popen[bytes]],
     jobs: Sequence[str],
     received: Sequence[int],
-    look: Callable[[], object],
+    poll: Callable[[], object],
     until: float,
-    patience: Patience,
+    timeouts: EndTimeouts,
 ) -> int | None:
-    """Wait until all have ended, or nobody waits for them any longer: at a deadline, at a second signal, or after a
+    """Wait until all have ended, or until waiting stops: at a deadline, at a second signal, or after a
     signal once no rank is left, as an agent takes seconds to end. Return the first that failed, if any."""
     first: int | None = None
     deadline = float("inf")
     while True:
         statuses = [agent.poll() for agent in agents]
-        look()
+        poll()
         if first is None and not received:
             first = next((number for number, status in enumerate(statuses) if status), None)
-            if first is not None and patience.ends_others:  # as torchrun does with the other ranks of its machine
+            if first is not None and timeouts.ends_others:  # as torchrun does with the other ranks of its machine
                 _send(agents, signal.SIGTERM)
         if None not in statuses:
             return first
         now = time.monotonic()
         if deadline == float("inf") and received:
             is_interrupted = received[0] == signal.SIGINT
-            deadline = now + (patience.interrupt_seconds if is_interrupted else patience.signal_seconds)
+            deadline = now + (timeouts.interrupt_seconds if is_interrupted else timeouts.signal_seconds)
         elif deadline == float("inf") and first is not None:
-            deadline = now + patience.failed_seconds
+            deadline = now + timeouts.failed_seconds
         if now > deadline or len(received) > 1:
             return first
-        if received and not any(left(job, [agent.pid for agent in agents]) for job in jobs):
+        if received and not any(remaining_processes(job, [agent.pid for agent in agents]) for job in jobs):
             return first
         if now > until:
             raise TimeoutError("the job exceeded its time limit")
@@ -261,7 +261,7 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _forwarded(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def _forward_signals(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """Pass signals on to the agents; yield the list of those that came."""
     received: list[int] = []
 
@@ -269,16 +269,16 @@ def _forwarded(numbers: Sequence[int], agents: Sequence[subprocess.Popen[bytes]]
         received.append(number)
         _send(agents, number)
 
-    before = {number: signal.signal(number, forward) for number in numbers}
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def memory(name: str, user: User | None = None) -> Iterator[str]:
+def temporary_file(name: str, user: User | None = None) -> Iterator[str]:
     """Yield the path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is
     full. For another user, who cannot open such a file, it is one on disk, which that user can write, but not
     replace."""
@@ -287,7 +287,7 @@ def memory(name: str, user: User | None = None) -> Iterator[str]:
             file = Path(folder, name)
             file.touch()
             if user:
-                user.own(file)
+                user.take_ownership(file)
                 os.chmod(folder, 0o711)
             yield str(file)
         return
@@ -298,7 +298,7 @@ def memory(name: str, user: User | None = None) -> Iterator[str]:
         os.close(descriptor)
 
 
-def cores_for(ranks: int, threads: int | None) -> dict[str, str]:
+def thread_environment(ranks: int, threads: int | None) -> dict[str, str]:
     """Return what sets the number of threads of each rank; nothing if the environment does, and `threads` is None."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return {}

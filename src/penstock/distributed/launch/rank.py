@@ -1,7 +1,7 @@
 """One rank's program: a script or a module, run as `python script.py` and `python -m module` run it.
 
 `python -m penstock.distributed.launch.rank SCRIPT [ARGUMENTS]`, or `-m MODULE [ARGUMENTS]`. If it raises, the launcher
-is told, and only the rank that failed first prints a traceback.
+is informed, and only the rank that failed first prints a traceback.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from penstock._base.errors import PlanError, RankFailedError
-from penstock._base.words import in_a_line
-from penstock.distributed.launch.endings import await_culprit, exit_status, first_noted, note
+from penstock._base.formatting import one_line
+from penstock.distributed.launch.endings import await_culprit, exit_status, first_failure, note_failure
 
 _DOUBT_SECONDS = 0.5
-_SAYS_ALL = RankFailedError, PlanError
+_PLAIN = RankFailedError, PlanError
 """Errors whose message needs neither a rank nor a traceback."""
 
 
@@ -42,19 +42,19 @@ def main() -> None:
         status = exit_status(error)
         if status == 0:
             raise
-        if isinstance(error, (RuntimeError, OSError)) and first_noted() is None:
+        if isinstance(error, (RuntimeError, OSError)) and first_failure() is None:
             time.sleep(_DOUBT_SECONDS)  # another rank may have been killed, and the agent end this one
         sys.last_value = error  # as the interpreter does: a pipeline that is open tells the other ranks at exit
         if isinstance(error, SystemExit) and isinstance(error.code, int):
-            note(rank, exitcode=status)
-        elif not isinstance(error, RankFailedError) or first_noted() is None:
-            note(rank, str(error) if isinstance(error, _SAYS_ALL) else f"rank {rank} failed: {in_a_line(error)}")
+            note_failure(rank, exitcode=status)
+        elif not isinstance(error, RankFailedError) or first_failure() is None:
+            note_failure(rank, str(error) if isinstance(error, _PLAIN) else f"rank {rank} failed: {one_line(error)}")
         await_culprit(rank)
-        first = first_noted()
+        first = first_failure()
         if isinstance(error, SystemExit):
             raise
-        if not isinstance(error, (KeyboardInterrupt, *_SAYS_ALL)) and (first is None or first.rank == rank):
-            error = error.with_traceback(_of_the_program(error.__traceback__))
+        if not isinstance(error, (KeyboardInterrupt, *_PLAIN)) and (first is None or first.rank == rank):
+            error = error.with_traceback(_strip_own_frames(error.__traceback__))
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(status)
 
@@ -66,8 +66,8 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
         stream = sys.stderr
         if isinstance(stream, io.TextIOWrapper):  # logging holds it, so it stays the same object
             stream.flush()
-            kept = io.BufferedWriter(io.FileIO(os.dup(2), "w"))
-            stream.__init__(kept, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[misc]
+            writer = io.BufferedWriter(io.FileIO(os.dup(2), "w"))
+            stream.__init__(writer, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[misc]
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     raise KeyboardInterrupt
 
@@ -92,7 +92,7 @@ def _begin(arguments: Sequence[str], folder: str) -> None:
 
 
 def _run_script(path: str) -> None:
-    """Unlike `runpy.run_path`, keeps the arguments as typed and the module until the interpreter ends."""
+    """Run a script. Unlike `runpy.run_path`, keep the arguments as typed and the module until the interpreter ends."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__file__=path, __cached__=None, __builtins__=__builtins__)
     module.__loader__ = SourceFileLoader("__main__", path)
@@ -101,7 +101,7 @@ def _run_script(path: str) -> None:
     exec(code, vars(module))
 
 
-def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
+def _strip_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Drop the frames of this file and of runpy above the program's."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in _OURS:
         traceback = traceback.tb_next

@@ -22,8 +22,8 @@ _BYTES = 8
 
 
 def announcer() -> Callable[[int], None] | None:
-    """Return what to call with the number of each training step that begins; None where no launcher asks, or another
-    rank answers. Raise ArgumentError if the file cannot be written."""
+    """Return what to call with the number of each training step that begins; None where no launcher reads it, or on
+    another rank. Raise ArgumentError if the file cannot be written."""
     path = os.environ.get(VARIABLE)
     if not path or os.environ.get("RANK", "0") != "0":
         return None
@@ -51,7 +51,7 @@ def read_step(path: Path | str) -> int:
     """Return the step in a file, counted from 0; -1 before the first."""
     try:
         with open(path, "rb", buffering=0) as file:
-            told = file.read(_BYTES)
+            data = file.read(_BYTES)
     except FileNotFoundError:
         return NOT_YET
-    return int.from_bytes(told, sys.byteorder, signed=True) if len(told) == _BYTES else NOT_YET
+    return int.from_bytes(data, sys.byteorder, signed=True) if len(data) == _BYTES else NOT_YET

@@ -20,15 +20,15 @@ import numpy
 import torch
 from torch import nn
 
+from penstock._base.aliases import PIPELINE_ALIASES
 from penstock._base.errors import ArgumentError, PenstockError
-from penstock._base.second_names import OF_PIPELINE
-from penstock._base.words import a, in_a_line, line_of
+from penstock._base.formatting import a, one_line, printable_line
 from penstock.distributed.launch import transformers_config
 
 _FORM = "pass module:function or file.py:function"
 _MAX_MESSAGE = 500
 _RETURNS = "expected (model, args, target, loss)"
-_USUAL = "make"
+_DEFAULT = "make"
 """The function of a TARGET that names none."""
 
 SEED = 0
@@ -81,50 +81,50 @@ def load(text: str, *, weights: bool = True) -> Target:
     """
     if text.startswith(transformers_config.PREFIX):
         return call(text, partial(transformers_config.case, text, weights=weights))
-    return call(text, function_named(text if ":" in text else _with_usual(text)))
+    return call(text, load_function(text if ":" in text else _with_default_function(text)))
 
 
-def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
+def load_function(text: str, label: str = "TARGET") -> Callable[..., Any]:
     """Return what `module:function` or `file.py:function` names. `what`: the argument, for messages. Raise
     ArgumentError if there is no such module, file or function, or its module raises."""
-    place, colon, name = text.rpartition(":")
-    if not colon or not place or not name:
-        raise ArgumentError(f"{what} {text!r}: expected a colon between a module and a function; {_FORM}")
-    with user_code(f"{what} {text!r}"):
-        module = _from_file(Path(place), what) if place.endswith(".py") else _from_name(place, what)
+    source, colon, name = text.rpartition(":")
+    if not colon or not source or not name:
+        raise ArgumentError(f"{label} {text!r}: expected a colon between a module and a function; {_FORM}")
+    with user_code(f"{label} {text!r}"):
+        module = _from_file(Path(source), label) if source.endswith(".py") else _from_name(source, label)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ArgumentError(f"{what} {text!r}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ArgumentError(f"{label} {text!r}: {source} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return function
 
 
-def _with_usual(place: str) -> str:
+def _with_default_function(source: str) -> str:
     """Return the TARGET with its default function. Its code is read before it runs: a script may train when it is
     imported."""
-    path = Path(place)
-    if place.endswith(".py") and path.is_file():
-        with user_code(f"TARGET {place!r}"):
-            names = {name for one in ast.parse(path.read_bytes(), path.name).body for name in _bound(one)}
-        if _USUAL not in names:
+    path = Path(source)
+    if source.endswith(".py") and path.is_file():
+        with user_code(f"TARGET {source!r}"):
+            names = {name for node in ast.parse(path.read_bytes(), path.name).body for name in _bound_names(node)}
+        if _DEFAULT not in names:
             raise ArgumentError(
-                f"TARGET {place!r}: it has no function {_USUAL}; add one that returns a case, such as "
-                f"'def {_USUAL}(): return model, (inputs,), target, loss_fn', or name another: {place}:function"
+                f"TARGET {source!r}: it has no function {_DEFAULT}; add one that returns a case, such as "
+                f"'def {_DEFAULT}(): return model, (inputs,), target, loss_fn', or name another: {source}:function"
             )
-    return f"{place}:{_USUAL}"
+    return f"{source}:{_DEFAULT}"
 
 
-def _bound(statement: ast.stmt) -> list[str]:
+def _bound_names(statement: ast.stmt) -> list[str]:
     """Return the names that a statement of a module may bind to a function."""
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return [name.asname or name.name for name in statement.names]
     if isinstance(statement, ast.Assign):
-        return [one.id for one in statement.targets if isinstance(one, ast.Name)]
+        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
     return [statement.name] if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
 
 
 def call(text: str, function: Callable[[], Any]) -> Target:
-    """`load` of a function, which `text` names in messages."""
+    """Call a function as `load` does; `text` names it in messages."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)
@@ -152,18 +152,18 @@ def user_code(name: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Describe an exception on one line: its type, its message, and where it was raised."""
-    text = line_of(in_a_line(error), _MAX_MESSAGE)
+    text = printable_line(one_line(error), _MAX_MESSAGE)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
-def _from_file(path: Path, what: str) -> ModuleType:
+def _from_file(path: Path, label: str) -> ModuleType:
     if not path.is_file():
-        raise ArgumentError(f"{what}: there is no file {str(path)!r} in {Path.cwd()}; {_FORM}")
+        raise ArgumentError(f"{label}: there is no file {str(path)!r} in {Path.cwd()}; {_FORM}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as for a script
-    name = f"_{what.strip('-').lower()}_{path.stem}"  # a file random.py must not hide the module of that name
+    name = f"_{label.strip('-').lower()}_{path.stem}"  # a file random.py must not hide the module of that name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -173,7 +173,7 @@ def _from_file(path: Path, what: str) -> ModuleType:
     return module
 
 
-def _from_name(name: str, what: str) -> ModuleType:
+def _from_name(name: str, label: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as with `python -m`
     try:
@@ -182,29 +182,29 @@ def _from_name(name: str, what: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there; something that it imports is not
         hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
-        raise ArgumentError(f"{what}: there is no module {error.name!r}{hint}; {_FORM}") from None
+        raise ArgumentError(f"{label}: there is no module {error.name!r}{hint}; {_FORM}") from None
 
 
-def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
+def _check(text: str, returned: Any, rebuild: Callable[[], Target]) -> Target:
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
-        given = f"{len(returned)} values" if isinstance(returned, tuple) else a(type(returned).__name__)
-        raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
-    model, args, target, loss, *rest = returned
-    more = rest[0] if rest else {}
-    if isinstance(more, dict):
-        more = {OF_PIPELINE.get(key, key): value for key, value in more.items()}
-    if not isinstance(more, dict) or not more.keys() <= _CUTTING | _TRAINING | {"reduction"}:
-        given = f"a dict with {', '.join(map(str, more))}" if isinstance(more, dict) else a(type(more).__name__)
+        got = f"{len(returned)} values" if isinstance(returned, tuple) else a(type(returned).__name__)
+        raise ArgumentError(f"TARGET {text!r} returned {got}; {_RETURNS}")
+    model, args, target, loss, *extra = returned
+    options = extra[0] if extra else {}
+    if isinstance(options, dict):
+        options = {PIPELINE_ALIASES.get(key, key): value for key, value in options.items()}
+    if not isinstance(options, dict) or not options.keys() <= _CUTTING | _TRAINING | {"reduction"}:
+        got = f"a dict with {', '.join(map(str, options))}" if isinstance(options, dict) else a(type(options).__name__)
         raise ArgumentError(
-            f"TARGET {text!r} returned {given} after the loss; expected a dict with any of "
+            f"TARGET {text!r} returned {got} after the loss; expected a dict with any of "
             f"{', '.join(sorted(_CUTTING))}, reduction; for penstock blame, also {', '.join(sorted(_TRAINING))}"
         )
-    reduction = more.get("reduction")
+    reduction = options.get("reduction")
     if reduction is not None and reduction not in ("mean", "sum") and not callable(reduction):
         raise ArgumentError(
             f"TARGET {text!r}: reduction={reduction!r}: expected 'mean', 'sum' or a function of the target"
         )
-    cutting, training = ({key: more[key] for key in keys & more.keys()} for keys in (_CUTTING, _TRAINING))
+    cutting, training = ({key: options[key] for key in keys & options.keys()} for keys in (_CUTTING, _TRAINING))
     if not isinstance(model, nn.Module) and not _is_layers(model):
         raise ArgumentError(
             f"TARGET {text!r} returned {a(type(model).__name__)} as the model; {_RETURNS}, model: a module"
@@ -222,7 +222,7 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
             f"TARGET {text!r} returned {a(type(loss).__name__)} as the loss; {_RETURNS}, "
             "loss: a function of output and target, or None"
         )
-    return Target(model, args, kwargs, target, loss, cutting, again, training, reduction)
+    return Target(model, args, kwargs, target, loss, cutting, rebuild, training, reduction)
 
 
 _CUTTING = {"batch_dims", "split_fn", "merge_fn"}

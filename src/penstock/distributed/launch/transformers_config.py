@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from penstock._base.errors import ArgumentError, require
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 
 PREFIX = "hf:"
 _FORM = f"{PREFIX}path/to/config.json, or {PREFIX}path/to/config.json:ROWSxLENGTH"
 _SIZES = re.compile(r"(?P<path>.+):(?P<rows>[1-9]\d{0,5})(x(?P<length>[1-9]\d{0,6}))?")
 _ROWS, _LENGTH, _IMAGE = 8, 128, 224
-_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")
-"""The ends of the names of architectures whose labels are tokens."""
+_TOKEN_ARCHITECTURES = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")
+"""Suffixes of the names of architectures whose labels are tokens."""
 
 
 def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
@@ -37,29 +37,30 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
     require("transformers", "transformers", for_what=f"TARGET {text!r}")
     import transformers
 
-    found = _SIZES.fullmatch(text.removeprefix(PREFIX))
-    path = Path(found["path"] if found else text.removeprefix(PREFIX))
+    match = _SIZES.fullmatch(text.removeprefix(PREFIX))
+    path = Path(match["path"] if match else text.removeprefix(PREFIX))
     if not path.exists():
         raise ArgumentError(f"TARGET {text!r}: there is no file {str(path)!r} in {Path.cwd()}; expected {_FORM}")
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     name = next(iter(config.architectures or ()), None)
-    kind: Any = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name, None)
-    if name is not None and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    model_type: Any = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name, None)
+    if name is not None and not (isinstance(model_type, type) and issubclass(model_type, transformers.PreTrainedModel)):
         raise ArgumentError(f"TARGET {text!r}: transformers {transformers.__version__} has no architecture {name!r}")
-    make = kind if name is not None else kind.from_config
+    make = model_type if name is not None else model_type.from_config
     with torch.device("meta"):
         model = make(config)
     if weights:
-        needed = sum(parameter.nbytes for parameter in model.parameters())
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > there:
+        weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if weight_bytes > memory_bytes:
             raise ArgumentError(
-                f"TARGET {text!r}: its weights take {sized(needed)}, and this machine has {sized(there)} of memory. "
-                "inspect --balance flops needs none, and neither do profile and plan with --device h100"
+                f"TARGET {text!r}: its weights take {format_bytes(weight_bytes)}, and this machine has "
+                f"{format_bytes(memory_bytes)} of memory. inspect --balance flops needs none, and neither do profile "
+                "and plan with --device h100"
             )
         model = make(config)
-    rows = int(found["rows"]) if found else _ROWS
-    length = int(found["length"]) if found and found["length"] else None
+    rows = int(match["rows"]) if match else _ROWS
+    length = int(match["length"]) if match and match["length"] else None
     return model, ((), _batch(text, model, rows, length)), None, None
 
 
@@ -71,9 +72,9 @@ def _batch(text: str, model: Any, rows: int, length: int | None) -> dict[str, An
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.pad_token_id = config.decoder_start_token_id = config.pad_token_id or 0
         text_config = config.get_text_config()
-        usual = min(_LENGTH, getattr(text_config, "max_position_embeddings", None) or _LENGTH)
-        tokens = torch.randint(text_config.vocab_size, (rows, length or usual))
-        if kind.endswith(_OF_TOKENS):
+        default_length = min(_LENGTH, getattr(text_config, "max_position_embeddings", None) or _LENGTH)
+        tokens = torch.randint(text_config.vocab_size, (rows, length or default_length))
+        if kind.endswith(_TOKEN_ARCHITECTURES):
             return {"input_ids": tokens, "labels": tokens}
         if kind.endswith("ForSequenceClassification"):
             if config.pad_token_id is None:  # without it, only a single row has a last token

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import line_of
+from penstock._base.formatting import printable_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class User:
     def __post_init__(self) -> None:
         try:
             check = self.command([sys.executable, "-P", "-c", "from penstock.distributed.launch import agent"])
-            done = subprocess.run(check, capture_output=True, text=True, check=False)
+            result = subprocess.run(check, capture_output=True, text=True, check=False)
         except KeyError:
             raise ArgumentError(f"user {self.name!r} does not exist: pass the name of a user of this machine") from None
-        if done.returncode:
+        if result.returncode:
             raise ArgumentError(
-                f"user {self.name!r} cannot run {sys.executable} with Penstock ({line_of(done.stderr, 200)}): use a "
-                "Python, such as a virtual environment, that this user can read"
+                f"user {self.name!r} cannot run {sys.executable} with Penstock ({printable_line(result.stderr, 200)}): "
+                "use a Python, such as a virtual environment, that this user can read"
             )
 
     @property
@@ -47,7 +47,7 @@ class User:
         ids = (f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups")
         return ["setpriv", *ids, "env", f"HOME={account.pw_dir}", f"USER={self.name}", f"LOGNAME={self.name}", *argv]
 
-    def own(self, path: Path) -> None:
+    def take_ownership(self, path: Path) -> None:
         """Give a file to this user."""
         os.chown(path, self._account.pw_uid, self._account.pw_gid)
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate, or_default
-from penstock.network.fabric.samples import iterations_of, rate_key
-from penstock.network.fabric.statistics import fewest
+from penstock.network.fabric.samples import get_iterations, rate_key
+from penstock.network.fabric.statistics import min_samples
 from penstock.network.fabric.steps import Terms, is_even
 from penstock.schedule.placement import MAX_RANKS
 
@@ -52,7 +52,7 @@ class LinkFit:
         return terms.rounds * self.alpha_seconds + size_bytes * terms.bytes_factor * self.beta_seconds_per_byte
 
 
-def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
+def fit(points: Sequence[tuple[float, float, Terms]], min_beta: float = 0.0) -> LinkFit:
     """Fit alpha and beta, both non-negative, by least squares.
 
     It minimizes relative residuals, so that small sizes count as much as large ones.
@@ -60,7 +60,7 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
     Args:
         points: (bytes, seconds, terms) of each measurement, for example a median. Algorithms and numbers of ranks may
             be mixed.
-        least_beta: a lower bound on beta, in seconds per byte, because the wire is no faster.
+        min_beta: a lower bound on beta, in seconds per byte, because the wire is no faster.
 
     Raises:
         ArgumentError: a time is not positive, or the points cannot separate alpha from beta: fewer than two differ.
@@ -69,20 +69,20 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
 
     if any(not 0 < seconds < math.inf or size < 0 for size, seconds, _ in points):
         raise ArgumentError("expected times above 0 and sizes of 0 or more: pass measured seconds, and sizes in bytes")
-    seconds = np.array([one[1] for one in points])
+    seconds = np.array([point[1] for point in points])
     raw = np.array([(terms.rounds, size * terms.bytes_factor) for size, _, terms in points], float).reshape(-1, 2)
     columns = raw / seconds[:, None]
     norms = np.linalg.norm(columns, axis=0)
     if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
         raise ArgumentError(f"{len(points)} points cannot separate latency from bandwidth: pass two or more sizes")
-    wanted = 1 - columns[:, 1] * least_beta
-    alpha, beta = nnls(columns / norms, wanted)[0] / norms + (0.0, least_beta)
+    target = 1 - columns[:, 1] * min_beta
+    alpha, beta = nnls(columns / norms, target)[0] / norms + (0.0, min_beta)
     fitted = columns @ np.array([alpha, beta])
     weights = seconds**-2.0
     mean = float((weights * seconds).sum() / weights.sum())
     spread = float((weights * (seconds - mean) ** 2).sum())
-    left = float(((1 - fitted) ** 2).sum())
-    r2 = 1 - left / spread if spread > 0 else float(left == 0)
+    residual = float(((1 - fitted) ** 2).sum())
+    r2 = 1 - residual / spread if spread > 0 else float(residual == 0)
     return LinkFit(float(alpha), float(beta), r2)
 
 
@@ -101,32 +101,32 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
         terms = closed_form(collective, name, ranks)
         lines.append((terms.rounds * link.alpha_seconds, terms.bytes_factor * link.beta_seconds_per_byte, name))
     fixed, slope, best = min(lines, key=lambda line: line[:2])
-    found = [(0.0, best)]
+    fastest = [(0.0, best)]
     while steeper := [line for line in lines if line[1] < slope]:  # only a smaller slope overtakes
         size, _, (fixed, slope, best) = min(
-            (((line[0] - fixed) / (slope - line[1]), line[1], line) for line in steeper), key=lambda one: one[:2]
+            (((line[0] - fixed) / (slope - line[1]), line[1], line) for line in steeper), key=lambda entry: entry[:2]
         )
-        found.append((size, best))
-    return found
+        fastest.append((size, best))
+    return fastest
 
 
 def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
     """Return the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
-    found = []
+    links = []
     for link in record.get("links") or ():
         rate = link.get("bytes_per_second")
         fitted = LinkFit(float(link["latency_seconds"]), 1 / rate if rate else 0.0)
-        found.append(((int(link["from"]), int(link["to"])), fitted))
-    return found
+        links.append(((int(link["from"]), int(link["to"])), fitted))
+    return links
 
 
-def combined(links: Iterable[LinkFit], of: Callable[..., float] = max) -> LinkFit | None:
-    """Combine the largest alpha and the largest beta of links (`of=min`: the smallest), which limit a collective of any
-    size; None without links."""
-    found = tuple(links)
-    if not found:
+def combine(links: Iterable[LinkFit], select: Callable[..., float] = max) -> LinkFit | None:
+    """Combine the largest alpha and beta of links (`select=min`: the smallest), which limit a collective of any size;
+    None without links."""
+    fits = tuple(links)
+    if not fits:
         return None
-    return LinkFit(of(one.alpha_seconds for one in found), of(one.beta_seconds_per_byte for one in found))
+    return LinkFit(select(link.alpha_seconds for link in fits), select(link.beta_seconds_per_byte for link in fits))
 
 
 def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
@@ -136,8 +136,8 @@ def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> 
     Pairs that were not measured get the slowest measured values, as "all".
     """
     pairs = dict(record_links(record))
-    fits = [LinkFit(one["fit"]["alpha_seconds"], one["fit"]["beta_seconds_per_byte"]) for one in model]
-    slowest = combined(pairs.values() or fits)
+    fits = [LinkFit(entry["fit"]["alpha_seconds"], entry["fit"]["beta_seconds_per_byte"]) for entry in model]
+    slowest = combine(pairs.values() or fits)
     if slowest is None:
         return None
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
@@ -154,7 +154,7 @@ def _link(link: LinkFit) -> dict[str, float]:
 HOSTS = tuple(2**power for power in range(1, 13))
 """The numbers of hosts to predict for, if none are given."""
 
-FEWEST_SIZES = 3
+MIN_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
 
 
@@ -169,23 +169,23 @@ def forecast(
     """
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
-    return _extrapolated(_fit(record, results, collective), sizes, hosts)
+    return _extrapolate(_fit(record, results, collective), sizes, hosts)
 
 
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
-    for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
+    for collective in dict.fromkeys(transfer["collective"] for transfer in results["transfers"]):
         try:
-            found = _fit(record, results, collective)
+            fitted = _fit(record, results, collective)
         except ArgumentError:
             continue
-        if found["source"] == "times":
-            yield _extrapolated(found, [max(point["bytes"] for point in found["sizes"])], HOSTS)
+        if fitted["source"] == "times":
+            yield _extrapolate(fitted, [max(point["bytes"] for point in fitted["sizes"])], HOSTS)
 
 
-def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:
+def _extrapolate(fitted: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:
     """Extrapolate a fit to other sizes and host counts."""
-    link, collective = LinkFit(found["alpha_seconds"], found["beta_seconds_per_byte"]), found["collective"]
+    link, collective = LinkFit(fitted["alpha_seconds"], fitted["beta_seconds_per_byte"]), fitted["collective"]
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = []
     for size, n in product(sizes, numbers):
@@ -197,7 +197,7 @@ def _extrapolated(found: dict[str, Any], sizes: Sequence[int], hosts: Sequence[i
         {"hosts": n, "from": [{"bytes": size, "algorithm": name} for size, name in crossovers(link, collective, n)]}
         for n in numbers
     ]
-    return {"fit": found, "predictions": rows, "crossovers": fastest}
+    return {"fit": fitted, "predictions": rows, "crossovers": fastest}
 
 
 def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> dict[str, Any]:
@@ -209,73 +209,73 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     the collective took longer than the fit says. Raises ArgumentError if there is no measured link either.
     """
     # Uneven collectives have no closed form.
-    rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
+    rows = [row for row in results["transfers"] if row["collective"] == collective and not row.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
     form = or_default(collective, algorithm)  # the engine's own algorithm is unknown
-    medians = [(one["bytes"], len(one["ranks"]), one[rate_key(collective)]["p50"]) for one in rows]
+    medians = [(row["bytes"], len(row["ranks"]), row[rate_key(collective)]["p50"]) for row in rows]
     timed = [(size, ranks, median, closed_form(collective, form, ranks)) for size, ranks, median in medians if median]
-    sizes, lack, held = len({size for size, *_ in timed}), "", False
+    sizes, reason, is_limited = len({size for size, *_ in timed}), "", False
     if not rows:
-        lack = f"the run has no {collective} to fit"
-    elif sizes < FEWEST_SIZES and len(rows) == len(timed):
-        lack = f"{counted(sizes, 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
-    elif sizes < FEWEST_SIZES:
-        lack = f"{results['trials']} trials are too few for a median (it needs {fewest(0.5)})"
-    if lack:
-        link = combined(link for _, link in record_links(record))
+        reason = f"the run has no {collective} to fit"
+    elif sizes < MIN_SIZES and len(rows) == len(timed):
+        reason = f"{pluralize(sizes, 'size')} of {collective} cannot be fitted (a fit needs {MIN_SIZES})"
+    elif sizes < MIN_SIZES:
+        reason = f"{results['trials']} trials are too few for a median (it needs {min_samples(0.5)})"
+    if reason:
+        link = combine(link for _, link in record_links(record))
         if link is None:
-            raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
+            raise ArgumentError(f"{reason}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
     else:
         points = [(size, median, terms) for size, _, median, terms in timed]
-        link, measured = fit(points), _limiting(record, rows, form)
-        held = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
-        if measured is not None and held:
+        link, measured = fit(points), _limiter(record, rows, form)
+        is_limited = measured is not None and link.beta_seconds_per_byte < measured.beta_seconds_per_byte
+        if measured is not None and is_limited:
             link = fit(points, measured.beta_seconds_per_byte)
-    shown = []
+    fitted_sizes = []
     for size, ranks, median, terms in timed:
         fitted = link.seconds(terms, size)
-        one = {"bytes": size, "ranks": ranks, "measured_s": median, "fitted_s": fitted}
-        shown.append({**one, "residual": (median - fitted) / median})
+        point = {"bytes": size, "ranks": ranks, "measured_s": median, "fitted_s": fitted}
+        fitted_sizes.append({**point, "residual": (median - fitted) / median})
     beta = link.beta_seconds_per_byte
     return {
         "collective": collective,
         "algorithm": algorithm or None,
         "form": form,
-        "source": "links" if lack else "times",
-        "lack": lack or None,
+        "source": "links" if reason else "times",
+        "lack": reason or None,
         "alpha_seconds": link.alpha_seconds,
         "beta_seconds_per_byte": beta,
         "bytes_per_second": 1 / beta if beta else None,
-        "held_to_links": held,
-        "r2": None if lack else link.r2,
-        "largest_residual": max((abs(one["residual"]) for one in shown), default=None),
-        "sizes": shown,
+        "held_to_links": is_limited,
+        "r2": None if reason else link.r2,
+        "largest_residual": max((abs(point["residual"]) for point in fitted_sizes), default=None),
+        "sizes": fitted_sizes,
     }
 
 
-def _limiting(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
+def _limiter(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
     """Return the link that limits transfers, of those measured between their ranks; None if none was measured.
 
     If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
     fastest does, because slow links may have little to carry.
     """
-    among = {rank for one in rows for rank in one["ranks"]}
-    sizes = {(one["collective"], len(one["ranks"])) for one in rows}
-    most = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
-    return combined((link for ends, link in record_links(record) if among.issuperset(ends)), most)
+    members = {rank for row in rows for rank in row["ranks"]}
+    sizes = {(row["collective"], len(row["ranks"])) for row in rows}
+    select = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
+    return combine((link for ends, link in record_links(record) if members.issuperset(ends)), select)
 
 
-def network_seconds(record: dict[str, Any], one: dict[str, Any]) -> float:
+def network_seconds(record: dict[str, Any], entry: dict[str, Any]) -> float:
     """Return what a transfer, an entry of the results, takes on the measured links; 0 if none was measured.
 
     A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
     delays only the first of back-to-back iterations.
     """
-    form, ranks = or_default(one["collective"], one["algorithm"]), len(one["ranks"])
-    link = _limiting(record, [one], form) or _limiting(record, [{**one, "ranks": range(int(record["hosts"]))}], form)
+    form, ranks = or_default(entry["collective"], entry["algorithm"]), len(entry["ranks"])
+    link = _limiter(record, [entry], form) or _limiter(record, [{**entry, "ranks": range(int(record["hosts"]))}], form)
     if link is None:
         return 0.0
-    terms = closed_form(one["collective"], form, ranks)
-    if one["shares"]:
-        terms = terms._replace(bytes_factor=busbw_factor(one["collective"], ranks, one["shares"]))
-    return link.seconds(terms, one["bytes"]) + link.alpha_seconds / iterations_of(record)
+    terms = closed_form(entry["collective"], form, ranks)
+    if entry["shares"]:
+        terms = terms._replace(bytes_factor=busbw_factor(entry["collective"], ranks, entry["shares"]))
+    return link.seconds(terms, entry["bytes"]) + link.alpha_seconds / get_iterations(record)

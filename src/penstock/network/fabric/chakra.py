@@ -62,16 +62,16 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
         raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected} hosts; pass that number")
     groups = process_groups(workload, hosts)
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    paths = []
     for rank in range(hosts):
         path = folder / f"{name}.{rank}.et"
-        messages = [_field(1, VERSION), *map(_encoded, nodes_of(workload, rank, hosts, groups))]
+        messages = [_field(1, VERSION), *map(_encode, rank_nodes(workload, rank, hosts, groups))]
         with replacing(path) as new:
             new.write_bytes(b"".join(_varint(len(message)) + message for message in messages))
-        made.append(path)
+        paths.append(path)
     members = folder / f"{name}.groups.json"
     write_json(members, {group: list(ranks) for ranks, group in groups.items()})
-    return *made, members
+    return *paths, members
 
 
 def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]:
@@ -83,24 +83,24 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
     return groups
 
 
-def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
+def rank_nodes(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
     """Yield the nodes of one rank, each depending on the one before it; a transfer's do not depend on each other."""
     steps: list[tuple[str, float, list[tuple[int, dict[str, int | str]]]]] = []
     for tag, transfer in enumerate(workload.transfers):
         ranks = transfer.members(hosts)
         if rank in ranks:
-            if seconds := transfer.compute_of(rank):
+            if seconds := transfer.compute_on(rank):
                 steps.append((f"compute before {transfer.name}", seconds, [(COMP_NODE, {})]))
             steps.append((transfer.name, 0.0, _communication(transfer, ranks, rank, tag, groups)))
     if workload.compute_seconds:
         steps.append(("compute after the last transfer", workload.compute_seconds, [(COMP_NODE, {})]))
-    number, before = 0, range(0)
+    next_id, dependencies = 0, range(0)
     for name, seconds, parts in steps:
         micros = math.ceil(round(seconds * 1e9) / 1000)
-        for place, (kind, attributes) in enumerate(parts, number):
-            yield Node(place, name, kind, tuple(before), micros, {"is_cpu_op": False, **attributes})
-        before = range(number, number + len(parts))
-        number += len(parts)
+        for node_id, (kind, attributes) in enumerate(parts, next_id):
+            yield Node(node_id, name, kind, tuple(dependencies), micros, {"is_cpu_op": False, **attributes})
+        dependencies = range(next_id, next_id + len(parts))
+        next_id += len(parts)
 
 
 def _communication(
@@ -108,14 +108,14 @@ def _communication(
 ) -> list[tuple[int, dict[str, int | str]]]:
     """Return the types and attributes of a transfer's nodes on one rank."""
     if transfer.collective in ("send", "sendrecv"):
-        place = ranks.index(rank)
-        both = [
-            (COMM_SEND_NODE, (rank, ranks[(place + 1) % len(ranks)])),
-            (COMM_RECV_NODE, (ranks[place - 1], rank)),
+        index = ranks.index(rank)
+        pair = [
+            (COMM_SEND_NODE, (rank, ranks[(index + 1) % len(ranks)])),
+            (COMM_RECV_NODE, (ranks[index - 1], rank)),
         ]
         return [
             (kind, {"comm_size": transfer.bytes, "comm_src": source, "comm_dst": target, "comm_tag": tag})
-            for kind, (source, target) in (both if transfer.collective == "sendrecv" else both[place : place + 1])
+            for kind, (source, target) in (pair if transfer.collective == "sendrecv" else pair[index : index + 1])
         ]
     attributes: dict[str, int | str] = {
         "comm_type": COMM_TYPES[transfer.collective],
@@ -139,7 +139,7 @@ ASTRA-sim's first reader looks in no other field.
 """
 
 
-def _encoded(node: Node) -> bytes:
+def _encode(node: Node) -> bytes:
     """Encode a Node, omitting fields that are 0."""
     attributes = [_field(1, name) + _field(_VALUE_FIELD[name], value) for name, value in node.attributes.items()]
     deps = b"".join(map(_varint, node.data_deps))

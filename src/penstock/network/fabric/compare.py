@@ -17,14 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.samples import Run, TransferTimes, algorithm_of, iterations_of, measured_step, stalled
-from penstock.network.fabric.statistics import CONFIDENCE, Interval, Summary, correlation_time, fewest, scipy
+from penstock.network.fabric.samples import (
+    Run,
+    TransferTimes,
+    algorithm_for,
+    get_iterations,
+    measured_step,
+    stalled_trials,
+)
+from penstock.network.fabric.statistics import CONFIDENCE, Interval, Summary, correlation_time, min_samples, scipy
 from penstock.network.fabric.workload import Group, Workload, groups
 
 Samples = NDArray[np.float64]
 
 LEVEL = 0.05
-FEWEST = 8
+MIN_SAMPLES = 8
 """The fewest samples per run for which the normal approximation holds."""
 
 
@@ -36,7 +43,7 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
 
     Returns what `penstock fabric compare --json` prints, besides the warnings:
         transfers: those that both runs have, in A's order, and step: the whole step, if both runs have the same
-            transfers and hosts; else None. See `_tested`.
+            transfers and hosts; else None. See `_compare`.
         only_in_a, only_in_b: the names of the other transfers.
         other_settings: other differences between the runs, by name: (in A, in B).
         differs: whether any transfer, or the step, differs.
@@ -45,46 +52,49 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
         ArgumentError: the runs have no transfer in common.
     """
     loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
-    keys: list[dict[tuple[str, int, str, str], Group]] = []  # by what groups of two runs match
+    keys: list[dict[tuple[str, int, str, str], Group]] = []  # what identifies a group in both runs
     for load in loads:
-        firsts = [(load.transfers[group.places[0]], group) for group in groups(load)]
-        keys.append({(group.name, one.bytes, one.collective, one.kind): group for one, group in firsts})
+        firsts = [(load.transfers[group.indices[0]], group) for group in groups(load)]
+        keys.append({(group.name, first.bytes, first.collective, first.kind): group for first, group in firsts})
     common = [key for key in keys[0] if key in keys[1]]
     if not common:
-        names = [", ".join(f"{name} of {size} bytes ({what})" for name, size, what, _ in list(one)[:3]) for one in keys]
+        names = [
+            ", ".join(f"{name} of {size} bytes ({collective})" for name, size, collective, _ in list(by_key)[:3])
+            for by_key in keys
+        ]
         raise ArgumentError(
             f"the runs have no transfer in common: A has {names[0]}, B has {names[1]}; compare runs of the same "
             "workload"
         )
-    found = []
+    rows = []
     for key in common:
-        both = keys[0][key], keys[1][key]
+        pair = keys[0][key], keys[1][key]
         times = [
-            [TransferTimes.of(run, load, place).completion for place in group.places]
-            for run, load, group in zip((a, b), loads, both, strict=True)
+            [TransferTimes.from_run(run, load, index).completion for index in group.indices]
+            for run, load, group in zip((a, b), loads, pair, strict=True)
         ]
-        series = [np.stack(one, axis=1) for one in times]  # [trial, transfer]
-        algorithms = (algorithm_of(a.record, both[0].places[0]), algorithm_of(b.record, both[1].places[0]))
-        found.append(_tested(*key[:3], algorithms, series))
-    same = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
-    whole = same and a.record["hosts"] == b.record["hosts"]
-    if whole:
+        series = [np.stack(transfers, axis=1) for transfers in times]  # [trial, transfer]
+        algorithms = (algorithm_for(a.record, pair[0].indices[0]), algorithm_for(b.record, pair[1].indices[0]))
+        rows.append(_compare(*key[:3], algorithms, series))
+    same_transfers = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
+    compares_step = same_transfers and a.record["hosts"] == b.record["hosts"]
+    if compares_step:
         series = [measured_step(run, load)[:, None] for run, load in zip((a, b), loads, strict=True)]
-        asked = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
-        found.append(_tested("step", sum(one.bytes for one in loads[0].transfers), "all", asked, series))
-    _judge(found)
-    ours, others = _settings(a), _settings(b)
+        requested = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
+        rows.append(_compare("step", sum(transfer.bytes for transfer in loads[0].transfers), "all", requested, series))
+    _judge(rows)
+    in_a, in_b = _settings(a), _settings(b)
     return {
-        "transfers": found[: len(common)],
-        "step": found[-1] if whole else None,
+        "transfers": rows[: len(common)],
+        "step": rows[-1] if compares_step else None,
         "only_in_a": [name for name, *_ in keys[0] if (name, *_) not in keys[1]],
         "only_in_b": [name for name, *_ in keys[1] if (name, *_) not in keys[0]],
-        "other_settings": {key: (ours[key], others[key]) for key in ours if ours[key] != others.get(key, ours[key])},
-        "differs": any(one["verdict"] == "differs" for one in found),
+        "other_settings": {key: (in_a[key], in_b[key]) for key in in_a if in_a[key] != in_b.get(key, in_a[key])},
+        "differs": any(entry["verdict"] == "differs" for entry in rows),
     }
 
 
-def _tested(
+def _compare(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
 ) -> dict[str, Any]:
     """Describe how the completion times of one transfer, or of the whole step, differ between run A and run B.
@@ -100,44 +110,44 @@ def _tested(
         p_values: of the tests of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test
             on the slowest 1%, or 10%), which `_judge` corrects; it also adds a `verdict`.
     """
-    both = [Summary.of(one) for one in series]
-    made: dict[str, Any] = {"name": name, "bytes": size, "collective": collective, "algorithms": algorithms}
-    made |= {"trials": [one.count for one in both], "p50_s": [one.p50 for one in both]}
-    made |= {"p99_s": [one.figures["p99"] for one in both], "p_values": dict.fromkeys(("median", "shape", "tail"))}
-    made |= {"ratio": None, "ratio_interval": None}
-    if min(made["trials"]) < FEWEST:
-        return made
-    a, b = (one.mean(1) for one in series)
+    summaries = [Summary.from_samples(samples) for samples in series]
+    entry: dict[str, Any] = {"name": name, "bytes": size, "collective": collective, "algorithms": algorithms}
+    entry |= {"trials": [s.count for s in summaries], "p50_s": [s.p50 for s in summaries]}
+    entry |= {"p99_s": [s.figures["p99"] for s in summaries], "p_values": dict.fromkeys(("median", "shape", "tail"))}
+    entry |= {"ratio": None, "ratio_interval": None}
+    if min(entry["trials"]) < MIN_SAMPLES:
+        return entry
+    a, b = (samples.mean(1) for samples in series)
     times = correlation_time(a), correlation_time(b)
-    worth = len(a) / times[0], len(b) / times[1]
+    effective = len(a) / times[0], len(b) / times[1]
     # Dependence between samples increases the variance of a difference by this factor.
     inflation = sum((times[0] / len(a), times[1] / len(b))) / (1 / len(a) + 1 / len(b))
-    made["p_values"] = {
+    entry["p_values"] = {
         "median": mann_whitney(a, b, inflation),
-        "shape": kolmogorov_smirnov(a, b, worth),
-        "tail": next((tails(a, b, q) for q in (0.99, 0.9) if min(worth) >= fewest(q)), None),
+        "shape": kolmogorov_smirnov(a, b, effective),
+        "tail": next((tails(a, b, q) for q in (0.99, 0.9) if min(effective) >= min_samples(q)), None),
     }
     # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
     middle, (low, high) = shift(np.log(np.maximum(a, 1e-9)), np.log(np.maximum(b, 1e-9)), inflation)
-    return {**made, "ratio": math.exp(middle), "ratio_interval": (math.exp(low), math.exp(high))}
+    return {**entry, "ratio": math.exp(middle), "ratio_interval": (math.exp(low), math.exp(high))}
 
 
-def _judge(found: Sequence[dict[str, Any]]) -> None:
+def _judge(rows: Sequence[dict[str, Any]]) -> None:
     """Correct p-values with Holm's method over all tests. Add a verdict, "differs" if any is below 5%, and in
     `differs_in` which."""
-    tests = [(one["p_values"], name) for one in found for name, p in one["p_values"].items() if p is not None]
+    tests = [(row["p_values"], name) for row in rows for name, p in row["p_values"].items() if p is not None]
     corrected = holm([ps[name] for ps, name in tests])
     for (ps, name), p in zip(tests, corrected, strict=True):
         ps[name] = p
-    for one in found:
-        ps = {name: p for name, p in one["p_values"].items() if p is not None}
-        one["differs_in"] = [name for name, p in ps.items() if p < LEVEL]
-        one["verdict"] = "differs" if one["differs_in"] else "no difference shown" if ps else "too few samples"
+    for row in rows:
+        ps = {name: p for name, p in row["p_values"].items() if p is not None}
+        row["differs_in"] = [name for name, p in ps.items() if p < LEVEL]
+        row["verdict"] = "differs" if row["differs_in"] else "no difference shown" if ps else "too few samples"
 
 
-_KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
-_OF_HOSTS = ("kernel", "torch", "congestion_control", "interface")
-_OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
+_RECORD_KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
+_HOST_KEYS = ("kernel", "torch", "congestion_control", "interface")
+_NETWORK_KEYS = ("own", "background", "slow", "shaper", "mtu")
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -147,19 +157,19 @@ def _settings(run: Run) -> dict[str, Any]:
     """
     record = run.record
     workload, network = record["workload"], record.get("network") or {}
-    found: dict[str, Any] = {key: record.get(key) for key in _KEYS}
-    found |= {"iterations": iterations_of(record), "meets": bool(record.get("meets"))}
-    found |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
-    found["compute_seconds"] = workload["compute_seconds"]
-    for one in workload["transfers"]:
-        found |= {f"{key} of {one['name']}": list(one.get(key) or ()) or None for key in ("shares", "ranks")}
-        found["compute_seconds"] += sum(one.get("compute_by_rank") or ()) or one.get("compute_seconds") or 0.0
-    found |= {key: network.get(key) or None for key in _OF_NETWORK}
-    found["scenario"] = [one["text"] for one in record.get("happened") or ()] or None
-    for key in _OF_HOSTS:
+    settings: dict[str, Any] = {key: record.get(key) for key in _RECORD_KEYS}
+    settings |= {"iterations": get_iterations(record), "meets": bool(record.get("meets"))}
+    settings |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
+    settings["compute_seconds"] = workload["compute_seconds"]
+    for entry in workload["transfers"]:
+        settings |= {f"{key} of {entry['name']}": list(entry.get(key) or ()) or None for key in ("shares", "ranks")}
+        settings["compute_seconds"] += sum(entry.get("compute_by_rank") or ()) or entry.get("compute_seconds") or 0.0
+    settings |= {key: network.get(key) or None for key in _NETWORK_KEYS}
+    settings["scenario"] = [event["text"] for event in record.get("happened") or ()] or None
+    for key in _HOST_KEYS:
         values = {host.get(key) for host in record.get("environment") or ()}
-        found[key] = values.pop() if len(values) == 1 else None
-    return {**found, "stalled_trials": len(stalled(run))}
+        settings[key] = values.pop() if len(values) == 1 else None
+    return {**settings, "stalled_trials": len(stalled_trials(run))}
 
 
 # -- tests of two series, by scipy where it can ------------------------------------------------------------------------
@@ -206,8 +216,8 @@ def tails(a: Samples, b: Samples, q: float) -> float:
 
     Consecutive slow samples are one event and count once.
     """
-    over = [one > float(np.quantile(np.concatenate([a, b]), q)) for one in (a, b)]
-    slow = [int(one[:1].sum() + (one[1:] & ~one[:-1]).sum()) for one in over]  # runs of True
+    slowest = [samples > float(np.quantile(np.concatenate([a, b]), q)) for samples in (a, b)]
+    slow = [int(flags[:1].sum() + (flags[1:] & ~flags[:-1]).sum()) for flags in slowest]  # runs of True
     return float(scipy()[0].fisher_exact([slow, [len(a) - slow[0], len(b) - slow[1]]]).pvalue)
 
 
@@ -225,18 +235,18 @@ def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interv
     return middle, (_difference(a, b, low), _difference(a, b, pairs - 1 - low))
 
 
-def _difference(a: Samples, b: Samples, place: int) -> float:
-    """Return the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
+def _difference(a: Samples, b: Samples, index: int) -> float:
+    """Return the difference b - a at an index of all differences sorted, by bisecting on its value."""
     low, high = float(b[0] - a[-1]), float(b[-1] - a[0])
     while True:
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        if int(np.searchsorted(b, a + middle, "right").sum()) > place:
+        if int(np.searchsorted(b, a + middle, "right").sum()) > index:
             high = middle
         else:
             low = middle
-    return low if int(np.searchsorted(b, a + low, "right").sum()) > place else high
+    return low if int(np.searchsorted(b, a + low, "right").sum()) > index else high
 
 
 def holm(ps: Sequence[float]) -> list[float]:

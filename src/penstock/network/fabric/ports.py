@@ -22,9 +22,9 @@ from typing import Any
 
 from penstock.network.fabric.alpha_beta import LinkFit
 from penstock.network.link import Link
-from penstock.network.topology import topology_of
+from penstock.network.topology import recorded_topology
 
-Measured = tuple[tuple[int, int], LinkFit]
+FittedLink = tuple[tuple[int, int], LinkFit]
 """A link's ends (from, to), and its measured values."""
 
 
@@ -46,8 +46,8 @@ class Port:
         """Return the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
         if not size:
             return 0.0
-        left = 0.0 if math.isinf(self.bytes_per_second) else max(size * iterations - self.burst_bytes, 0.0)
-        return (self.latency_seconds + left / self.bytes_per_second) / iterations
+        remaining = 0.0 if math.isinf(self.bytes_per_second) else max(size * iterations - self.burst_bytes, 0.0)
+        return (self.latency_seconds + remaining / self.bytes_per_second) / iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +64,30 @@ class Ports:
     latencies: Mapping[tuple[int, int], float]
 
 
-def changed(record: Mapping[str, Any]) -> bool:
+def links_changed(record: Mapping[str, Any]) -> bool:
     """Whether a scenario may have changed the links during the run, in which case their properties are not known."""
     network = record.get("network") or {}
     return bool(network.get("link")) and network.get("rates") is None
 
 
-def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
+def shaped_ports(record: Mapping[str, Any], links: Iterable[FittedLink]) -> Ports | None:
     """Return the ports as shaped according to a run's record; None if the shapers are unknown.
 
     A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
     be told from luck and is left out.
     """
     hosts = int(record["hosts"])
-    topology = topology_of(record.get("network"))
+    topology = recorded_topology(record.get("network"))
     if topology is None:
         return None
     exact = record["network"].get("shaper") == "switch"
-    beside = [max(link.alpha_seconds - topology.least_delay(*ends), 0.0) for ends, link in links]
-    own = 0.0 if any(link.varies for link in topology.links) else min(beside, default=0.0)
+    overheads = [max(link.alpha_seconds - topology.min_delay(*ends), 0.0) for ends, link in links]
+    overhead = 0.0 if any(link.varies for link in topology.links) else min(overheads, default=0.0)
     pairs = [(a, b) for a in range(hosts) for b in range(hosts) if a != b]
     return Ports(
         tuple(_port(link, 0 if exact else link.burst) for link in map(topology.up, range(hosts))),
         tuple(_port(link, 0 if exact else link.port_burst) for link in map(topology.down, range(hosts))),
-        {pair: topology.least_delay(*pair) + own for pair in pairs},
+        {pair: topology.min_delay(*pair) + overhead for pair in pairs},
     )
 
 
@@ -113,7 +113,7 @@ _NEEDS: dict[str, Callable[[int, bool], tuple[float, float]]] = {
 
 
 def lower_bound_seconds(
-    links: Iterable[Measured],
+    links: Iterable[FittedLink],
     collective: str,
     members: Sequence[int],
     size_bytes: float,
@@ -137,37 +137,35 @@ def lower_bound_seconds(
         None if the bound is unknown: a port has no known shaper and several partners, or the link to its only partner
         was not measured.
     """
-    found, ranks = dict(links), len(members)
+    by_pair, ranks = dict(links), len(members)
     bounds: list[float] = []
     paths: list[tuple[Port, Port]] = []  # of each rank, out and in
-    for place, rank in enumerate(members):
-        targets, sources = [[other for other in members if other != rank]] * 2
+    for index, rank in enumerate(members):
+        targets, sources = [[peer for peer in members if peer != rank]] * 2
         if collective == "sendrecv":
-            targets, sources = [members[(place + 1) % ranks]], [members[place - 1]]
-        leaving = _joined(ports, found, [(rank, other) for other in targets])
-        arriving = _joined(ports, found, [(other, rank) for other in sources])
+            targets, sources = [members[(index + 1) % ranks]], [members[index - 1]]
+        leaving = _path(ports, by_pair, [(rank, peer) for peer in targets])
+        arriving = _path(ports, by_pair, [(peer, rank) for peer in sources])
         if leaving is None or arriving is None:
             return None
-        needs = _NEEDS[collective](ranks, place == 0)
+        needs = _NEEDS[collective](ranks, index == 0)
         if shares:
-            own = shares[place] / sum(shares)
-            needs = 1 - own, (ranks - 1) * own
+            own_share = shares[index] / sum(shares)
+            needs = 1 - own_share, (ranks - 1) * own_share
         paths.append((leaving, arriving))
         bounds += [port.seconds(share * size_bytes, iterations) for port, share in zip(paths[-1], needs, strict=True)]
     if collective == "all_reduce":
         carried = 2 * (ranks - 1) * size_bytes
-        bounds += [_sum(way).seconds(carried, iterations) for way in zip(*paths, strict=True)]
+        bounds += [_sum(direction).seconds(carried, iterations) for direction in zip(*paths, strict=True)]
     return max(bounds)
 
 
-def _joined(
-    ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
-) -> Port | None:
+def _path(ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]) -> Port | None:
     """Return the path through one rank's port over all these pairs; it is as fast as its slower end."""
     if ports is None:
-        (pair, *more) = pairs
+        (pair, *remaining) = pairs
         link = links.get(pair, links.get(pair[::-1]))
-        return None if more or link is None else Port(link.bytes_per_second, 0.0, link.alpha_seconds)
+        return None if remaining or link is None else Port(link.bytes_per_second, 0.0, link.alpha_seconds)
     # One of the two sides is the rank's own port, which all pairs share.
     up, down = [ports.up[a] for a in {a for a, _ in pairs}], [ports.down[b] for b in {b for _, b in pairs}]
     slower = min((_sum(up), _sum(down)), key=lambda port: port.bytes_per_second)
@@ -175,5 +173,5 @@ def _joined(
 
 
 def _sum(ports: Sequence[Port]) -> Port:
-    rate, burst = sum(one.bytes_per_second for one in ports), sum(one.burst_bytes for one in ports)
-    return Port(rate, burst, min(one.latency_seconds for one in ports))
+    rate, burst = sum(port.bytes_per_second for port in ports), sum(port.burst_bytes for port in ports)
+    return Port(rate, burst, min(port.latency_seconds for port in ports))

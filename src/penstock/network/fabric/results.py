@@ -13,18 +13,18 @@ import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.alpha_beta import forecasts, network_seconds, record_links
-from penstock.network.fabric.ports import changed, lower_bound_seconds, shaped_ports
+from penstock.network.fabric.ports import links_changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import (
     Run,
     TransferTimes,
-    algorithm_of,
+    algorithm_for,
     computed_step,
-    iterations_of,
+    get_iterations,
     measured_step,
     rate_key,
-    stalled,
+    stalled_trials,
 )
-from penstock.network.fabric.statistics import Summary, effective_counts, fewest, outliers
+from penstock.network.fabric.statistics import Summary, effective_counts, min_samples, outliers
 from penstock.network.fabric.workload import Transfer, Workload, groups
 
 
@@ -40,33 +40,33 @@ def results(run: Run) -> dict[str, Any]:
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
     record, workload = run.record, Workload.from_dict(run.record["workload"])
-    asked, trials = int(record.get("trials") or 0), len(run.start_ns)
-    times = [TransferTimes.of(run, workload, place) for place in range(len(workload.transfers))]
-    links = [] if changed(record) else record_links(record)
+    requested, trials = int(record.get("trials") or 0), len(run.start_ns)
+    times = [TransferTimes.from_run(run, workload, index) for index in range(len(workload.transfers))]
+    links = [] if links_changed(record) else record_links(record)
     ports = shaped_ports(record, links)
     bounds = [  # None if the links changed during the run, or are not known
-        lower_bound_seconds(links, one.collective, took.ranks, one.bytes, one.shares, ports, iterations_of(record))
-        for one, took in zip(workload.transfers, times, strict=True)
+        lower_bound_seconds(links, t.collective, timing.ranks, t.bytes, t.shares, ports, get_iterations(record))
+        for t, timing in zip(workload.transfers, times, strict=True)
     ]
 
-    def entry(name: str, places: Sequence[int]) -> dict[str, Any]:
-        chosen, least = [workload.transfers[place] for place in places], [bounds[place] for place in places]
+    def entry(name: str, indices: Sequence[int]) -> dict[str, Any]:
+        members, limits = [workload.transfers[index] for index in indices], [bounds[index] for index in indices]
         # Of similar transfers between different ranks, the mean.
-        bound = None if None in least else sum(filter(None, least)) / len(least)
-        return _entry(name, chosen, [times[place] for place in places], algorithm_of(record, places[0]), bound)
+        bound = None if None in limits else sum(filter(None, limits)) / len(limits)
+        return _entry(name, members, [times[index] for index in indices], algorithm_for(record, indices[0]), bound)
 
-    transfers = [entry(one.name, (place,)) for place, one in enumerate(workload.transfers)]
-    together = [
-        (entry(group.name, group.places) if len(group.places) > 1 else transfers[group.places[0]])
-        | {"times": len(group.places)}
+    transfers = [entry(transfer.name, (index,)) for index, transfer in enumerate(workload.transfers)]
+    group_entries = [
+        (entry(group.name, group.indices) if len(group.indices) > 1 else transfers[group.indices[0]])
+        | {"times": len(group.indices)}
         for group in groups(workload)
     ]
     # A killed run could not write down what is missing.
-    complete = bool(record.get("complete", False)) and trials >= asked
+    complete = bool(record.get("complete", False)) and trials >= requested
     missing = [str(record["missing"])] if record.get("missing") else []
-    if not complete and trials < asked:
-        missing.append(f"{asked - trials:,} of {asked:,} trials")
-    made = {
+    if not complete and trials < requested:
+        missing.append(f"{requested - trials:,} of {requested:,} trials")
+    result = {
         "version": 1,
         "workload": workload.name,
         "hosts": int(record["hosts"]),
@@ -75,17 +75,17 @@ def results(run: Run) -> dict[str, Any]:
         "complete": complete,
         "missing": "; ".join(missing),
         "transfers": transfers,
-        "groups": together,
+        "groups": group_entries,
         "step": _step(run, workload, times, transfers),
-        "stalled": list(stalled(run)),
+        "stalled": list(stalled_trials(run)),
         "cpu": saturation(record, trials, _network_percent(record, transfers)),
         "links": record.get("links") or [],
-        "environment": {"hosts": record.get("environment"), **{key: record.get(key) for key in _OF_RECORD}},
+        "environment": {"hosts": record.get("environment"), **{key: record.get(key) for key in _RECORD_KEYS}},
     }
-    return made | {"model": list(forecasts(record, made))}
+    return result | {"model": list(forecasts(record, result))}
 
 
-_OF_RECORD = (
+_RECORD_KEYS = (
     "algorithm", "backend", "link", "seed", "overlap", "iterations", "warmup", "steady", "clock", "network", "switch",
     "happened",
 )  # fmt: skip
@@ -96,12 +96,12 @@ def _entry(
 ) -> dict[str, Any]:
     """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
-    completion = np.stack([one.completion for one in times], axis=1)
-    summary = Summary.of(completion)
-    waiting = Summary.of(np.stack([one.transfer for one in times], axis=1))
-    median = (waiting if rate_key(first.collective) == "transfer_s" else summary).p50
+    completion = np.stack([timing.completion for timing in times], axis=1)
+    summary = Summary.from_samples(completion)
+    transfer_summary = Summary.from_samples(np.stack([timing.transfer for timing in times], axis=1))
+    median = (transfer_summary if rate_key(first.collective) == "transfer_s" else summary).p50
     per_rank = _per_rank(times)
-    slowest = max(per_rank, key=lambda one: int(one["trials_slowest"]), default=None)
+    slowest = max(per_rank, key=lambda entry: int(entry["trials_slowest"]), default=None)
     factor = busbw_factor(first.collective, len(times[0].ranks), first.shares)
     return {
         "name": name,
@@ -110,15 +110,15 @@ def _entry(
         "algorithm": algorithm,
         "kind": first.kind,
         "shares": list(first.shares),
-        "ranks": list(dict.fromkeys(rank for one in times for rank in one.ranks)),
+        "ranks": list(dict.fromkeys(rank for timing in times for rank in timing.ranks)),
         "trials": summary.count,
         "effective_trials": summary.effective,
-        "compute_s": sum(one.compute_seconds for one in transfers) / len(transfers),
+        "compute_s": sum(transfer.compute_seconds for transfer in transfers) / len(transfers),
         **_times("time", summary),
-        **_times("arrival_skew", Summary.of(np.stack([one.arrival_skew for one in times], axis=1))),
-        **_times("transfer", waiting),
+        **_times("arrival_skew", Summary.from_samples(np.stack([timing.arrival_skew for timing in times], axis=1))),
+        **_times("transfer", transfer_summary),
         **_rates(first.bytes, first.bytes * factor, median, bound),
-        "outliers": sorted({int(place) // len(times) for place in outliers(completion)}),
+        "outliers": sorted({int(index) // len(times) for index in outliers(completion)}),
         "per_rank": per_rank,
         "slowest_rank": slowest and {key: slowest[key] for key in ("rank", "trials_slowest")},
     }
@@ -134,11 +134,11 @@ def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
     """
-    if changed(record) or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
+    if links_changed(record) or any((transfer["ideal_percent"] or 0.0) > ABOVE_IDEAL for transfer in transfers):
         return None
-    medians = [one[rate_key(one["collective"])]["p50"] for one in transfers]
+    medians = [transfer[rate_key(transfer["collective"])]["p50"] for transfer in transfers]
     pairs = zip(transfers, medians, strict=True)
-    return min(100 * network_seconds(record, one) / median if median else 0.0 for one, median in pairs)
+    return min(100 * network_seconds(record, transfer) / median if median else 0.0 for transfer, median in pairs)
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _times(name: str, summary: Summary) -> dict[str, Any]:
     return {
         f"{name}_s": summary.figures,
         f"{prefix}mean_interval": summary.mean_interval and list(summary.mean_interval),
-        f"{prefix}intervals": {key: found and list(found) for key, found in summary.intervals.items()},
+        f"{prefix}intervals": {key: interval and list(interval) for key, interval in summary.intervals.items()},
     }
 
 
@@ -165,20 +165,20 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
     in how many trials it was the slowest, and the latest; empty without trials."""
     if not len(times[0].durations):
         return []
-    slowest = [one.durations.argmax(1) for one in times]
-    latest = [one.late.argmax(1) for one in times]
-    found: list[dict[str, Any]] = []
+    slowest = [timing.durations.argmax(1) for timing in times]
+    latest = [timing.late.argmax(1) for timing in times]
+    rows: list[dict[str, Any]] = []
     durations = []
-    for rank in dict.fromkeys(rank for one in times for rank in one.ranks):
-        places = [(n, one.ranks.index(rank)) for n, one in enumerate(times) if rank in one.ranks]
-        durations.append(np.stack([times[n].durations[:, place] for n, place in places], axis=1))
-        counts = [sum(int((which[n] == place).sum()) for n, place in places) for which in (slowest, latest)]
-        found.append({"rank": rank, "p50": None, "p99": None, "trials_slowest": counts[0], "trials_latest": counts[1]})
+    for rank in dict.fromkeys(rank for timing in times for rank in timing.ranks):
+        indices = [(n, timing.ranks.index(rank)) for n, timing in enumerate(times) if rank in timing.ranks]
+        durations.append(np.stack([times[n].durations[:, index] for n, index in indices], axis=1))
+        counts = [sum(int((extremes[n] == index).sum()) for n, index in indices) for extremes in (slowest, latest)]
+        rows.append({"rank": rank, "p50": None, "p99": None, "trials_slowest": counts[0], "trials_latest": counts[1]})
     for name, q in (("p50", 0.5), ("p99", 0.99)):
-        if min(effective_counts(one.mean(1), (q,))[0] for one in durations) >= fewest(q):
-            for entry, one in zip(found, durations, strict=True):
-                entry[name] = float(np.quantile(one, q))
-    return found
+        if min(effective_counts(rank_durations.mean(1), (q,))[0] for rank_durations in durations) >= min_samples(q):
+            for row, rank_durations in zip(rows, durations, strict=True):
+                row[name] = float(np.quantile(rank_durations, q))
+    return rows
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -186,18 +186,18 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     overlap, hosts = bool(run.record.get("overlap", False)), int(run.record["hosts"])
 
     def if_transfers_took(seconds: Sequence[float], *, overlap: bool) -> float:
-        return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
+        return float(computed_step(workload, [np.array([value]) for value in seconds], hosts, overlap=overlap)[0])
 
     measured = measured_step(run, workload)
     compute = if_transfers_took([0.0] * len(transfers), overlap=False)
-    other = measured  # without compute, there is nothing to overlap
+    other_overlap = measured  # without compute, there is nothing to overlap
     if compute:
-        other = computed_step(workload, [one.transfer for one in times], hosts, overlap=not overlap)
-    summary = Summary.of(measured)
-    medians = {overlap: summary.p50, not overlap: Summary.of(other).p50}
+        other_overlap = computed_step(workload, [timing.transfer for timing in times], hosts, overlap=not overlap)
+    summary = Summary.from_samples(measured)
+    medians = {overlap: summary.p50, not overlap: Summary.from_samples(other_overlap).p50}
     size = sum(transfer.bytes for transfer in workload.transfers)
-    bus = sum(one["bytes"] * busbw_factor(one["collective"], len(one["ranks"]), one["shares"]) for one in transfers)
-    bounds, kinds = [one["bound_s"] for one in transfers], {one["collective"] for one in transfers}
+    bus = sum(t["bytes"] * busbw_factor(t["collective"], len(t["ranks"]), t["shares"]) for t in transfers)
+    bounds, kinds = [t["bound_s"] for t in transfers], {t["collective"] for t in transfers}
     bound = None if None in bounds else if_transfers_took(bounds, overlap=overlap)
     return {
         "name": "step",
@@ -237,35 +237,35 @@ def saturation(record: Mapping[str, Any], trials: int, network_percent: float | 
         `scheduler_tails`: ranks were preempted often enough to account for the slowest 1% of the trials.
         `utilization`: of the busiest machine, 0..1; None if unknown. `text`: for people; empty if nothing is known.
     """
-    known = [one for one in record.get("cpu") or () if one.get("wall_seconds")]
-    if not known:
+    cpus = [cpu for cpu in record.get("cpu") or () if cpu.get("wall_seconds")]
+    if not cpus:
         return {"saturated": False, "scheduler_tails": False, "utilization": None, "text": ""}
     count = int(record.get("machine_cores") or 1)
     if shared := bool(record.get("shared_machine")):
-        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * count)
-        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
-        where = f"{len(known)} hosts share {count} cores"
+        own_share = sum(cpu["cpu_seconds"] for cpu in cpus) / (max(cpu["wall_seconds"] for cpu in cpus) * count)
+        busy = max(own_share, *(cpu.get("busy") or 0.0 for cpu in cpus))
+        machine_text = f"{len(cpus)} hosts share {count} cores"
     else:
         cores = [int(host.get("cores") or 0) for host in record.get("environment") or ()]
-        cores = cores if all(cores) and len(cores) == len(known) else [count] * len(known)
+        cores = cores if all(cores) and len(cores) == len(cpus) else [count] * len(cpus)
         # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
-        shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
-        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+        shares = [cpu["cpu_seconds"] / (cpu["wall_seconds"] * n) for cpu, n in zip(cpus, cores, strict=True)]
+        machines = [max(share, cpu.get("busy") or 0.0) for share, cpu in zip(shares, cpus, strict=True)]
         busy = max(machines)
-        where = f"rank {machines.index(busy)} is the busiest"
-    stolen = max(one.get("steal") or 0.0 for one in known)
-    switches = sum(one.get("involuntary_switches") or 0 for one in known)
-    crammed = busy >= _BUSY or stolen >= _STOLEN
-    saturated = crammed and (network_percent is None or network_percent < _NETWORK)
-    tails = (crammed or (shared and len(known) > count)) and switches >= _TAIL * max(trials, 1)
-    parts = [f"{where}, {busy:.0%} busy"]
+        machine_text = f"rank {machines.index(busy)} is the busiest"
+    stolen = max(cpu.get("steal") or 0.0 for cpu in cpus)
+    switches = sum(cpu.get("involuntary_switches") or 0 for cpu in cpus)
+    overloaded = busy >= _BUSY or stolen >= _STOLEN
+    saturated = overloaded and (network_percent is None or network_percent < _NETWORK)
+    tails = (overloaded or (shared and len(cpus) > count)) and switches >= _TAIL * max(trials, 1)
+    parts = [f"{machine_text}, {busy:.0%} busy"]
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
-    if crammed and network_percent is None:
+    if overloaded and network_percent is None:
         parts.append("it is not known whether they or the network set the times")
     elif saturated:
         parts.append("the processors are the limit, not the network")
-    elif crammed:
+    elif overloaded:
         parts.append(
             f"yet the network alone accounts for at least {min(network_percent or 0.0, 100):.0f}% of the times"
         )

@@ -26,12 +26,12 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
-from penstock._base.words import all_printable, line_of
+from penstock._base.formatting import printable_line, strip_all_control_chars
 from penstock.network import MAX_HOSTS
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
-from penstock.network.scenario import Happened
-from penstock.network.topology import topology_of
+from penstock.network.scenario import AppliedEvent
+from penstock.network.topology import recorded_topology
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -79,69 +79,69 @@ class Run:
                 f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
                 f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
             )
-        none = f"{folder} holds no run of penstock fabric"
+        no_run = f"{folder} holds no run of penstock fabric"
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
-            raise ArgumentError(f"{none}: {reason}. Pass a folder that a run was written to, such as runs/fabric-1")
-        given = all_printable(read_json(folder / RUN))
-        found = validate(RecordFile, given, f"{none}: {RUN}")
-        record = {**asdict(found), **given, "workload": found.workload.to_dict()}
-        record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
-        if found.network and found.network["hosts"] != found.hosts:
-            raise ArgumentError(f"{folder / RUN}: hosts={found.hosts:,}, but network.hosts={found.network['hosts']:,}")
+            raise ArgumentError(f"{no_run}: {reason}. Pass a folder that a run was written to, such as runs/fabric-1")
+        data = strip_all_control_chars(read_json(folder / RUN))
+        valid = validate(RecordFile, data, f"{no_run}: {RUN}")
+        record = {**asdict(valid), **data, "workload": valid.workload.to_dict()}
+        record["happened"] = [asdict(event) for event in valid.happened]  # without entries of later versions
+        if valid.network and valid.network["hosts"] != valid.hosts:
+            raise ArgumentError(f"{folder / RUN}: hosts={valid.hosts:,}, but network.hosts={valid.network['hosts']:,}")
         try:
-            topology_of(record["network"])
+            recorded_topology(record["network"])
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
             raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
         try:
-            table, steps = _table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD)
+            table, steps = _read_table(folder / SAMPLES, HEAD), _read_table(folder / STEPS, STEPS_HEAD)
         except (ValueError, OverflowError) as error:
-            raise ArgumentError(f"{none}: {error}") from None
-        transfers, hosts = found.workload.transfers, found.hosts
+            raise ArgumentError(f"{no_run}: {error}") from None
+        transfers, hosts = valid.workload.transfers, valid.hosts
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
-        taking = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
-        whole = len(table) // int(taking.sum()) if taking.any() else 0
-        start = np.full((whole, len(transfers), hosts), -1, np.int64)
+        takes_part = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
+        trials = len(table) // int(takes_part.sum()) if takes_part.any() else 0
+        start = np.full((trials, len(transfers), hosts), -1, np.int64)
         end = start.copy()
-        if (fault := _fault(table, taking)) is not None:
+        if (fault := _find_fault(table, takes_part)) is not None:
             path = folder / SAMPLES
             raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
-        *place, start_ns, end_ns = table[table[:, 0] < whole].T
-        start[tuple(place)], end[tuple(place)] = start_ns, end_ns
+        *indices, start_ns, end_ns = table[table[:, 0] < trials].T
+        start[tuple(indices)], end[tuple(indices)] = start_ns, end_ns
         return cls(record, start, end, steps)
 
 
-def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
+def _find_fault(table: NDArray[np.int64], takes_part: NDArray[np.bool_]) -> str | None:
     """Describe the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
     order, until it ends."""
-    transfers, hosts = taking.shape
+    transfers, hosts = takes_part.shape
     trial, transfer, rank, start, end = table.T
     inside = (
         (trial >= 0) & (trial < len(table)) & (transfer >= 0) & (transfer < transfers) & (rank >= 0) & (rank < hosts)
     )
-    inside[inside] = taking[transfer[inside], rank[inside]]
-    for wrong, text in (
+    inside[inside] = takes_part[transfer[inside], rank[inside]]
+    for mask, text in (
         (~inside, "names a trial, transfer or rank that this run does not have"),
         (end < start, "ends before it starts"),
     ):
-        if wrong.any():
-            first = int(wrong.argmax())
+        if mask.any():
+            first = int(mask.argmax())
             return f"line {first + 2}, {','.join(map(str, table[first]))}, {text}"
     key = (trial * transfers + transfer) * hosts + rank
     _, firsts = np.unique(key, return_index=True)
     if len(firsts) < len(key):
         second = int(np.setdiff1d(np.arange(len(key)), firsts)[0])
-        which = f"trial {trial[second]}, transfer {transfer[second]}, rank {rank[second]}"
-        return f"line {second + 2} repeats {which}"
+        row_text = f"trial {trial[second]}, transfer {transfer[second]}, rank {rank[second]}"
+        return f"line {second + 2} repeats {row_text}"
     counts = np.bincount(trial)
-    short = np.flatnonzero(counts[:-1] < taking.sum())
+    short = np.flatnonzero(counts[:-1] < takes_part.sum())
     if len(short):
-        return f"trial {short[0]} has {counts[short[0]]} of {taking.sum()} rows, but later trials follow"
+        return f"trial {short[0]} has {counts[short[0]]} of {takes_part.sum()} rows, but later trials follow"
     return None
 
 
-def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
+def _read_table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     """Read the rows below the header, without an incomplete last line; none if the file was never started."""
     data = read_bytes(path) if path.exists() else b""
     if data.count(b"\n") > MAX_VALUES:
@@ -149,7 +149,7 @@ def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     file = io.BytesIO(data[: data.rfind(b"\n") + 1])  # without a line that was cut off
     first = file.readline().rstrip().decode(errors="replace")
     if first and tuple(first.split(",")) != head:
-        raise ValueError(f"{path.name} begins with {line_of(first, MAX_QUOTED)!r}; expected {','.join(head)}")
+        raise ValueError(f"{path.name} begins with {printable_line(first, MAX_QUOTED)!r}; expected {','.join(head)}")
     if file.tell() == len(file.getbuffer()):
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(file, np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))
@@ -178,22 +178,22 @@ class TransferTimes:
     transfer: Seconds
 
     @classmethod
-    def of(cls, run: Run, workload: Workload, place: int) -> TransferTimes:
-        """Compute the times of the transfer at index `place` of the workload."""
-        ranks = workload.transfers[place].members(run.start_ns.shape[2])
-        taking = list(ranks)
+    def from_run(cls, run: Run, workload: Workload, index: int) -> TransferTimes:
+        """Compute the times of the transfer at this index of the workload."""
+        ranks = workload.transfers[index].members(run.start_ns.shape[2])
+        columns = list(ranks)
         # A clock's nanoseconds exceed a float's precision, so subtract first.
-        start, end = run.start_ns[:, place, taking], run.end_ns[:, place, taking]
+        start, end = run.start_ns[:, index, columns], run.end_ns[:, index, columns]
         first, last = start.min(1, keepdims=True), start.max(1, keepdims=True)
-        each = 1e-9 / iterations_of(run.record)
-        durations = np.asarray((end - start) * each, float)
+        scale = 1e-9 / get_iterations(run.record)
+        durations = np.asarray((end - start) * scale, float)
         return cls(
             ranks=ranks,
             durations=durations,
             late=(start - first) * 1e-9,
             completion=durations.max(1),
             arrival_skew=(last - first)[:, 0] * 1e-9,
-            transfer=(end.max(1) - last[:, 0]) * each,
+            transfer=(end.max(1) - last[:, 0]) * scale,
         )
 
     def rated(self, collective: str) -> Seconds:
@@ -220,14 +220,14 @@ def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = 
     return not record.get("meets") and not alone and (collective in (*ROOTED, "send") or bool(shares))
 
 
-def iterations_of(record: dict[str, Any]) -> int:
+def get_iterations(record: dict[str, Any]) -> int:
     """Return how many times in a row a trial runs each transfer."""
     return int(record.get("iterations") or 1)
 
 
-def algorithm_of(record: dict[str, Any], place: int) -> str:
+def algorithm_for(record: dict[str, Any], index: int) -> str:
     """Return a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
-    return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
+    return str((record.get("algorithms") or [record.get("algorithm", "")] * (index + 1))[index])
 
 
 def measured_step(run: Run, workload: Workload) -> Seconds:
@@ -236,18 +236,18 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
     It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
     time this took is not included.
     """
-    hosts, each = run.start_ns.shape[2], 1e-9 / iterations_of(run.record)
-    taking = [list(transfer.members(hosts)) for transfer in workload.transfers]
+    hosts, scale = run.start_ns.shape[2], 1e-9 / get_iterations(run.record)
+    members = [list(transfer.members(hosts)) for transfer in workload.transfers]
     if run.record.get("meets"):
-        spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(taking)]
-        return np.asarray(np.sum(spans, axis=0) * each)
-    firsts: dict[int, NDArray[np.int64]] = {}
-    for place, ranks in enumerate(taking):
+        spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(members)]
+        return np.asarray(np.sum(spans, axis=0) * scale)
+    starts: dict[int, NDArray[np.int64]] = {}
+    for index, ranks in enumerate(members):
         for host in ranks:
-            if host not in firsts:
-                firsts[host] = run.start_ns[:, place, host] - int(workload.transfers[place].compute_of(host) * 1e9)
-    took_ns = run.end_ns.max((1, 2)) - np.min([*firsts.values()], axis=0)
-    return np.asarray(took_ns * each + workload.compute_seconds)
+            if host not in starts:
+                starts[host] = run.start_ns[:, index, host] - int(workload.transfers[index].compute_on(host) * 1e9)
+    took_ns = run.end_ns.max((1, 2)) - np.min([*starts.values()], axis=0)
+    return np.asarray(took_ns * scale + workload.compute_seconds)
 
 
 def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
@@ -264,42 +264,42 @@ def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, 
     trials = len(transfers[0])
     ready, done = np.zeros((hosts, trials)), np.zeros((hosts, trials))
     for transfer, took in zip(workload.transfers, transfers, strict=True):
-        taking = list(transfer.members(hosts))
-        compute = np.array([[transfer.compute_of(host)] for host in taking])
-        ready[taking] = (ready[taking] if overlap else done[taking]) + compute
-        done[taking] = np.maximum(ready[taking], done[taking]).max(0) + took
+        members = list(transfer.members(hosts))
+        compute = np.array([[transfer.compute_on(host)] for host in members])
+        ready[members] = (ready[members] if overlap else done[members]) + compute
+        done[members] = np.maximum(ready[members], done[members]).max(0) + took
     return np.asarray(np.maximum(ready, done).max(0) + workload.compute_seconds)
 
 
-def stalled(run: Run) -> tuple[int, ...]:
+def stalled_trials(run: Run) -> tuple[int, ...]:
     """Return the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
 
     The switch and the hosts read the same clock, that of their machine.
     """
-    told = (run.record.get("switch") or {}).get("stalls") or ()
+    stalls = (run.record.get("switch") or {}).get("stalls") or ()
     starts = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max)
-    met = np.zeros(len(run.start_ns), bool)
-    for one in told if len(met) else ():
+    is_stalled = np.zeros(len(run.start_ns), bool)
+    for stall in stalls if len(is_stalled) else ():
         begin, end = starts.min((1, 2)), run.end_ns.max((1, 2))
-        until = np.iinfo(np.int64).max if one["until_ns"] is None else one["until_ns"]
+        until = np.iinfo(np.int64).max if stall["until_ns"] is None else stall["until_ns"]
         # The last stall that began before the trial's end.
-        turn = (np.minimum(end, until) - one["since_ns"]) // one["every_ns"]
-        over = one["since_ns"] + turn * one["every_ns"] + one["length_ns"]
-        met |= (turn >= 1) & (begin < np.minimum(over, until))
-    return tuple(np.flatnonzero(met).tolist())
+        number = (np.minimum(end, until) - stall["since_ns"]) // stall["every_ns"]
+        stall_end = stall["since_ns"] + number * stall["every_ns"] + stall["length_ns"]
+        is_stalled |= (number >= 1) & (begin < np.minimum(stall_end, until))
+    return tuple(np.flatnonzero(is_stalled).tolist())
 
 
 # -- run.json ----------------------------------------------------------------------------------------------------------
 
 _MAX_HOSTS = 10_000
-"""Of a run whose folder is read, of torchrun or of `--hosts`."""
+"""The most hosts in a run that can be read, whether started by torchrun or by `--hosts`."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 40)]
-_Whole = Annotated[int, Field(ge=1, lt=1 << 40)]
+_Positive = Annotated[int, Field(ge=1, lt=1 << 40)]
 _Time = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
-_Lasting = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]
+_PositiveSeconds = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]
 _Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
-_Made = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
+_HostCount = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
 _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
 _Link = TypedDict("_Link", {
@@ -307,7 +307,7 @@ _Link = TypedDict("_Link", {
     "missing_seconds": NotRequired[_Seconds],
 })
 _Network = TypedDict("_Network", {
-    "hosts": _Made, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
+    "hosts": _HostCount, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
     "background": list[str], "slow": dict[_Number, float], "held_back_by": str | None, "mtu": NotRequired[int | None],
     "rates": NotRequired[dict[str, Any] | None],
 })
@@ -324,12 +324,12 @@ _Switch = TypedDict("_Switch", {
     "late": _Late, "no_room": _Count, "busy_seconds": _Seconds, "stalls": list[_Stall], "links": list[_Port],
 })
 _Environment = TypedDict("_Environment", {
-    "host": NotRequired[str], "cores": NotRequired[_Whole | None], "kernel": NotRequired[str | None],
+    "host": NotRequired[str], "cores": NotRequired[_Positive | None], "kernel": NotRequired[str | None],
     "torch": NotRequired[str | None], "congestion_control": NotRequired[str | None],
     "interface": NotRequired[str | None],
 })
 _Cpu = TypedDict("_Cpu", {
-    "cpu_seconds": _Seconds, "wall_seconds": _Lasting, "involuntary_switches": NotRequired[_Count | None],
+    "cpu_seconds": _Seconds, "wall_seconds": _PositiveSeconds, "involuntary_switches": NotRequired[_Count | None],
     "busy": NotRequired[_Seconds | None], "steal": NotRequired[_Seconds | None],
 })
 _Clock = TypedDict("_Clock", {"offset_ns": _Time, "uncertainty_ns": _Time})
@@ -348,7 +348,7 @@ class RecordFile:
     backend: str = ""
     algorithms: tuple[str, ...] = ()
     warmup: _Count | None = None
-    iterations: _Whole = 1
+    iterations: _Positive = 1
     overlap: bool = False
     meets: bool = False
     seed: int = 0
@@ -356,9 +356,9 @@ class RecordFile:
     links: tuple[_Link, ...] = ()
     network: _Network | None = None
     switch: _Switch | None = None
-    happened: tuple[Happened, ...] = ()
+    happened: tuple[AppliedEvent, ...] = ()
     environment: tuple[_Environment, ...] = ()
-    machine_cores: _Whole | None = None
+    machine_cores: _Positive | None = None
     shared_machine: bool = False
     cpu: tuple[_Cpu, ...] = ()
     clock: tuple[_Clock, ...] = ()

@@ -25,7 +25,7 @@ from penstock._base.errors import require
 
 Series = NDArray[np.float64]
 
-FEWEST = 50
+MIN_SAMPLES = 50
 """With fewer samples, correlation cannot be told from independence."""
 _SIGNIFICANT = 1.645
 """Lag-1 correlation counts as real above this many standard errors."""
@@ -47,7 +47,7 @@ def autocorrelation(samples: ArrayLike) -> Series:
 
     values = np.asarray(samples, float).ravel()
     count = len(values)
-    if count < FEWEST or np.ptp(values) == 0:
+    if count < MIN_SAMPLES or np.ptp(values) == 0:
         return np.ones(1)
     scores = special.ndtri((stats.rankdata(values) - 0.5) / count)
     scores -= scores.mean()
@@ -73,7 +73,7 @@ def correlation_time(samples: ArrayLike) -> float:
 
 
 def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """Returns, for each quantile, how many independent samples these are worth when bounding it.
+    """Return, for each quantile, how many independent samples these are worth when bounding it.
 
     Whether a sample lies below a quantile depends less on its neighbors than its value does; the bivariate normal
     distribution says how much less. Because the correlation is only an estimate, intervals are widened as by Student's
@@ -99,8 +99,8 @@ def _cut(lags: Series) -> Series:
     return lags[: 2 * int(ends[0]) if len(ends) else None]
 
 
-def _time(lags: Series, most: float) -> float:
-    return min(max(2 * float(lags.sum()) - 1, 1.0), most)
+def _time(lags: Series, limit: float) -> float:
+    return min(max(2 * float(lags.sum()) - 1, 1.0), limit)
 
 
 def _below(lags: Series, q: float) -> Series:
@@ -111,8 +111,8 @@ def _below(lags: Series, q: float) -> Series:
     """
     _, special = scipy()
     r = np.clip(lags, 0, 1)
-    both = q - 2 * special.owens_t(special.ndtri(q), np.sqrt((1 - r) / (1 + r)))
-    return np.asarray((both - q * q) / (q - q * q))
+    both_below = q - 2 * special.owens_t(special.ndtri(q), np.sqrt((1 - r) / (1 + r)))
+    return np.asarray((both_below - q * q) / (q - q * q))
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -120,15 +120,15 @@ def _below(lags: Series, q: float) -> Series:
 Interval = tuple[float, float]
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 CONFIDENCE = 0.95
-_FEWEST_FOR_MEAN = 6
-_FEWEST_FOR_BATCHES = 20
+_MIN_FOR_MEAN = 6
+_MIN_FOR_BATCHES = 20
 """The fewest independent samples that dependent ones must be worth for an interval to have its nominal coverage.
 
 Some series pass by chance, because their dependence is underestimated. Of series of 200 normal samples with a lag-1
 correlation of 0.9, 15% pass, and their intervals cover 80%. A higher limit only selects worse ones; with a lower limit,
 intervals explode for skewed samples.
 """
-_TIMES_A_BATCH, _MAX_BATCHES = 5, 20
+_TIMES_PER_BATCH, _MAX_BATCHES = 5, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Summary:
         return self.figures["p50"]
 
     @classmethod
-    def of(cls, samples: ArrayLike) -> Summary:
+    def from_samples(cls, samples: ArrayLike) -> Summary:
         """Summarize samples given in the order in which they were taken; without samples, every figure is None.
 
         Args:
@@ -167,17 +167,17 @@ class Summary:
         rows = values.reshape(len(values), -1).mean(1) if values.size else np.empty(0)
         count = len(rows)
         if not count:
-            nothing: dict[str, None] = dict.fromkeys(("min", *PERCENTILES, "max", "mean"))
-            return cls(0, 0.0, {**nothing}, None, dict.fromkeys(PERCENTILES))
+            no_figures: dict[str, None] = dict.fromkeys(("min", *PERCENTILES, "max", "mean"))
+            return cls(0, 0.0, {**no_figures}, None, dict.fromkeys(PERCENTILES))
         ordered = np.sort(values, axis=None)
         effective, mean = effective_counts(rows, tuple(PERCENTILES.values())), mean_interval(rows)
         pairs = zip(PERCENTILES.items(), effective, strict=True)
-        intervals = {name: quantile_interval(ordered, q, worth) for (name, q), worth in pairs}
-        found = {name: intervals[name] and float(np.quantile(ordered, q)) for name, q in PERCENTILES.items()}
+        intervals = {name: quantile_interval(ordered, q, n) for (name, q), n in pairs}
+        percentiles = {name: intervals[name] and float(np.quantile(ordered, q)) for name, q in PERCENTILES.items()}
         return cls(
             count,
             min(effective),
-            {"min": float(ordered[0]), **found, "max": float(ordered[-1]), "mean": float(rows.mean())},
+            {"min": float(ordered[0]), **percentiles, "max": float(ordered[-1]), "mean": float(rows.mean())},
             mean and (max(mean[0], 0.0) if ordered[0] >= 0 else mean[0], mean[1]),
             intervals,
         )
@@ -211,12 +211,12 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
     # fractional order statistics, 1999), mapped to positions among the samples.
     below = (1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2  # how likely the order statistic is below the quantile
     ranks_among = [float(scipy()[1].bdtrik(1 - side, effective, q)) + 1 for side in below]
-    found = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks_among]
-    low, high = np.interp(found, np.arange(len(ordered)), ordered)
+    positions = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks_among]
+    low, high = np.interp(positions, np.arange(len(ordered)), ordered)
     return float(low), float(high)
 
 
-def fewest(q: float) -> int:
+def min_samples(q: float) -> int:
     """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
@@ -232,14 +232,14 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     """
     _, special = scipy()
     values = np.asarray(samples, float).ravel()
-    if len(values) < _FEWEST_FOR_MEAN:
+    if len(values) < _MIN_FOR_MEAN:
         return None
     time = correlation_time(values)
-    if time > 1 and len(values) / time < _FEWEST_FOR_BATCHES:
+    if time > 1 and len(values) / time < _MIN_FOR_BATCHES:
         return None
     mean, batches, size = float(values.mean()), values, 1
     if time > 1:
-        count = int(np.clip(len(values) / (_TIMES_A_BATCH * time), _FEWEST_FOR_MEAN, _MAX_BATCHES))
+        count = int(np.clip(len(values) / (_TIMES_PER_BATCH * time), _MIN_FOR_MEAN, _MAX_BATCHES))
         size = len(values) // count
         batches = values[len(values) - count * size :].reshape(count, size).mean(1)
     count, deviation = len(batches), float(batches.std(ddof=1))
@@ -304,12 +304,12 @@ class WarmUp:
 
     def __init__(self, trials: int) -> None:
         self._window = min(max(trials // 2, _SHORT), _LONG)
-        self._most = min(max(trials, self._window), _MAX_TRIALS)
+        self._max_trials = min(max(trials, self._window), _MAX_TRIALS)
         self._values: list[float] = []
 
-    def add(self, took: Sequence[float]) -> None:
+    def add(self, times: Sequence[float]) -> None:
         """Add one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
-        self._values.append(math.fsum(math.log(max(one, 1e-12)) for one in took) / len(took))
+        self._values.append(math.fsum(math.log(max(value, 1e-12)) for value in times) / len(times))
 
     @property
     def count(self) -> int:
@@ -320,7 +320,7 @@ class WarmUp:
         """True if nothing suggests that times are still changing, or the warm-up has reached its maximum length."""
         if self.count < self._window:
             return False
-        return self.count >= self._most or ((self.count - self._window) % _EVERY == 0 and self._changes() < _SIGN)
+        return self.count >= self._max_trials or ((self.count - self._window) % _EVERY == 0 and self._changes() < _SIGN)
 
     @property
     def is_steady(self) -> bool:
@@ -349,11 +349,11 @@ def trend(samples: ArrayLike) -> float:
     if np.ptp(values) == 0:
         return 0.0
     agreeing = float(stats.kendalltau(order, values).statistic)
-    found = agreeing * 3 * math.sqrt(count * (count - 1) / (2 * (2 * count + 5)))
+    score = agreeing * 3 * math.sqrt(count * (count - 1) / (2 * (2 * count + 5)))
     ranks = stats.rankdata(values)
-    left = ranks - np.polyval(np.polyfit(order, ranks, 1), order)
-    spread = float((left**2).sum())
-    correlation = float((left[1:] * left[:-1]).sum()) / spread if spread > 1e-9 else 0.0
+    residuals = ranks - np.polyval(np.polyfit(order, ranks, 1), order)
+    spread = float((residuals**2).sum())
+    correlation = float((residuals[1:] * residuals[:-1]).sum()) / spread if spread > 1e-9 else 0.0
     # It counts as 0 if it could be chance.
     correlation = min(correlation, _HIGHEST) if correlation > _SIGNIFICANT / math.sqrt(count) else 0.0
-    return found / math.sqrt((1 + correlation) / (1 - correlation))
+    return score / math.sqrt((1 + correlation) / (1 - correlation))

@@ -40,12 +40,12 @@ receives from the previous one, so two ranks send to each other at once.
 REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 """Collectives that take a reduction op."""
 IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Those that divide the size among the ranks."""
+"""Collectives that divide the size among the ranks."""
 GATHERS = ("all_gather", "gather")
-"""Those whose size is the result's, of which each rank contributes a part."""
+"""Collectives whose size is the result's, of which each rank contributes a part."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
-"""Those for which torch.distributed has one buffer."""
+"""Collectives for which torch.distributed has one buffer."""
 
 PIECES = 8
 """Into how many pieces pipelined algorithms cut the data: more fill the ports better, but take more rounds."""
@@ -101,20 +101,20 @@ class StepList:
         return -(-elements // self.chunks) * element_bytes
 
 
-def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
+def merge_contiguous(moves: Iterable[Move]) -> tuple[Move, ...]:
     """Return a round's moves in order, merging moves whose slots are contiguous on both sides."""
-    made: list[Move] = []
+    merged: list[Move] = []
     for move in sorted(moves):
-        last = made[-1] if made else None
-        ends = last and replace(last, first=last.first + last.count, into=last.into + last.count, count=move.count)
-        if last and ends == move:
-            made[-1] = replace(last, count=last.count + move.count)
+        last = merged[-1] if merged else None
+        continued = last and replace(last, first=last.first + last.count, into=last.into + last.count, count=move.count)
+        if last and continued == move:
+            merged[-1] = replace(last, count=last.count + move.count)
         else:
-            made.append(move)
-    return tuple(made)
+            merged.append(move)
+    return tuple(merged)
 
 
-def mirrored(rounds: Rounds, *, adds: bool = False) -> Rounds:
+def mirror(rounds: Rounds, *, adds: bool = False) -> Rounds:
     """Reverse the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(
         tuple(Move(move.target, move.source, move.into, move.count, move.first, adds) for move in moves)
@@ -143,19 +143,19 @@ class RankRound(NamedTuple):
     receives: tuple[Move, ...]
 
 
-def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
+def rank_rounds(steps: StepList, rank: int) -> tuple[RankRound, ...]:
     """Return the rounds in which a rank does something, with their numbers in the list.
 
     No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
     process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
     """
-    own = []
+    rounds = []
     for number, moves in enumerate(steps.rounds):
         sends = tuple(move for move in moves if move.source == rank)
         receives = tuple(move for move in moves if move.target == rank)
         if sends or receives:
-            own.append(RankRound(number, sends, receives))
-    return tuple(own)
+            rounds.append(RankRound(number, sends, receives))
+    return tuple(rounds)
 
 
 def slots_by_port(moves: Iterable[Move]) -> Counter[tuple[int, bool]]:

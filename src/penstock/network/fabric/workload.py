@@ -20,7 +20,7 @@ BYTES = {
 }  # fmt: skip
 """The size of one element of each type, in bytes."""
 
-USUAL = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
+DEFAULT_DTYPES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
 """The default type for each element size in bytes."""
 
 NCCL = {"float16": "half", "float32": "float", "float64": "double"}
@@ -65,7 +65,7 @@ class Transfer:
         """Return the participants, of so many hosts."""
         return self.ranks or tuple(range(hosts))
 
-    def compute_of(self, host: int) -> float:
+    def compute_on(self, host: int) -> float:
         """Return how long a host computes before this transfer, in seconds."""
         return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
 
@@ -106,7 +106,7 @@ class Workload:
             raise ArgumentError(
                 f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: pass a dtype of that size"
             )
-        op_of(self.op, self.number)
+        parse_op(self.op, self.type_name)
         if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
             raise ArgumentError(f"op is {self.op!r}, but no transfer reduces: only {', '.join(REDUCES)} do")
         if not self.transfers:
@@ -119,7 +119,7 @@ class Workload:
                     f"{self.element_bytes} bytes, above 0"
                 )
             if transfer.name in names:
-                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
+                raise ArgumentError(f"two transfers are called {transfer.name!r}: use a different name for each")
             names.add(transfer.name)
             for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
                 if not 0 <= seconds <= MAX_SECONDS:
@@ -149,23 +149,23 @@ class Workload:
                 )
 
     @property
-    def number(self) -> str:
+    def type_name(self) -> str:
         """The type of the elements that are sent."""
-        return self.dtype or USUAL[self.element_bytes]
+        return self.dtype or DEFAULT_DTYPES[self.element_bytes]
 
     @classmethod
-    def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
+    def from_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
         """Make one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
 
         A message goes from rank 0 to rank 1.
         """
         ranks = (0, 1) if collective == "send" else ()
-        made, seen = [], Counter[int]()
+        transfers, counts = [], Counter[int]()
         for size in sizes:
-            seen[size] += 1
-            again = f" #{seen[size]}" if seen[size] > 1 else ""
-            made.append(Transfer(size_text(size) + again, size, collective, ranks, kind=""))
-        return cls("sizes", tuple(made), element_bytes=element_bytes)
+            counts[size] += 1
+            suffix = f" #{counts[size]}" if counts[size] > 1 else ""
+            transfers.append(Transfer(size_text(size) + suffix, size, collective, ranks, kind=""))
+        return cls("sizes", tuple(transfers), element_bytes=element_bytes)
 
     @classmethod
     def sweep(
@@ -187,27 +187,27 @@ class Workload:
         while size <= last * (1 + 1e-9):
             sizes.append(min(round(size), last) // element_bytes * element_bytes)
             size *= factor
-        return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
+        return cls.from_sizes(sorted(set(sizes)), collective, element_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be serialized as JSON."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, given: Any, what: str = "the workload") -> Self:
+    def from_dict(cls, data: Any, name: str = "the workload") -> Self:
         """Rebuild the workload from what `to_dict` returned. Raise ArgumentError if it is something else."""
-        return validate(cls, given, what)
+        return validate(cls, data, name)
 
 
-def dtype_of(text: str) -> str:
+def parse_dtype(text: str) -> str:
     """Return torch's name of a type, given torch's or nccl-tests'. Raise ArgumentError if it is unknown."""
-    name = {theirs: ours for ours, theirs in NCCL.items()}.get(text, text)
+    name = {nccl_name: torch_name for torch_name, nccl_name in NCCL.items()}.get(text, text)
     if name not in BYTES:
         raise ArgumentError(f"there is no dtype {text!r}: pass one of {', '.join(BYTES)}")
     return name
 
 
-def op_of(text: str, dtype: str) -> Op:
+def parse_op(text: str, dtype: str) -> Op:
     """Look up a reduction op by name. Raise ArgumentError if it is unknown or not defined for this type."""
     if text not in OPS:
         raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
@@ -228,7 +228,7 @@ def mlp() -> Workload:
     The backward pass computes the last layer's gradients first, so a step sends fc4, fc3, fc2, fc1: 2600, 33024, 131584
     and 803840 bytes.
     """
-    layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1)]
+    layers = [(f"fc{n}", (inputs + 1) * outputs) for n, (inputs, outputs) in enumerate(pairwise(MLP_WIDTHS), start=1)]
     return Workload(
         name=f"mlp {'-'.join(map(str, MLP_WIDTHS))}",
         transfers=tuple(Transfer(name, count * BYTES["float32"]) for name, count in reversed(layers)),
@@ -257,48 +257,48 @@ class Group:
 
     Attributes:
         name: the common part of their names.
-        places: their indices in the workload, in order of execution.
+        indices: their positions in the workload, in order of execution.
     """
 
     name: str
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 def groups(workload: Workload) -> list[Group]:
     """Group all transfers of a workload, ordered by each group's first transfer."""
-    return _by_name(workload, _own_name)
+    return _group(workload, _common_name)
 
 
 def group_similar_layers(workload: Workload) -> list[Group]:
     """Group transfers as `groups` does, and merge layers that differ only in one module number: h.*.attn."""
-    found = _by_name(workload, lambda name: like(_own_name(name)))
-    names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
+    merged = _group(workload, lambda name: wildcard_name(_common_name(name)))
+    originals = [{_common_name(workload.transfers[index].name) for index in group.indices} for group in merged]
     return [
-        Group(next(iter(some)) if len(some) == 1 else group.name, group.places)
-        for group, some in zip(found, names, strict=True)
+        Group(next(iter(names)) if len(names) == 1 else group.name, group.indices)
+        for group, names in zip(merged, originals, strict=True)
     ]
 
 
-def like(name: str) -> str:
+def wildcard_name(name: str) -> str:
     """Replace the outermost module number of each word by `*`, so that similar layers get the same name."""
     return re.sub(r"\S+", lambda word: _NUMBERED.sub("*", word[0], count=1), name)
 
 
-def like_as_one(texts: Iterable[str]) -> list[str]:
+def merge_similar_names(texts: Iterable[str]) -> list[str]:
     """Merge texts that differ only in their modules' numbers."""
-    found: dict[str, list[str]] = {}
+    originals: dict[str, list[str]] = {}
     for text in texts:
-        found.setdefault(like(text), []).append(text)
-    return [some[0] if len(some) == 1 else common for common, some in found.items()]
+        originals.setdefault(wildcard_name(text), []).append(text)
+    return [group[0] if len(group) == 1 else common for common, group in originals.items()]
 
 
-def _own_name(name: str) -> str:
+def _common_name(name: str) -> str:
     return _ONE_OF_MANY.sub("", name)
 
 
-def _by_name(workload: Workload, common: Callable[[str], str]) -> list[Group]:
-    found: dict[tuple[object, ...], list[int]] = {}
-    for place, one in enumerate(workload.transfers):
-        key = (common(one.name), one.kind, one.collective, one.bytes, len(one.ranks), one.shares)
-        found.setdefault(key, []).append(place)
-    return [Group(str(key[0]), tuple(places)) for key, places in found.items()]
+def _group(workload: Workload, rename: Callable[[str], str]) -> list[Group]:
+    indices: dict[tuple[object, ...], list[int]] = {}
+    for index, t in enumerate(workload.transfers):
+        key = (rename(t.name), t.kind, t.collective, t.bytes, len(t.ranks), t.shares)
+        indices.setdefault(key, []).append(index)
+    return [Group(str(key[0]), tuple(members)) for key, members in indices.items()]

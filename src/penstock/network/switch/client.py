@@ -41,11 +41,11 @@ class Switch:
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         """Start the switch, and wait until every host has its device. Raise FabricError: the switch cannot run here."""
-        self._connection, theirs = Pipe()
-        with theirs:
+        self._connection, child_end = Pipe()
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, *PROGRAM],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env={**os.environ, **environment},
@@ -53,9 +53,9 @@ class Switch:
                 start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
             )
         try:
-            answer = self._say(setup, START_SECONDS)
+            answer = self._request(setup, START_SECONDS)
             if "error" in answer:
-                raise FabricError(f"the switch cannot make the hosts' devices: {answer['error']}")
+                raise FabricError(f"the switch cannot create the devices of the hosts: {answer['error']}")
         except BaseException:
             self.close()
             raise
@@ -63,11 +63,11 @@ class Switch:
 
     def change(self, state: State) -> None:
         """Change the network. Raise FabricError: the switch has ended."""
-        self._say(state, ANSWER_SECONDS)
+        self._request(state, ANSWER_SECONDS)
 
-    def told(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Return the counters. Raise FabricError: the switch has ended."""
-        return self._say(None, ANSWER_SECONDS)
+        return self._request(None, ANSWER_SECONDS)
 
     def check(self) -> None:
         """Raise FabricError if the switch has ended."""
@@ -86,7 +86,7 @@ class Switch:
         assert self._process.stderr is not None
         self._process.stderr.close()
 
-    def _say(self, message: Setup | State | None, seconds: float) -> dict[str, Any]:
+    def _request(self, message: Setup | State | None, seconds: float) -> dict[str, Any]:
         is_late = False
         try:
             self._connection.send(message)
@@ -97,5 +97,5 @@ class Switch:
             pass  # it has ended
         self._process.kill()
         assert self._process.stderr is not None
-        said = self._process.stderr.read().strip().rpartition("\n")[2]
-        raise FabricError(f"the switch {'does not answer' if is_late else 'has ended'}: {said or 'it said nothing'}")
+        text = self._process.stderr.read().strip().rpartition("\n")[2]
+        raise FabricError(f"the switch {'does not answer' if is_late else 'has ended'}: {text or 'no error output'}")

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 # Columns of `Tables.lines`. One row per direction: h for host h to the switch, hosts + h for the switch to host h.
 BYTE_PS, LIMIT, FREE_NS, LAST_NS, STALL_NS, EVERY_NS, SINCE_NS, HELD_NS, GONE, DRAWN, FILLED = range(11)
-NEAR_USED, NEAR_MADE, FRAMES, BYTES, N_LOST, N_TWICE, N_CORRUPT, N_JUMPED, N_FULL, N_GONE, N_OTHER = range(11, 22)
-NEAR_BYTES, NEAR_FULL, LOOSE, LINES = range(22, 26)
+NEAR_USED, NEAR_MADE, FRAMES, BYTES, N_LOST, N_DOUBLE, N_CORRUPT, N_REORDERED, N_FULL, N_GONE, N_OTHER = range(11, 22)
+NEAR_BYTES, NEAR_FULL, OVERTAKES, LINES = range(22, 26)
 COUNTED = {
-    "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_TWICE, "corrupted": N_CORRUPT,
-    "reordered": N_JUMPED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,
+    "frames": FRAMES, "bytes": BYTES, "lost": N_LOST, "duplicated": N_DOUBLE, "corrupted": N_CORRUPT,
+    "reordered": N_REORDERED, "queue_full": N_FULL, "host_gone": N_GONE, "no_such_host": N_OTHER,
     "background_bytes": NEAR_BYTES, "background_queue_full": NEAR_FULL,
 }  # fmt: skip
 """The counters reported for each direction, by name."""
@@ -20,7 +20,7 @@ LENGTH, SOURCE, TARGET, SPARE = range(4)
 # Columns of `Tables.draws`, `Tables.near` and `Tables.heap`.
 FATE, DELAY_NS, BIT = range(3)
 AT_NS, SIZE = range(2)
-DUE_NS, TURN, WHAT = range(3)
+DUE_NS, TURN, EVENT = range(3)
 # Entries of `Tables.state`. ENOUGH: the decisions that a direction must have left for the loop to continue. From LATE
 # on: a histogram of frames over the binary logarithm of their lateness in nanoseconds.
 SPARES, WAITING, TURNS, SECONDS, NANOSECONDS, START_NS, LOW, READS, POLLS, FAILED, NO_SLOT = range(11)
@@ -37,7 +37,7 @@ class Tables(NamedTuple):
 
     polls: Any  # (hosts, 2) int32: struct pollfd
     lines: Any  # (directions, LINES) int64
-    meets: Any  # (hosts, hosts, 2) uint8: whether the sender's link affects a frame, and whether the receiver's does
+    affects: Any  # (hosts, hosts, 2) uint8: whether the sender's link affects a frame, and whether the receiver's does
     draws: Any  # (directions, block, 3) int64: ring buffers
     near: Any  # (hosts, block, 2) int64: ring buffers of neighbors' frames to each host
     frames: Any  # (slots, bytes) uint8

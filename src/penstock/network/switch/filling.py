@@ -22,28 +22,28 @@ MAX_BYTES = 512 * 1024**2
 """The most memory for all frames in flight."""
 
 
-def under_way_bytes(topology: Topology, hosts: int) -> float:
+def in_flight_bytes(topology: Topology, hosts: int) -> float:
     """Return the most bytes in flight if every host sends at its rate: in queues, delayed, or held back by a stall."""
     total = 0.0
     for host in range(hosts):
         for link in (topology.up(host), topology.down(host)):
-            held = link.impairment.longest_seconds + link.impairment.stall_seconds
-            total += link.limit_bytes + link.bytes_per_second * held
+            delay = link.impairment.longest_seconds + link.impairment.stall_seconds
+            total += link.limit_bytes + link.bytes_per_second * delay
     return total
 
 
-def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tables:
+def create_tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tables:
     """Create the arrays for hosts with these TAP devices."""
     hosts = len(descriptors)
     stride = -(-(topology.mtu + 64) // 64) * 64
     # Twice as many, because acknowledgements also take a slot each.
-    slots = int(min(2 * under_way_bytes(topology, hosts), MAX_BYTES) / stride) + 4096
+    slots = int(min(2 * in_flight_bytes(topology, hosts), MAX_BYTES) / stride) + 4096
     polls = np.zeros((hosts, 2), dtype=np.int32)
     polls[:, 0], polls[:, 1] = descriptors, 1  # POLLIN
-    made = Tables(
+    tables = Tables(
         polls=polls,
         lines=np.zeros((2 * hosts, columns.LINES), dtype=np.int64),
-        meets=np.zeros((hosts, hosts, 2), dtype=np.uint8),
+        affects=np.zeros((hosts, hosts, 2), dtype=np.uint8),
         draws=np.zeros((2 * hosts, BLOCK, 3), dtype=np.int64),
         near=np.zeros((hosts, BLOCK, 2), dtype=np.int64),
         frames=np.zeros((slots, stride), dtype=np.uint8),
@@ -51,16 +51,16 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
         heap=np.zeros((slots, 3), dtype=np.int64),
         state=np.zeros(columns.STATE, dtype=np.int64),
     )
-    made.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has arrived yet
-    made.slots[:, columns.SPARE] = np.arange(slots)
-    made.state[columns.SPARES] = slots
+    tables.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has arrived yet
+    tables.slots[:, columns.SPARE] = np.arange(slots)
+    tables.state[columns.SPARES] = slots
     # Enough for all frames that are read from a host at once, if each were a broadcast.
-    made.state[columns.ENOUGH] = columns.READS_AT_ONCE * hosts
-    made.state[columns.START_NS] = start_ns
-    return made
+    tables.state[columns.ENOUGH] = columns.READS_AT_ONCE * hosts
+    tables.state[columns.START_NS] = start_ns
+    return tables
 
 
-class Decided:
+class DecisionBuffer:
     """Keeps each direction's decisions ahead of its frames."""
 
     def __init__(self, t: Tables, topology: Topology, epoch: int = 0, now_ns: int | None = None) -> None:
@@ -71,53 +71,53 @@ class Decided:
             now_ns: the current time, at which the period of new stalls begins; None for the start of the network.
         """
         self._t = t
-        hosts = t.meets.shape[0]
+        hosts = t.affects.shape[0]
         self._draws: list[Draws | None] = []
         for direction in range(2 * hosts):
             host, is_up = direction % hosts, direction < hosts
             link = topology.up(host) if is_up else topology.down(host)
-            met = _met(topology, host, hosts, is_up=is_up)
+            impairment = _direction_impairment(topology, host, hosts, is_up=is_up)
             line = t.lines[direction]
             line[columns.BYTE_PS] = max(1, round(1e12 / link.bytes_per_second))
             line[columns.LIMIT] = link.limit_bytes
-            line[columns.LOOSE] = met.overtaking
-            stalls = [round(met.stall_seconds * 1e9), round(met.stall_every_seconds * 1e9)]
-            if line[[columns.STALL_NS, columns.EVERY_NS]].tolist() != stalls:
-                line[[columns.STALL_NS, columns.EVERY_NS]] = stalls
+            line[columns.OVERTAKES] = impairment.overtaking
+            stall_ns = [round(impairment.stall_seconds * 1e9), round(impairment.stall_every_seconds * 1e9)]
+            if line[[columns.STALL_NS, columns.EVERY_NS]].tolist() != stall_ns:
+                line[[columns.STALL_NS, columns.EVERY_NS]] = stall_ns
                 line[columns.SINCE_NS] = t.state[columns.START_NS] if now_ns is None else now_ns
             line[columns.FILLED] = line[columns.DRAWN]
-            self._draws.append(Draws(met, topology.seed, direction + 2 * hosts * epoch) if met else None)
+            self._draws.append(Draws(impairment, topology.seed, direction + 2 * hosts * epoch) if impairment else None)
         for source in range(hosts):
             for target in range(hosts):
-                t.meets[source, target] = [bool(part) for part in topology.meets(source, target)]
+                t.affects[source, target] = [bool(part) for part in topology.path_impairments(source, target)]
         self.fill()
 
     def fill(self) -> None:
         """Fill each direction that runs short or, if none does, the one that has the least left."""
         lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
-        left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
-        left[[draws is None for draws in self._draws]] = BLOCK
-        short = np.flatnonzero(left <= enough).tolist()
-        for direction in short or [int(np.argmin(left))]:
-            draws, has = self._draws[direction], int(left[direction])
-            if draws is not None and BLOCK - has >= AT_ONCE:
-                self._fill(direction, draws, max(AT_ONCE, enough + AT_ONCE - has))
+        remaining = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
+        remaining[[draws is None for draws in self._draws]] = BLOCK
+        short = np.flatnonzero(remaining <= enough).tolist()
+        for direction in short or [int(np.argmin(remaining))]:
+            draws, available = self._draws[direction], int(remaining[direction])
+            if draws is not None and BLOCK - available >= AT_ONCE:
+                self._fill(direction, draws, max(AT_ONCE, enough + AT_ONCE - available))
 
     def _fill(self, direction: int, draws: Draws, count: int) -> None:
         line, ring = self._t.lines[direction], self._t.draws[direction]
-        places = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
+        positions = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
         drawn = draws.next(count)
-        ring[places, columns.FATE], ring[places, columns.DELAY_NS], ring[places, columns.BIT] = drawn
+        ring[positions, columns.FATE], ring[positions, columns.DELAY_NS], ring[positions, columns.BIT] = drawn
         line[columns.FILLED] += count
 
 
-def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairment:
+def _direction_impairment(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairment:
     """Return what affects frames in a direction; nothing if no frame is affected."""
-    for other in range(hosts):
-        if other != host:
-            met = topology.meets(host, other)[0] if is_up else topology.meets(other, host)[1]
-            if met:
-                return met
+    for peer in range(hosts):
+        if peer != host:
+            rules = topology.path_impairments(host, peer)[0] if is_up else topology.path_impairments(peer, host)[1]
+            if rules:
+                return rules
     return Impairment()
 
 
@@ -131,7 +131,7 @@ def stalls(t: Tables) -> set[tuple[int, ...]]:
     return {tuple(row) for row in rows if row[1]}
 
 
-def told(t: Tables) -> dict[str, Any]:
+def counters(t: Tables) -> dict[str, Any]:
     """Return the counters so far, as plain values.
 
     seconds: since the start
@@ -143,7 +143,7 @@ def told(t: Tables) -> dict[str, Any]:
     stalls: the links' stalls, which `penstock.network.fabric.samples` reads
     links: by host and direction, see `columns.COUNTED`
     """
-    hosts = t.meets.shape[0]
+    hosts = t.affects.shape[0]
     state = t.state
     return {
         "seconds": (time.monotonic_ns() - int(state[columns.START_NS])) / 1e9,
@@ -152,11 +152,11 @@ def told(t: Tables) -> dict[str, Any]:
         "no_room": int(state[columns.NO_SLOT]),
         "busy_seconds": state[columns.BUSY_NS] / 1e9,
         "late": lateness(state),
-        "stalls": [dict(zip(STALL, one, strict=True)) | {"until_ns": None} for one in sorted(stalls(t))],
+        "stalls": [dict(zip(STALL, stall, strict=True)) | {"until_ns": None} for stall in sorted(stalls(t))],
         "links": [
             {
-                way: {name: int(t.lines[row, column]) for name, column in columns.COUNTED.items()}
-                for way, row in (("up", host), ("down", hosts + host))
+                direction: {name: int(t.lines[row, column]) for name, column in columns.COUNTED.items()}
+                for direction, row in (("up", host), ("down", hosts + host))
             }
             for host in range(hosts)
         ],
@@ -167,11 +167,11 @@ def lateness(state: Any) -> dict[str, float | None]:
     """Return how much later than requested frames left, in seconds: mean, worst, and upper bounds of quantiles."""
     counts = state[columns.LATE :]
     total = int(counts.sum())
-    found: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}
+    figures: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}
     if total:
         reached = np.cumsum(counts) / total
-        found |= {"mean": float(state[columns.LATE_NS] / total / 1e9), "worst": float(state[columns.WORST_NS] / 1e9)}
+        figures |= {"mean": float(state[columns.LATE_NS] / total / 1e9), "worst": float(state[columns.WORST_NS] / 1e9)}
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             upper = 2.0 ** ((int(np.searchsorted(reached, share)) + 1) / columns.PER_OCTAVE) / 1e9
-            found[name] = min(upper, float(state[columns.WORST_NS]) / 1e9)
-    return found
+            figures[name] = min(upper, float(state[columns.WORST_NS]) / 1e9)
+    return figures

@@ -24,7 +24,7 @@ from penstock.network.background import AHEAD_NS, Neighbor, Stream, parse_backgr
 from penstock.network.switch import columns, loop
 from penstock.network.switch.client import Setup
 from penstock.network.switch.columns import Tables
-from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
+from penstock.network.switch.filling import STALL, DecisionBuffer, counters, create_tables, stalls
 from penstock.network.switch.tap import Unread, open_tap
 from penstock.network.topology import State
 
@@ -38,7 +38,7 @@ class Background:
 
     def __init__(self, t: Tables, neighbors: tuple[Neighbor, ...], seed: int) -> None:
         self._t = t
-        hosts = t.meets.shape[0]
+        hosts = t.affects.shape[0]
         self._start_ns = time.monotonic_ns()
         self._streams = [Stream(neighbors, seed, host) for host in range(hosts)] if neighbors else []
         t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
@@ -48,15 +48,15 @@ class Background:
         t = self._t
         end_ns = time.monotonic_ns() + AHEAD_NS
         for host, stream in enumerate(self._streams):
-            line = t.lines[t.meets.shape[0] + host]
+            line = t.lines[t.affects.shape[0] + host]
             room = t.near.shape[1] - int(line[columns.NEAR_MADE] - line[columns.NEAR_USED])
             at_ns, sizes = stream.until(end_ns - self._start_ns, room)
-            places = np.arange(line[columns.NEAR_MADE], line[columns.NEAR_MADE] + len(at_ns)) % t.near.shape[1]
-            t.near[host, places, columns.AT_NS], t.near[host, places, columns.SIZE] = at_ns + self._start_ns, sizes
+            slots = np.arange(line[columns.NEAR_MADE], line[columns.NEAR_MADE] + len(at_ns)) % t.near.shape[1]
+            t.near[host, slots, columns.AT_NS], t.near[host, slots, columns.SIZE] = at_ns + self._start_ns, sizes
             line[columns.NEAR_MADE] += len(at_ns)
 
 
-class Served:
+class SwitchServer:
     """A network in operation."""
 
     def __init__(self, setup: Setup) -> None:
@@ -64,44 +64,44 @@ class Served:
         descriptors = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
         self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         self._epoch = 0
-        self._over: list[dict[str, Any]] = []
+        self._ended_stalls: list[dict[str, Any]] = []
         """Past stalls of links that have changed since."""
-        self.tables = tables(topology, descriptors, time.monotonic_ns())
+        self.tables = create_tables(topology, descriptors, time.monotonic_ns())
         loop.run(self.tables, 0)  # compiles the loop, or loads it from the cache
-        loop.all_neighbors(self.tables)
+        loop.enqueue_all_background(self.tables)
         self._background = Background(self.tables, (), topology.seed)
-        self._decided = Decided(self.tables, topology)
+        self._decisions = DecisionBuffer(self.tables, topology)
         self._state = State(topology)
         self.change(setup.state)
 
     def change(self, state: State) -> None:
         """Make the network like this from now on. Links and traffic that stay the same are not disturbed."""
         t, before, self._state = self.tables, self._state, state
-        hosts = t.meets.shape[0]
+        hosts = t.affects.shape[0]
         if state.topology != before.topology:
             self._epoch += 1
-            known, now_ns = stalls(t), time.monotonic_ns()
-            self._decided = Decided(t, state.topology, self._epoch, now_ns)
-            over = known - stalls(t)
-            self._over += [dict(zip(STALL, one, strict=True)) | {"until_ns": now_ns} for one in sorted(over)]
+            stalls_before, now_ns = stalls(t), time.monotonic_ns()
+            self._decisions = DecisionBuffer(t, state.topology, self._epoch, now_ns)
+            ended = stalls_before - stalls(t)
+            self._ended_stalls += [dict(zip(STALL, s, strict=True)) | {"until_ns": now_ns} for s in sorted(ended)]
         t.lines[:hosts, columns.GONE] = [host in state.gone for host in range(hosts)]
         if state.background != before.background:
             neighbors = tuple(parse_background(text, hosts) for text in state.background)
             self._background = Background(t, neighbors, state.topology.seed)
             self._background.fill()
 
-    def told(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """Return the counters."""
-        found = told(self.tables)
-        found["stalls"] += self._over
-        return found | {"unread": [device.count() for device in self._unread]}
+        values = counters(self.tables)
+        values["stalls"] += self._ended_stalls
+        return values | {"unread": [device.count() for device in self._unread]}
 
     def forward(self) -> None:
         """Forward frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
-        loop.all_neighbors(t)
-        self._decided.fill()
+        loop.enqueue_all_background(t)
+        self._decisions.fill()
         self._background.fill()
         t.state[columns.LOW] = 0
 
@@ -124,7 +124,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes the connection
     maker = Connection(0)
     try:
-        served = Served(maker.recv())
+        server = SwitchServer(maker.recv())
     except EOFError:
         return 0
     except OSError as error:
@@ -134,16 +134,16 @@ def main() -> int:
     gc.freeze()  # otherwise a collection of everything imported would delay frames
     maker.send({"ready": True, "priority": priority()})
     while True:
-        served.forward()
+        server.forward()
         while maker.poll():
             try:
                 state = maker.recv()
             except (EOFError, ConnectionResetError):
                 return 0
             if state is None:
-                maker.send(served.told())
+                maker.send(server.counters())
             else:
-                served.change(state)
+                server.change(state)
                 maker.send({})
 
 

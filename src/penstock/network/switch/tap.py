@@ -27,7 +27,7 @@ def open_tap(name: str, namespace: Path | None) -> int:
     """Create a device in a namespace (None: the caller's) and return its descriptor; closing it removes the device.
     Raises OSError: there are no TAP devices here, or using them is not allowed."""
 
-    def make() -> int:
+    def create() -> int:
         descriptor = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP | _WITHOUT_HEADER))
@@ -38,7 +38,7 @@ def open_tap(name: str, namespace: Path | None) -> int:
             raise
         return descriptor
 
-    return make() if namespace is None else within(namespace, make)
+    return create() if namespace is None else within(namespace, create)
 
 
 class Unread:
@@ -47,16 +47,16 @@ class Unread:
     def __init__(self, name: str, namespace: Path | None) -> None:
         """Count for one device in a namespace."""
 
-        def find() -> int:
+        def open_counters() -> int:
             return os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
 
         self._name = name
-        self._counters = find() if namespace is None else within(namespace, find)
+        self._counters = open_counters() if namespace is None else within(namespace, open_counters)
 
     def count(self) -> int:
         """Return the number of frames dropped so far."""
         for line in os.pread(self._counters, 1 << 16, 0).decode().splitlines():
-            name, _, counted = line.partition(":")
+            name, _, values = line.partition(":")
             if name.strip() == self._name:
-                return int(counted.split()[_DROPPED_OUT])
+                return int(values.split()[_DROPPED_OUT])
         return 0

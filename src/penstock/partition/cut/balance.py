@@ -26,8 +26,8 @@ from torch import fx, nn
 
 from penstock._base.compat import any_autocast
 from penstock._base.errors import PartitionError
+from penstock._base.formatting import pluralize
 from penstock._base.marks import cut
-from penstock._base.words import counted
 from penstock.costs import CutProblem, best_cuts
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
@@ -37,7 +37,7 @@ from penstock.partition.units.units import canonical_names, real_name, resolve
 _LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """A call: of a module, by its canonical name, or of a function in that module's own forward; and which one."""
 
     module: str
@@ -50,19 +50,19 @@ class Place(NamedTuple):
         return f"{self.module}.{self.function}".strip(".")
 
 
-def place_of(model: nn.Module, name: str) -> Place:
+def find_call(model: nn.Module, name: str) -> CallSite:
     """Return what a cut of this name stands for. Raise PartitionError if the model has no such module."""
-    later = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
-    path, sign, number = later.groups() if later else (name, ":", "1")
+    match = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
+    path, sign, number = match.groups() if match else (name, ":", "1")
     owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
     module = resolve(model, owner, "cuts") if owner else model
-    earlier = 0 if function else _slots(model, real_name(model, path)).index(real_name(model, path))
-    return Place(canonical_names(model)[id(module)], function, int(number) + earlier)
+    offset = 0 if function else _slots(model, real_name(model, path)).index(real_name(model, path))
+    return CallSite(canonical_names(model)[id(module)], function, int(number) + offset)
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module:
     """Return the module that a cut of this name is a call of, or in."""
-    return model.get_submodule(place_of(model, name).module)
+    return model.get_submodule(find_call(model, name).module)
 
 
 def is_mark(name: str) -> bool:
@@ -85,44 +85,44 @@ def named_calls(recording: Recording, model: nn.Module) -> Iterator[tuple[fx.Nod
             yield node, f"{path}{counts[path]}"
 
 
-def position_of(recording: Recording, model: nn.Module, name: str) -> int:
+def find_position(recording: Recording, model: nn.Module, name: str) -> int:
     """Return the index of the node that a cut of this name stands for. Raise PartitionError if it gives no stage."""
-    place = place_of(model, name)
+    site = find_call(model, name)
     facts = recording.facts
-    whole = next((f.scope for f in facts.values() if f.kind == "unit" and place.path.startswith(f"{f.scope}.")), None)
-    if whole:
-        raise PartitionError(f"cuts: {name!r} is inside {whole!r}, which runs as a whole. Cut at {whole!r} instead")
-    if place.function:
-        path = f"{unwrapped(place.path)}#{place.number}"
-        found = (facts[node].index for node, own in named_calls(recording, model) if own == path)
+    unit = next((f.scope for f in facts.values() if f.kind == "unit" and site.path.startswith(f"{f.scope}.")), None)
+    if unit:
+        raise PartitionError(f"cuts: {name!r} is inside {unit!r}, which runs as a whole. Cut at {unit!r} instead")
+    if site.function:
+        path = f"{unwrapped(site.path)}#{site.number}"
+        indices = (facts[node].index for node, call_name in named_calls(recording, model) if call_name == path)
     else:
-        entered = (0, *recording.entered.get(place.module, ())[1:])[place.number - 1 : place.number]
-        found = (
+        entered = (0, *recording.entered.get(site.module, ())[1:])[site.number - 1 : site.number]
+        indices = (
             fact.index
             for fact in facts.values()
             if fact.kind in ("call", "unit") and entered and fact.index >= entered[0]
-            if any(f"{scope}.".startswith(f"{place.module}.") for scope in (fact.scope, *fact.units))
+            if any(f"{scope}.".startswith(f"{site.module}.") for scope in (fact.scope, *fact.units))
         )
-    if (position := next(found, None)) is not None:
+    if (position := next(indices, None)) is not None:
         return position
-    remedy = "Name a call that it makes" if place.function else "Name a module that the forward calls"
+    remedy = "Name a call that it makes" if site.function else "Name a module that the forward calls"
     raise PartitionError(f"cuts: {name!r} never runs for these inputs. {remedy}")
 
 
 def _slots(model: nn.Module, name: str) -> list[str]:
     """Return the names under which the list or sequence around a module holds it, in order; else just its name."""
-    holder, dot, _ = name.rpartition(".")
-    parent, module = model.get_submodule(holder), model.get_submodule(name)
+    parent_name, dot, _ = name.rpartition(".")
+    parent, module = model.get_submodule(parent_name), model.get_submodule(name)
     if not isinstance(parent, (Chain, nn.Sequential, nn.ModuleList)):
         return [name]
-    return [f"{holder}{dot}{key}" for key, child in parent._modules.items() if child is module]
+    return [f"{parent_name}{dot}{key}" for key, child in parent._modules.items() if child is module]
 
 
-Weighed = Literal["flops", "parameters", "layers"]
+Measure = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
 
 
-EVENER = 0.8
+WORTH_FINER = 0.8
 """More places for cuts are taken if these make the largest stage smaller than this fraction of its size."""
 
 
@@ -138,7 +138,7 @@ class Candidate:
     weight: int
 
 
-def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages: int = 0) -> list[Candidate]:
+def candidates(recording: Recording, model: nn.Module, balance: Measure, stages: int = 0) -> list[Candidate]:
     """Return every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`),
     as far as they run something that no other stage can compute for itself.
 
@@ -147,70 +147,70 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
     parameter. Autocast casts a weight once for all its uses and rounds their sum, which stages would not: under it
     stages that are far from even stay so.
     """
-    found = _weighed(recording, model, balance, _places(recording, model, balance, finer=False))
-    marks = [one for one in found[1:] if is_mark(one.name)]
+    coarse = _weigh(recording, model, balance, _find_positions(recording, model, balance, finer=False))
+    marks = [unit for unit in coarse[1:] if is_mark(unit.name)]
     if 0 < stages - 1 <= len(marks):
-        return _weighed(recording, model, balance, {one.name: one.position for one in (found[0], *marks)})
+        return _weigh(recording, model, balance, {unit.name: unit.position for unit in (coarse[0], *marks)})
     if stages > 1:
-        more = _weighed(recording, model, balance, _places(recording, model, balance, finer=True))
+        finer = _weigh(recording, model, balance, _find_positions(recording, model, balance, finer=True))
         casts = any_autocast() or any(fact.modes.autocast is not None for fact in recording.facts.values())
-        if stages > len(found):
-            return more if stages <= len(more) or 0 < len(found) < len(more) else found
-        if stages <= len(more) and not casts and _is_evener(more, found, stages):
-            return more
-    return found
+        if stages > len(coarse):
+            return finer if stages <= len(finer) or 0 < len(coarse) < len(finer) else coarse
+        if stages <= len(finer) and not casts and _is_evener(finer, coarse, stages):
+            return finer
+    return coarse
 
 
 def _is_evener(units: Sequence[Candidate], others: Sequence[Candidate], stages: int) -> bool:
-    weights = ([unit.weight for unit in each] for each in (units, others))
-    one, other = (heaviest_stage(each, even_starts(each, stages)) for each in weights)
-    return one < EVENER * other
+    weights = ([unit.weight for unit in group] for group in (units, others))
+    heaviest, other_heaviest = (heaviest_stage(group, even_starts(group, stages)) for group in weights)
+    return heaviest < WORTH_FINER * other_heaviest
 
 
-def _weighed(recording: Recording, model: nn.Module, balance: Weighed, places: Mapping[str, int]) -> list[Candidate]:
-    own = CutRecording(recording, model, (), [*places.values()][1:]).own
-    found, waits = dict[str, int](), False  # waits: no call has followed a mark, which goes before a module there
-    for (name, position), calls in zip(places.items(), own, strict=False):
-        found |= {name: position} if not waits and (calls or is_mark(name)) else {}
-        waits = (waits or is_mark(name)) and not calls
-    if waits:
-        found.popitem()
-    positions, weights = [*found.values()], [0] * len(found)
-    by = "parameters" if balance == "layers" and not recording.blocks else balance
-    for node, fact in recording.facts.items() if found else ():
-        weights[max(bisect_right(positions, fact.index) - 1, 0)] += _weight(recording, model, node, by)
-    return [Candidate(*place, weight) for place, weight in zip(found.items(), weights, strict=True)]
+def _weigh(recording: Recording, model: nn.Module, balance: Measure, begins: Mapping[str, int]) -> list[Candidate]:
+    stage_calls = CutRecording(recording, model, (), [*begins.values()][1:]).local_calls
+    starts, after_mark = dict[str, int](), False  # whether no call has followed a mark yet, which goes before a module
+    for (name, position), calls in zip(begins.items(), stage_calls, strict=False):
+        starts |= {name: position} if not after_mark and (calls or is_mark(name)) else {}
+        after_mark = (after_mark or is_mark(name)) and not calls
+    if after_mark:
+        starts.popitem()
+    positions, weights = [*starts.values()], [0] * len(starts)
+    measure = "parameters" if balance == "layers" and not recording.blocks else balance
+    for node, fact in recording.facts.items() if starts else ():
+        weights[max(bisect_right(positions, fact.index) - 1, 0)] += _weight(recording, model, node, measure)
+    return [Candidate(*start, weight) for start, weight in zip(starts.items(), weights, strict=True)]
 
 
-def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: bool) -> dict[str, int]:
+def _find_positions(recording: Recording, model: nn.Module, balance: Measure, *, finer: bool) -> dict[str, int]:
     """Return where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows
     them."""
-    bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
+    bare = {n for n in recording.unit_spec.opened if not any(True for _ in model.get_submodule(n).children())}
     blocks_only = balance == "layers" and bool(recording.blocks)
-    found, first, alone = dict[str, int](), dict[str, int](), False
+    positions, first, only_held = dict[str, int](), dict[str, int](), False
     for node, name in named_calls(recording, model):
-        fact, begin = recording.facts[node], _begin(recording, node)
-        kinds = {recording.facts[given].kind for given in node.all_input_nodes}
+        fact, begin = recording.facts[node], _first_index(recording, node)
+        kinds = {recording.facts[argument].kind for argument in node.all_input_nodes}
         first = first or {name: begin}
-        counts = not blocks_only or fact.scope in recording.blocks
+        is_eligible = not blocks_only or fact.scope in recording.blocks
         if is_mark(name):
-            found = {**(found or first), name: begin}
-        elif counts and (fact.kind == "unit" or fact.scope in bare) and unwrapped(fact.scope) not in found:
-            found[unwrapped(fact.scope)] = begin
-        elif counts and finer and (fact.kind == "unit" or ("parameter" in kinds and not alone)):
-            found[name] = begin
-        alone = bool(kinds) and kinds <= {*HELD}
-    return found
+            positions = {**(positions or first), name: begin}
+        elif is_eligible and (fact.kind == "unit" or fact.scope in bare) and unwrapped(fact.scope) not in positions:
+            positions[unwrapped(fact.scope)] = begin
+        elif is_eligible and finer and (fact.kind == "unit" or ("parameter" in kinds and not only_held)):
+            positions[name] = begin
+        only_held = bool(kinds) and kinds <= {*HELD}
+    return positions
 
 
-def _begin(recording: Recording, node: fx.Node) -> int:
+def _first_index(recording: Recording, node: fx.Node) -> int:
     """Return the index of a call, or of the first parameter or buffer that it is the first to use."""
     facts = recording.facts
-    own = (given for given in node.all_input_nodes if facts[given].kind in HELD and next(iter(given.users)) is node)
-    return min(facts[each].index for each in (node, *own))
+    held = (arg for arg in node.all_input_nodes if facts[arg].kind in HELD and next(iter(arg.users)) is node)
+    return min(facts[n].index for n in (node, *held))
 
 
-def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Weighed) -> int:
+def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Measure) -> int:
     """Return a node's weight: its work, the number of elements in its parameters, or whether it calls a repeated
     block."""
     fact = recording.facts[node]
@@ -228,7 +228,7 @@ class TooFewLayersError(PartitionError):
 
 
 def check_enough(
-    recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate]
+    recording: Recording, model: nn.Module, stages: int, balance: Measure, units: Sequence[Candidate]
 ) -> None:
     """Raise TooFewLayersError if there are more stages than candidates."""
     if stages <= max(1, len(units)):
@@ -243,8 +243,8 @@ def check_enough(
     nested = [unit for unit in units if any(True for _ in modules.get(unit.name, nn.Identity()).children())]
     heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
     raise TooFewLayersError(
-        f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
-        f"{counted(len(units), 'stage')}"
+        f"stages={stages}, but the model has only {pluralize(len(units), kind)} to share among them. Use at most "
+        f"{pluralize(len(units), 'stage')}"
         + (f", or take some apart with split_inside=[{heaviest!r}, ...]" if heaviest else "")
     )
 
@@ -274,26 +274,26 @@ def cut_at(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> CutRe
 def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> list[int]:
     """Return the index of the first node of each stage from stage 1 on. Raise PartitionError for names that give no
     stage."""
-    positions = [position_of(recording, model, cut) for cut in cuts]
+    positions = [find_position(recording, model, cut) for cut in cuts]
     for (before, start), (after, end) in pairwise(zip(cuts, positions, strict=True)):
         if start >= end:
             first, second = (after, before) if start > end else (before, after)
-            why = f"{first!r} runs before {second!r}" if start > end else "both begin at the same call"
+            reason = f"{first!r} runs before {second!r}" if start > end else "both begin at the same call"
             raise PartitionError(
-                f"cuts: {before!r} comes before {after!r} in the list, but {why}. Name each stage's first "
+                f"cuts: {before!r} comes before {after!r} in the list, but {reason}. Name each stage's first "
                 f"module once, in the order in which the model runs them"
             )
     return positions
 
 
-def where_possible(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> list[Candidate]:
+def possible_units(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> list[Candidate]:
     """The candidates at which the recording can be cut. The weight of each other goes to the one before it."""
-    found: list[Candidate] = []
+    possible: list[Candidate] = []
     for unit in units:
         try:
-            if found:
+            if possible:
                 cut_at(recording, model, [unit.name])
-            found.append(unit)
+            possible.append(unit)
         except PartitionError:
-            found[-1] = replace(found[-1], weight=found[-1].weight + unit.weight)
-    return found
+            possible[-1] = replace(possible[-1], weight=possible[-1].weight + unit.weight)
+    return possible

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import named
+from penstock._base.formatting import named
 from penstock.costs import Profile, read_profile
-from penstock.partition.cut.balance import Weighed
+from penstock.partition.cut.balance import Measure
 
 BalanceName = Literal["time", "flops", "memory", "parameters", "layers"]
 
@@ -41,7 +41,7 @@ class BalanceChoice:
         kind: where stages may begin: before modules whose class has such a name; each counts the same.
     """
 
-    by: Weighed = "flops"
+    by: Measure = "flops"
     measures: bool = False
     memory: bool = False
     profile: Profile | None = None
@@ -49,34 +49,34 @@ class BalanceChoice:
     kind: re.Pattern[str] | None = None
 
     @classmethod
-    def of(cls, given: Any) -> BalanceChoice:
+    def of(cls, value: Any) -> BalanceChoice:
         """Parse the value of `balance=`. Raise ArgumentError if it is not one."""
-        match given:
+        match value:
             case BalanceChoice():
-                return given
+                return value
             case "flops" | "parameters" | "layers":
-                return cls(given)
+                return cls(value)
             case "time":
                 return cls(measures=True)
             case "memory":
                 return cls(memory=True)
-            case str() if given.startswith(_TYPE):
-                return cls(kind=_pattern(given))
-            case str() if given.endswith(".json"):
-                return cls(profile=read_profile(given))
+            case str() if value.startswith(_TYPE):
+                return cls(kind=_pattern(value))
+            case str() if value.endswith(".json"):
+                return cls(profile=read_profile(value))
             case os.PathLike():
-                return cls(profile=read_profile(given))
+                return cls(profile=read_profile(value))
             case Profile():
-                return cls(profile=given)
-            case _ if callable(given) and not isinstance(given, type):
-                return cls(weight=given)
-        if isinstance(given, (list, tuple)) and all(isinstance(layers, int) for layers in given):  # torchgpipe
-            first = [str(layers) for layers in accumulate(given)][:-1]
-            raise ArgumentError(f"balance={given!r}: pass cuts={first}, the layers at which stages begin")
+                return cls(profile=value)
+            case _ if callable(value) and not isinstance(value, type):
+                return cls(weight=value)
+        if isinstance(value, (list, tuple)) and all(isinstance(layers, int) for layers in value):  # torchgpipe
+            cuts = [str(layers) for layers in accumulate(value)][:-1]
+            raise ArgumentError(f"balance={value!r}: pass cuts={cuts}, the layers at which stages begin")
         names = ", ".join(map(repr, BALANCES))
-        of_peers = {"'uniform'": "pass 'layers'; ", "'size'": "pass 'memory'; "}
+        peer_hints = {"'uniform'": "pass 'layers'; ", "'size'": "pass 'memory'; "}
         raise ArgumentError(
-            f"balance={given!r}: {of_peers.get(repr(given), '')}expected one of {names}, 'type:' and a pattern of "
+            f"balance={value!r}: {peer_hints.get(repr(value), '')}expected one of {names}, 'type:' and a pattern of "
             "class names, a Profile, the path of one (.json), or a function of a module's name and the module"
         )
 
@@ -93,8 +93,8 @@ class BalanceChoice:
         return float(weight)
 
 
-def _pattern(given: str) -> re.Pattern[str]:
+def _pattern(text: str) -> re.Pattern[str]:
     try:
-        return re.compile(given.removeprefix(_TYPE))
+        return re.compile(text.removeprefix(_TYPE))
     except re.error as error:
-        raise ArgumentError(f"balance={given!r}: {error}; expected 'type:' and a regular expression") from error
+        raise ArgumentError(f"balance={text!r}: {error}; expected 'type:' and a regular expression") from error

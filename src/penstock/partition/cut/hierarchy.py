@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Weighed, candidates, even_starts, heaviest_stage, is_mark, place_of
+from penstock.partition.cut.balance import Measure, candidates, even_starts, find_call, heaviest_stage, is_mark
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import LISTS, Opening, Unit, canonical_names, find_units, repeats, resolve
@@ -28,70 +28,70 @@ def opening_for(
     If cuts have to be found, the number of repeated blocks stands in for the work, which is not known yet.
     """
     names = canonical_names(model)
-    whole = {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
-    asked = {names[id(resolve(model, name, "split_inside"))] for name in opens}
-    inside = {place_of(model, cut).path for cut in cuts or ()}
-    for argument, wanted in (("split_inside", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
-        for name in wanted:
-            leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)
+    leaf_names = {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
+    requested = {names[id(resolve(model, name, "split_inside"))] for name in opens}
+    paths = {find_call(model, cut).path for cut in cuts or ()}
+    for argument, to_open in (("split_inside", requested), ("cuts", {name.rpartition(".")[0] for name in paths})):
+        for name in to_open:
+            leaf = next((leaf for leaf in leaf_names if f"{name}.".startswith(f"{leaf}.")), None)
             if leaf is not None:
                 raise PartitionError(
                     f"{argument}: {name!r} is to be opened, but leaf_modules=[{leaf!r}] says that it runs as a whole"
                 )
-    found = Opening(frozenset(n for name in asked for n in (*_enclosing(name), name)))
-    units = {unit.name for unit in find_units(model, leaves, apart=found.names).values()}
-    within = {n for name in inside for n in _enclosing(name)}
-    found = replace(
-        found, for_cuts=frozenset(n for n in within if any(f"{n}.".startswith(f"{unit}.") for unit in units))
+    opening = Opening(frozenset(n for name in requested for n in (*_enclosing(name), name)))
+    units = {unit.name for unit in find_units(model, leaves, apart=opening.names).values()}
+    enclosing = {n for name in paths for n in _enclosing(name)}
+    opening = replace(
+        opening, for_cuts=frozenset(n for n in enclosing if any(f"{n}.".startswith(f"{unit}.") for unit in units))
     )
     while cuts is None:
-        order = list(find_units(model, leaves, apart=found.names).values())
-        weights = [blocks_in(unit.module) if unit.block else 0 for unit in order]
-        worth = frozenset(_worth_opening(order, weights, stages, whole))
-        if not worth:
+        order = list(find_units(model, leaves, apart=opening.names).values())
+        weights = [count_blocks(unit.module) if unit.block else 0 for unit in order]
+        worthwhile = frozenset(_worth_opening(order, weights, stages, leaf_names))
+        if not worthwhile:
             break
-        found = replace(found, tried=found.tried | worth)
-    return found
+        opening = replace(opening, tried=opening.tried | worthwhile)
+    return opening
 
 
-def opening_of(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
+def extend_opening(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
     """Extend the opening by what was opened when the profile was made, so that the same units are there."""
-    there = {name for name, _ in model.named_modules()}
-    return replace(opening, tried=opening.tried | (there.intersection(profile.opened) - opening.names))
+    module_names = {name for name, _ in model.named_modules()}
+    return replace(opening, tried=opening.tried | (module_names.intersection(profile.opened) - opening.names))
 
 
-def more_to_open(
-    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Weighed
+def choose_opening(
+    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Measure
 ) -> Opening:
     """Return what to open now that weights are known: the recording's own opening if nothing else is worth opening."""
     opening = recording.opening
-    found_units = find_units(model, leaves, recording.grain, opening.names).values()
-    units = {unwrapped(unit.name): unit for unit in found_units}
-    found = candidates(recording, model, balance)
-    if sum(is_mark(one.name) for one in found) >= stages - 1:
+    current_units = find_units(model, leaves, recording.unit_spec, opening.names).values()
+    units = {unwrapped(unit.name): unit for unit in current_units}
+    pieces = candidates(recording, model, balance)
+    if sum(is_mark(p.name) for p in pieces) >= stages - 1:
         return opening
     modules = dict(model.named_modules())
-    order = [units.get(one.name) or Unit(one.name, modules.get(one.name, nn.Identity()), block=False) for one in found]
+    order = [units.get(p.name) or Unit(p.name, modules.get(p.name, nn.Identity()), block=False) for p in pieces]
     names = canonical_names(model)
-    whole = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
-    worth = _worth_opening(order, [one.weight for one in found], stages, whole)
-    return replace(opening, tried=opening.tried | frozenset(worth))
+    fixed = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
+    worthwhile = _worth_opening(order, [p.weight for p in pieces], stages, fixed)
+    return replace(opening, tried=opening.tried | frozenset(worthwhile))
 
 
-def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, whole: Collection[str]) -> Iterator[str]:
-    """Yield the modules inside which the best cuts would fall, if opening them is worthwhile. Leave out `whole`.
+def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, fixed: Collection[str]) -> Iterator[str]:
+    """Yield the modules inside which the best cuts would fall, if opening them is worthwhile. Leave out `fixed`.
 
     Assumes that all repeated blocks of a module weigh the same.
     """
-    counts = [blocks_in(unit.module) if unit.name not in whole and _may_open(unit.module) else 1 for unit in units]
+    counts = [count_blocks(unit.module) if unit.name not in fixed and _may_open(unit.module) else 1 for unit in units]
     if max(counts, default=1) == 1 or stages == 1:
         return
     pieces = [weight // count for weight, count in zip(weights, counts, strict=True) for _ in range(count)]
     if stages > len(pieces):
         return
     starts = even_starts(pieces, stages)
-    whole_units = heaviest_stage(weights, even_starts(weights, stages)) if stages <= len(units) else math.inf
-    if heaviest_stage(pieces, starts) > WORTHWHILE * whole_units:
+    heaviest_whole = heaviest_stage(weights, even_starts(weights, stages)) if stages <= len(units) else math.inf
+    if heaviest_stage(pieces, starts) > WORTHWHILE * heaviest_whole:
         return
     ends = list(accumulate(counts))
     for unit, end, count in zip(units, ends, counts, strict=True):
@@ -105,12 +105,12 @@ def _may_open(module: nn.Module) -> bool:
     return not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (module, *lists))
 
 
-def blocks_in(module: nn.Module) -> int:
+def count_blocks(module: nn.Module) -> int:
     """Return how many repeated blocks a module can be opened into, down to those that contain none; 1 if it contains
     none."""
     total = 0
     for child in module.children():
-        inner = sum(blocks_in(block) for block in child.children()) if repeats(child) else blocks_in(child)
+        inner = sum(count_blocks(block) for block in child.children()) if repeats(child) else count_blocks(child)
         total += inner if inner > 1 else 0
     return max(1, total)
 

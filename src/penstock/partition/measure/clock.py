@@ -19,7 +19,7 @@ BUSY = 0.1
 """A machine is busy if threads waited for a core for more than this part of the time."""
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has done its work."""
     if device.type == "cpu":
         return
@@ -27,35 +27,35 @@ def settle(device: torch.device) -> None:
     module.synchronize(*(() if device.type == "mps" else (device,)))
 
 
-def waited(waits: FileIO | None) -> int:
+def read_wait_ns(schedstat: FileIO | None) -> int:
     """Return the nanoseconds that a thread was ready to run while others had its core. A read takes a microsecond; to
     open the file takes ten."""
-    return 0 if waits is None else int(os.pread(waits.fileno(), 100, 0).split()[1])
+    return 0 if schedstat is None else int(os.pread(schedstat.fileno(), 100, 0).split()[1])
 
 
-def all_waited() -> int:
+def total_wait_ns() -> int:
     """Return the same of all threads of this process together; 0 if the system does not report it."""
-    found = 0
+    total = 0
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
-        with suppress(OSError), closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as waits:  # it may have ended
-            found += waited(waits)
-    return found
+        with suppress(OSError), closing(FileIO(f"/proc/self/task/{thread}/schedstat")) as stat:  # it may have ended
+            total += read_wait_ns(stat)
+    return total
 
 
-def undisturbed(measuring: Callable[[], Profile], device: torch.device) -> Profile:
+def measure_undisturbed(measuring: Callable[[], Profile], device: torch.device) -> Profile:
     """Measure, and once more with one thread and a note if the machine is busy: threads that compute together wait for
     the one whose core is taken, so their times say little."""
-    threads, waits, start = torch.get_num_threads(), all_waited(), time.perf_counter_ns()
-    found = measuring()
-    if device.type != "cpu" or threads == 1 or all_waited() - waits < BUSY * (time.perf_counter_ns() - start):
-        return found
+    threads, waited, start = torch.get_num_threads(), total_wait_ns(), time.perf_counter_ns()
+    profile = measuring()
+    if device.type != "cpu" or threads == 1 or total_wait_ns() - waited < BUSY * (time.perf_counter_ns() - start):
+        return profile
     torch.set_num_threads(1)
     try:
-        found = measuring()
+        profile = measuring()
     finally:
         torch.set_num_threads(threads)
     note = "threads waited for cores while units were measured: their times are one thread's"
-    return replace(found, notes=(*found.notes, note))
+    return replace(profile, notes=(*profile.notes, note))
 
 
 class Clock:
@@ -63,10 +63,10 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waits: FileIO | None = None
+        self._schedstat: FileIO | None = None
         with suppress(OSError):  # not all systems say how long a thread waits
-            self._waits = FileIO("/proc/thread-self/schedstat")
-            weakref.finalize(self, self._waits.close)
+            self._schedstat = FileIO("/proc/thread-self/schedstat")
+            weakref.finalize(self, self._schedstat.close)
 
     def mark(self) -> Any:
         """Now, after the work given to the device so far."""
@@ -74,11 +74,11 @@ class Clock:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             return event
-        settle(self._device)
+        synchronize(self._device)
         while True:
-            before, now = waited(self._waits), time.perf_counter_ns()
-            if waited(self._waits) == before:  # nor was there a wait between the two readings
-                return now - before
+            waited_ns, now = read_wait_ns(self._schedstat), time.perf_counter_ns()
+            if read_wait_ns(self._schedstat) == waited_ns:  # nor was there a wait between the two readings
+                return now - waited_ns
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks, once the device has settled."""

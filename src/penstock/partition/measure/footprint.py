@@ -1,8 +1,9 @@
 """What one microbatch does and takes on a stage while it is there, by running the stage's code and backward on fake
 tensors.
 
-Nothing is computed, and no memory is taken. `Watching` counts what kernels do as they would on a CPU, whatever device
-the tensors are for: so scaled attention is one kernel, as fused ones are, and what would be fused by a compiler is not.
+Nothing is computed, and no memory is taken. `MemoryMonitor` counts what kernels do as they would on a CPU, whatever
+device the tensors are for: so scaled attention is one kernel, as fused ones are, and what would be fused by a compiler
+is not.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import fake_mode, quiet, size_of, storage_of
+from penstock._base.compat import fake_mode, quiet, storage_bytes, storage_id
+from penstock._base.pytree import flatten
 from penstock._base.stages import TensorMeta
-from penstock._base.trees import flatten
 from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
-from penstock.partition.watch.work import Operation as Call
-from penstock.partition.watch.work import argument_names, group_of, operations_of, tensors_of
+from penstock.partition.watch.work import OpCall, argument_names, count_operations, find_group, list_tensors
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input
@@ -54,14 +54,14 @@ class Footprint:
 
 
 def footprint(module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False) -> Footprint | None:
-    """Return what `on_fakes` finds; None if the code does not run on fake tensors."""
+    """Return what `run_on_fakes` finds; None if the code does not run on fake tensors."""
     try:
-        return on_fakes(module, inputs, with_loss=with_loss)
+        return run_on_fakes(module, inputs, with_loss=with_loss)
     except Exception:  # a model's own code may raise anything there
         return None
 
 
-def on_fakes(
+def run_on_fakes(
     module: nn.Module, inputs: Sequence[TensorMeta], *, with_loss: bool = False, counts: bool = False
 ) -> Footprint:
     """Run a stage's code and its backward on fake tensors. Raise whatever the code raises there.
@@ -69,34 +69,34 @@ def on_fakes(
     Args:
         module: takes `inputs` and returns its outputs. What its forward leaves behind is taken back.
         inputs: of one microbatch.
-        with_loss: whether a loss follows: one that the module returns, or else `usual_loss`.
+        with_loss: whether a loss follows: one that the module returns, or else `typical_losses`.
         counts: whether to count operations.
     """
     reach = Reach(module)
     try:
         with untouched_generators(), quiet(), fake_mode(), _OnHost(), torch.enable_grad():
-            found, forward, backward = _run(module, inputs, with_loss=with_loss, counts=counts)
+            memory, forward, backward = _run(module, inputs, with_loss=with_loss, counts=counts)
             if not counts:
-                return found
-            partly = backward if any(meta.requires_grad for meta in inputs) else ()
-            if partly and any(parameter.requires_grad for parameter in module.parameters()):
-                *_, partly = _run(module, inputs, counts=True, of_inputs=True)
-            return replace(found, operations=OpCounts(forward, backward, partly))
+                return memory
+            input_backward = backward if any(meta.requires_grad for meta in inputs) else ()
+            if input_backward and any(parameter.requires_grad for parameter in module.parameters()):
+                *_, input_backward = _run(module, inputs, counts=True, inputs_only=True)
+            return replace(memory, operations=OpCounts(forward, backward, input_backward))
     finally:
         reach.restore()
 
 
-def usual_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
+def typical_losses(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Take as much memory as cross entropy: it keeps the logarithms of probabilities. A model's own loss is taken as it
     is."""
-    own = [output for output in outputs if output.dim() == 0 and output.requires_grad]
-    if own:
-        return own
+    losses = [output for output in outputs if output.dim() == 0 and output.requires_grad]
+    if losses:
+        return losses
     trained = [output for output in outputs if output.requires_grad]
     return [nn.functional.log_softmax(output, -1).select(-1, 0).mean() for output in trained]
 
 
-def ends_of(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callable[[], list[Tensor]]]:
+def backward_roots(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callable[[], list[Tensor]]]:
     """Return where a backward from these values begins, and what makes a gradient of ones for each. Keep no value."""
     trained = [value for value in values if value.requires_grad]
     sizes = [
@@ -104,11 +104,11 @@ def ends_of(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callable[[], 
         for value in trained
     ]
 
-    def ones() -> list[Tensor]:
-        made = (torch.empty_permuted(shape, order, dtype=dtype, device=at) for shape, order, dtype, at in sizes)
-        return [gradient.fill_(1) for gradient in made]
+    def make_ones() -> list[Tensor]:
+        ones = (torch.empty_permuted(shape, order, dtype=dtype, device=device) for shape, order, dtype, device in sizes)
+        return [gradient.fill_(1) for gradient in ones]
 
-    return [get_gradient_edge(value) for value in trained], ones
+    return [get_gradient_edge(value) for value in trained], make_ones
 
 
 def _run(
@@ -117,86 +117,86 @@ def _run(
     *,
     with_loss: bool = False,
     counts: bool = False,
-    of_inputs: bool = False,
+    inputs_only: bool = False,
 ) -> tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]:
-    """Run a module on fake tensors: return its bytes, and what the forward and the backward do. `of_inputs`: compute
+    """Run a module on fake tensors: return its bytes, and what the forward and the backward do. `inputs_only`: compute
     gradients of these alone."""
-    held = {name: _like(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    for tensor in held.values():
+    state = {name: _empty_copy(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    for tensor in state.values():
         if tensor.requires_grad:  # so that backward adds to it, as in any microbatch but the first
             tensor.grad = torch.empty_like(tensor)
-    leaves = [_made(meta).requires_grad_(meta.requires_grad) for meta in inputs]
-    known = [*held.values(), *(t.grad for t in held.values() if t.grad is not None), *leaves]
-    with Watching(known) as seen:
-        given = [leaf.clone() for leaf in leaves]  # which may be updated in place
-        seen.counts = counts
-        outputs: list[Tensor] = list(functional_call(module, dict(held), tuple(given)))
-        seen.counts = False
-        entered, left = ([storage_of(value) for value in values] for values in (given, outputs))
-        given.clear()
-        edges, ones = ends_of(usual_loss(outputs) if with_loss else outputs)
+    leaves = [_empty_from_meta(meta).requires_grad_(meta.requires_grad) for meta in inputs]
+    uncounted = [*state.values(), *(t.grad for t in state.values() if t.grad is not None), *leaves]
+    with MemoryMonitor(uncounted) as memory:
+        copies = [leaf.clone() for leaf in leaves]  # which may be updated in place
+        memory.is_counting = counts
+        outputs: list[Tensor] = list(functional_call(module, dict(state), tuple(copies)))
+        memory.is_counting = False
+        ids_in, ids_out = ([storage_id(value) for value in values] for values in (copies, outputs))
+        copies.clear()
+        edges, make_ones = backward_roots(typical_losses(outputs) if with_loss else outputs)
         outputs.clear()
-        in_forward, forward = seen.peak, seen.counted()
-        kept = seen.peak = seen.now
-        kept_inputs, kept_outputs = (tuple(map(seen.living_bytes, storages)) for storages in (entered, left))
-        gradients = ones()
-        seen.counts = counts
-        if edges and of_inputs:
-            torch.autograd.grad(edges, [one for one in leaves if one.requires_grad], gradients, allow_unused=True)
+        peak, forward = memory.peak, memory.take_ops()
+        kept = memory.peak = memory.now
+        input_bytes, output_bytes = (tuple(map(memory.living_bytes, storages)) for storages in (ids_in, ids_out))
+        gradients = make_ones()
+        memory.is_counting = counts
+        if edges and inputs_only:
+            torch.autograd.grad(edges, [x for x in leaves if x.requires_grad], gradients, allow_unused=True)
         elif edges:
             torch.autograd.backward(edges, gradients)
-        seen.counts = False
-        return Footprint(kept, max(in_forward, seen.peak) - kept, kept_inputs, kept_outputs), forward, seen.counted()
+        memory.is_counting = False
+        return Footprint(kept, max(peak, memory.peak) - kept, input_bytes, output_bytes), forward, memory.take_ops()
 
 
-class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that operators make, while they live, and while it `counts`, what kernels do.
+class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of live tensors that operators make and, while it `is_counting`, what kernels do.
 
     Args:
-        known: tensors whose memory does not count.
+        uncounted: tensors whose memory does not count.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, uncounted: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self.counts = False
-        self._living: dict[int, Any] = {storage_of(tensor): None for tensor in known}
+        self.is_counting = False
+        self._living: dict[int, Any] = {storage_id(tensor): None for tensor in uncounted}
         self._sizes: dict[int, int] = {}
         self._operations: Counter[tuple[int, int, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        if self.counts and isinstance(func, torch._ops.OpOverload) and group_of(func) != "free":
-            self._operations[_counted(Call(func, args, kwargs, made))] += 1
-        for tensor in flatten(made).leaves:
-            if isinstance(tensor, Tensor) and storage_of(tensor) not in self._living:
-                self._count(tensor, size_of(tensor))
+        result = func(*args, **kwargs)
+        if self.is_counting and isinstance(func, torch._ops.OpOverload) and find_group(func) != "free":
+            self._operations[_operator_cost(OpCall(func, args, kwargs, result))] += 1
+        for tensor in flatten(result).leaves:
+            if isinstance(tensor, Tensor) and storage_id(tensor) not in self._living:
+                self._track(tensor, storage_bytes(tensor))
         if func is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():  # its workspace, empty on fakes
-            wider = max(1.0, args[0].shape[-1] / made[0].shape[-1])
-            self._count(made[3], int((_LSTM_VALUES[0] + _LSTM_VALUES[1] * wider) * size_of(made[0])))
-        return made
+            width_ratio = max(1.0, args[0].shape[-1] / result[0].shape[-1])
+            self._track(result[3], int((_LSTM_VALUES[0] + _LSTM_VALUES[1] * width_ratio) * storage_bytes(result[0])))
+        return result
 
-    def counted(self) -> tuple[Operation, ...]:
+    def take_ops(self) -> tuple[Operation, ...]:
         """Return what ran since the last call, the same operations together."""
-        found = tuple(Operation(*what, count) for what, count in self._operations.items())
+        operations = tuple(Operation(*key, count) for key, count in self._operations.items())
         self._operations.clear()
-        return found
+        return operations
 
     def living_bytes(self, storage: int) -> int:
         """Return the bytes of a tensor's memory; 0 if it does not count, or is freed."""
         return self._sizes.get(storage, 0)
 
-    def _count(self, tensor: Tensor, size: int) -> None:
-        number = storage_of(tensor)
+    def _track(self, tensor: Tensor, size: int) -> None:
+        storage = storage_id(tensor)
 
-        def gone(_: Any) -> None:
-            if self._living.pop(number, None) is not None:
-                self.now -= self._sizes.pop(number)
+        def release(_: Any) -> None:
+            if self._living.pop(storage, None) is not None:
+                self.now -= self._sizes.pop(storage)
 
-        self._living[number] = weakref.ref(tensor.untyped_storage(), gone)
-        self.now += size - self._sizes.get(number, 0)
-        self._sizes[number] = size
+        self._living[storage] = weakref.ref(tensor.untyped_storage(), release)
+        self.now += size - self._sizes.get(storage, 0)
+        self._sizes[storage] = size
         self.peak = max(self.peak, self.now)
 
 
@@ -207,16 +207,16 @@ class _OnHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu = torch.device("cpu")
         args = [cpu if isinstance(arg, torch.device) else arg for arg in args]
-        named = {key: cpu if isinstance(value, torch.device) else value for key, value in (kwargs or {}).items()}
-        return func(*args, **named)
+        host_kwargs = {key: cpu if isinstance(value, torch.device) else value for key, value in (kwargs or {}).items()}
+        return func(*args, **host_kwargs)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    return made.requires_grad_(tensor.requires_grad)
+def _empty_copy(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    return empty.requires_grad_(tensor.requires_grad)
 
 
-def _made(meta: TensorMeta) -> Tensor:
+def _empty_from_meta(meta: TensorMeta) -> Tensor:
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return torch.empty_strided(meta.shape, meta.stride, dtype=dtype)
 
@@ -225,40 +225,40 @@ OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "e
 """Operators that do not read the tensor that they update."""
 
 
-def _counted(call: Call) -> tuple[int, int, str]:
+def _operator_cost(call: OpCall) -> tuple[int, int, str]:
     """Return the operations, bytes and dtype of one kernel."""
-    given = tensors_of((*call.args, *call.kwargs.values()))
-    made = tensors_of(call.result if isinstance(call.result, (list, tuple)) else (call.result,))
-    group, name = group_of(call.func), call.func.overloadpacket.__name__
-    read = _bytes(given[1:] if name in OVERWRITES else given)
+    operands = list_tensors((*call.args, *call.kwargs.values()))
+    results = list_tensors(call.result if isinstance(call.result, (list, tuple)) else (call.result,))
+    group, name = find_group(call.func), call.func.overloadpacket.__name__
+    bytes_read = _bytes(operands[1:] if name in OVERWRITES else operands)
     if group == "lookup":  # of its table, only the rows that are asked for
-        read = _bytes(given[1:]) + _bytes(made)
+        bytes_read = _bytes(operands[1:]) + _bytes(results)
     elif name.endswith("_like") or name.startswith("new_"):
-        read = 0
-    factor = next((tensor for tensor in given if tensor.is_floating_point()), None)
+        bytes_read = 0
+    factor = next((tensor for tensor in operands if tensor.is_floating_point()), None)
     if group != "product" or factor is None:
-        return 0, read + _bytes(made), "float32"
-    return _unmasked(call), read + _bytes(made), _dtype_of(name, factor)
+        return 0, bytes_read + _bytes(results), "float32"
+    return _count_unmasked(call), bytes_read + _bytes(results), _product_dtype(name, factor)
 
 
-def _unmasked(call: Call) -> int:
+def _count_unmasked(call: OpCall) -> int:
     """Return a product's operations; of causal attention, those below the diagonal."""
-    flops = operations_of(call)
-    given = dict(zip(argument_names(call.func), call.args, strict=False)) | dict(call.kwargs)
-    if given.get("is_causal"):
-        length = int(given["query"].shape[-2])
+    flops = count_operations(call)
+    arguments = dict(zip(argument_names(call.func), call.args, strict=False)) | dict(call.kwargs)
+    if arguments.get("is_causal"):
+        length = int(arguments["query"].shape[-2])
         return flops * (length + 1) // (2 * length)
     return flops
 
 
-def _dtype_of(name: str, factor: Tensor) -> str:
+def _product_dtype(name: str, factor: Tensor) -> str:
     """Return the dtype of a product, where torch may compute in less than float32 with this operand."""
     if factor.dtype == torch.float32:
-        allowed = torch.get_float32_matmul_precision() != "highest"
-        return "tf32" if (torch.backends.cudnn.allow_tf32 if "conv" in name else allowed) else "float32"
+        allows_tf32 = torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if (torch.backends.cudnn.allow_tf32 if "conv" in name else allows_tf32) else "float32"
     return str(factor.dtype).removeprefix("torch.")
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of tensors: of an expanded one, those that are stored."""
-    return sum(min(tensor.numel() * tensor.element_size(), size_of(tensor)) for tensor in tensors)
+    return sum(min(tensor.numel() * tensor.element_size(), storage_bytes(tensor)) for tensor in tensors)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.profiler import record_function
 
-from penstock._base.compat import cpu_allocations, size_of, storage_of
+from penstock._base.compat import cpu_allocations, storage_bytes, storage_id
 from penstock._base.errors import PartitionError
 from penstock.costs import SPLIT_SECONDS, UnitCost
-from penstock.partition.measure.clock import Clock, settle
-from penstock.partition.measure.footprint import Footprint, ends_of, usual_loss
+from penstock.partition.measure.clock import Clock, synchronize
+from penstock.partition.measure.footprint import Footprint, backward_roots, typical_losses
 from penstock.partition.stages.stage import Stage
 
 LATER_PARTS = "penstock: later parts begin"
@@ -35,7 +35,7 @@ class Backward(Enum):
     SPLIT = "split"
 
 
-class Splitting(Protocol):
+class BackwardSplitter(Protocol):
     """Runs the backward of one unit in two parts. It learns from a first forward and backward how to."""
 
     def forward(self, microbatch: int) -> AbstractContextManager[None]:
@@ -51,17 +51,17 @@ class Splitting(Protocol):
         """Do what that left."""
 
 
-Splits = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], Splitting]
+MakeSplitter = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], BackwardSplitter]
 """Makes one for a module with these parameters, by name."""
 
 Step = Iterator[Sequence[Tensor]]
-"""A microbatch on its way through one unit: each `next` runs a part of it. See `RunningUnit.step`."""
+"""A microbatch on its way through one unit: each `next` runs a part of it. See `UnitRunner.step`."""
 
 PARTS = 3
 """Of a step, before its times are noted."""
 
 
-class RunningUnit:
+class UnitRunner:
     """A unit that can be run again and again. `begin` comes first.
 
     Args:
@@ -77,14 +77,18 @@ class RunningUnit:
     """
 
     def __init__(
-        self, stage: Stage, inputs: Sequence[Tensor], shared: Iterable[nn.Parameter] = (), splits: Splits | None = None
+        self,
+        stage: Stage,
+        inputs: Sequence[Tensor],
+        shared: Iterable[nn.Parameter] = (),
+        splits: MakeSplitter | None = None,
     ) -> None:
         self.inputs, self._needs = inputs, [i.meta.requires_grad for i in stage.meta.inputs]
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in shared}
         module = self._module = copy.deepcopy(stage.module, memo).to(stage.device)
         self._trains, self._passes_on = any(p.requires_grad for p in module.parameters()), any(self._needs)
         self._splits = splits is not None
-        self._splitting: Splitting | None = None
+        self._splitting: BackwardSplitter | None = None
         if splits is not None and self._trains:
             self._splitting = splits(lambda: dict(module.named_parameters()), module, stage.device)
         self.runs: dict[Backward, list[tuple[float, ...]]] = defaultdict(list)
@@ -94,25 +98,25 @@ class RunningUnit:
     def step(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE, *, with_loss: bool = False) -> Step:
         """Run a microbatch in parts: its forward, which yields the results without their graph; its backward, or the
         first part of a split one; the rest. Each is timed, and noted when the step is resumed after these three: first
-        the device has to settle. A backward that has one part runs whole. `with_loss`: `usual_loss` follows."""
+        the device has to settle. A backward that has one part runs whole. `with_loss`: `typical_losses` follows."""
         splitting = self._splitting if backward is Backward.SPLIT else None
         if splitting is None and not (backward is Backward.INPUTS and self._trains and self._passes_on):
             backward = Backward.WHOLE
-        leaves, given = self._entering(inputs)
+        leaves, copies = self._fresh_inputs(inputs)
         marks = [self._clock.mark()]
         with nullcontext() if splitting is None else splitting.forward(0):
-            made = list(self._module(*given))
+            outputs = list(self._module(*copies))
         if splitting is not None:
-            splitting.learn(ends_of(made)[0])
+            splitting.learn(backward_roots(outputs)[0])
         marks.append(self._clock.mark())
-        edges, ones = ends_of(usual_loss(made) if with_loss else made)
-        given.clear()
-        yield [made.pop(0).detach() for _ in range(len(made))]  # and keeps none itself
-        gradients = ones()
+        edges, make_ones = backward_roots(typical_losses(outputs) if with_loss else outputs)
+        copies.clear()
+        yield [outputs.pop(0).detach() for _ in range(len(outputs))]  # and keeps none itself
+        gradients = make_ones()
         marks.append(self._clock.mark())
         if backward is Backward.INPUTS:
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.grad(edges, trained, gradients, allow_unused=True)
         elif edges:
             with nullcontext() if splitting is None else splitting.input_gradients(0):
                 torch.autograd.backward(edges, gradients)
@@ -127,7 +131,7 @@ class RunningUnit:
         pairs = zip(marks[::2], marks[1::2], strict=True)
         self.runs[backward].append(tuple(self._clock.seconds(start, end) for start, end in pairs))
 
-    def _entering(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _fresh_inputs(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh leaves of these values, and copies of them, which a forward may update in place."""
         leaves = [value.detach().requires_grad_(needs) for value, needs in zip(inputs, self._needs, strict=True)]
         return leaves, [leaf.clone() for leaf in leaves]
@@ -137,48 +141,48 @@ class RunningUnit:
         the results."""
         sizes: dict[int, int] = {}
 
-        def note(tensor: Tensor) -> Tensor:
-            sizes[storage_of(tensor)] = size_of(tensor)
+        def record_size(tensor: Tensor) -> Tensor:
+            sizes[storage_id(tensor)] = storage_bytes(tensor)
             return tensor
 
-        _, given = self._entering(self.inputs)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            made: Sequence[Tensor] = self._module(*given)
+        _, copies = self._fresh_inputs(self.inputs)
+        with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
+            results: Sequence[Tensor] = self._module(*copies)
         for tensor in (*self._module.parameters(), *self._module.buffers()):
-            sizes.pop(storage_of(tensor), None)
-        of_inputs, of_outputs = (tuple(sizes.get(storage_of(each), 0) for each in values) for values in (given, made))
-        self.saved = Footprint(sum(sizes.values()), 0, of_inputs, of_outputs)
-        outputs = [value.detach() for value in made]
-        edges, ones = ends_of(made)
+            sizes.pop(storage_id(tensor), None)
+        input_bytes, output_bytes = (tuple(sizes.get(storage_id(t), 0) for t in values) for values in (copies, results))
+        self.saved = Footprint(sum(sizes.values()), 0, input_bytes, output_bytes)
+        outputs = [value.detach() for value in results]
+        edges, make_ones = backward_roots(results)
         if edges:
-            torch.autograd.backward(edges, ones())
+            torch.autograd.backward(edges, make_ones())
         if self._splitting is not None:
             try:
-                _go_on(self.step(self.inputs, Backward.SPLIT), PARTS)
+                _advance(self.step(self.inputs, Backward.SPLIT), PARTS)
             except PartitionError:  # its backward is not split in a pipeline either
                 self._splitting = None
-        settle(self._device)
+        synchronize(self._device)
         return outputs
 
     def run(self, backward: Backward = Backward.WHOLE) -> None:
         """Time the forward and such a backward."""
         step = self.step(self.inputs, backward)
-        _go_on(step, PARTS)
-        settle(self._device)
+        _advance(step, PARTS)
+        synchronize(self._device)
         next(step, None)
 
-    def taken(self, *, with_loss: bool = False) -> Footprint | None:
+    def real_memory(self, *, with_loss: bool = False) -> Footprint | None:
         """Return the real memory of an untimed run, besides parameters and their gradients; None if it is not
         reported."""
-        return _really_taken(self._device, self.step(self.inputs, with_loss=with_loss), 1)
+        return _measure_memory(self._device, self.step(self.inputs, with_loss=with_loss), 1)
 
-    def waiting_bytes(self) -> int | None:
+    def deferred_bytes(self) -> int | None:
         """Return the bytes that the first part of a split backward leaves for the second; None if that is not
         measured."""
         if self._splitting is None:
             return 0 if self._splits else None  # all is done in the first part
-        found = _really_taken(self._device, self.step(self.inputs, Backward.SPLIT), 2)
-        return None if found is None else found.kept
+        memory = _measure_memory(self._device, self.step(self.inputs, Backward.SPLIT), 2)
+        return None if memory is None else memory.kept
 
     @property
     def seconds(self) -> float:
@@ -191,48 +195,48 @@ class RunningUnit:
 
     def timed(self, cost: UnitCost) -> UnitCost:
         """Return the cost with the medians of its times. I of a unit that has no W is its whole backward."""
-        forward, whole = self.medians()
-        again, inputs = self.medians(Backward.INPUTS) or (None, whole / 2)
+        forward, backward = self.medians()
+        recompute, input_part = self.medians(Backward.INPUTS) or (None, backward / 2)
         if not (self._trains and self._passes_on):
-            inputs = whole if self._passes_on else 0.0
+            input_part = backward if self._passes_on else 0.0
         totals = [sum(run) for run in self.runs[Backward.WHOLE]]
         low, _, high = quantiles(totals, n=4, method="inclusive") if len(totals) > 1 else (0.0, 0.0, 0.0)
-        apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, self.medians(Backward.SPLIT), strict=False))
+        split_seconds: dict[str, Any] = dict(zip(SPLIT_SECONDS, self.medians(Backward.SPLIT), strict=False))
         return replace(
             cost,
             forward_seconds=forward,
-            input_gradient_seconds=min(inputs, whole),
-            weight_gradient_seconds=whole - min(inputs, whole),
-            spread=(high - low) / (forward + whole) if forward + whole else 0.0,
-            recompute_seconds=again,
-            **apart,
+            input_gradient_seconds=min(input_part, backward),
+            weight_gradient_seconds=backward - min(input_part, backward),
+            spread=(high - low) / (forward + backward) if forward + backward else 0.0,
+            recompute_seconds=recompute,
+            **split_seconds,
         )
 
 
-def _go_on(step: Step, parts: int) -> None:
+def _advance(step: Step, parts: int) -> None:
     for _ in islice(step, parts):
         pass
 
 
-def _really_taken(device: torch.device, step: Step, first: int) -> Footprint | None:
-    """Return the memory of a step by the allocator, kernels' own buffers included: after its first `first` parts, and
-    the peak beyond that; None if it is not reported."""
+def _measure_memory(device: torch.device, step: Step, num_parts: int) -> Footprint | None:
+    """Return the memory of a step by the allocator, kernels' own buffers included: after its first `num_parts` parts,
+    and the peak beyond that; None if it is not reported."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        _go_on(step, first)
+        _advance(step, num_parts)
         kept = torch.cuda.memory_allocated(device) - before
-        _go_on(step, PARTS - first)
+        _advance(step, PARTS - num_parts)
         return Footprint(kept, torch.cuda.max_memory_allocated(device) - before - kept)
 
-    def both() -> None:
-        _go_on(step, first)
+    def run_parts() -> None:
+        _advance(step, num_parts)
         with record_function(LATER_PARTS):
-            _go_on(step, PARTS - first)
+            _advance(step, PARTS - num_parts)
 
-    seen = cpu_allocations(both) if device.type == "cpu" else None
-    if seen is None or (LATER_PARTS, 0) not in seen:
+    allocations = cpu_allocations(run_parts) if device.type == "cpu" else None
+    if allocations is None or (LATER_PARTS, 0) not in allocations:
         return None
-    held = [0, *accumulate(size for _, size in seen)]
-    kept = held[seen.index((LATER_PARTS, 0))]
-    return Footprint(kept, max(held) - kept)
+    totals = [0, *accumulate(size for _, size in allocations)]
+    kept = totals[allocations.index((LATER_PARTS, 0))]
+    return Footprint(kept, max(totals) - kept)

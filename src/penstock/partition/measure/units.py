@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock._base.errors import PartitionError
+from penstock._base.pytree import flatten
 from penstock._base.stages import MODEL_INPUT, TensorMeta
-from penstock._base.trees import flatten
 from penstock.costs import OPTIMIZER_VALUES, ModelFingerprint, Profile, Tied, UnitCost
-from penstock.partition.cut.balance import Candidate, cut_at, where_possible
-from penstock.partition.measure.footprint import Footprint, footprint, on_fakes
+from penstock.partition.cut.balance import Candidate, cut_at, possible_units
+from penstock.partition.measure.footprint import Footprint, footprint, run_on_fakes
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
@@ -26,7 +26,7 @@ from penstock.partition.units.chain import public_names
 from penstock.partition.values.memory import meta_bytes
 from penstock.partition.values.objects import input_path
 
-NUMBERS_OF_PLACES = ("idx", "index", "id", "number", "layer_num", "depth")
+POSITION_ATTRIBUTES = ("idx", "index", "id", "number", "layer_num", "depth")
 """Attributes whose names end like this say which of several blocks a module is, not what it does."""
 
 
@@ -56,27 +56,27 @@ class Units:
     """A recording cut before every unit.
 
     Attributes:
-        places: where each unit begins.
+        candidates: where each unit begins.
         split: the recording, cut there.
     """
 
     model: nn.Module
-    places: Sequence[Candidate]
+    candidates: Sequence[Candidate]
     split: CutRecording
 
     @classmethod
-    def of(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Units:
+    def from_recording(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Units:
         """Cut at every candidate at which it can be; the others join the one before. Raise UnmeasurableError if the
         units cannot be run alone."""
 
-        def cut(units: Sequence[Candidate]) -> Units:
+        def cut_at_units(units: Sequence[Candidate]) -> Units:
             return cls(model, units, cut_at(recording, model, [unit.name for unit in units[1:]]))
 
         try:
             try:
-                return cut(candidates)
+                return cut_at_units(candidates)
             except PartitionError:
-                return cut(where_possible(recording, model, candidates))
+                return cut_at_units(possible_units(recording, model, candidates))
         except PartitionError as error:
             raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
 
@@ -84,13 +84,13 @@ class Units:
     def first_of_kind(self) -> list[int]:
         """For each unit, the first one of its kind, which costs the same."""
         first: dict[Hashable, int] = {}
-        return [first.setdefault(kind_of(self.split, index), index) for index in range(self.split.count)]
+        return [first.setdefault(kind_key(self.split, index), index) for index in range(self.split.count)]
 
     def stage(self, index: int) -> Stage:
         """Return a unit as a stage."""
         return build_stage(self.split, self.split.plans[index], index, NoStreams())
 
-    def _crossing(self) -> list[tuple[int, int]]:
+    def _crossing_bytes(self) -> list[tuple[int, int]]:
         """Return, for a cut before each unit, the bytes that cross it, and those of the gradients that come back."""
         last: dict[tuple[int, str], tuple[int, TensorMeta]] = {}
         for index, plan in enumerate(self.split.plans):
@@ -104,67 +104,67 @@ class Units:
 
     def footprints(self, *, counts: bool = False) -> Footprints:
         """Return what the first unit of each kind keeps and takes on fake tensors. `counts`: and what it does."""
-        found: Footprints = {}
+        results: Footprints = {}
         for index in {*self.first_of_kind}:
             try:
-                found[index] = on_fakes(self.stage(index).module, self._inputs(index), counts=counts)
+                results[index] = run_on_fakes(self.stage(index).module, self._inputs(index), counts=counts)
             except Exception as error:  # a model's own code may raise anything there
-                found[index] = error
+                results[index] = error
         last = self.split.count - 1
         if (with_loss := footprint(self.stage(last).module, self._inputs(last), with_loss=True)) is not None:
-            found[WITH_LOSS] = with_loss
-        return found
+            results[WITH_LOSS] = with_loss
+        return results
 
     def _inputs(self, index: int) -> list[TensorMeta]:
         return [value.meta for value in self.split.plans[index].inputs]
 
-    def costs(self, seen: Footprints) -> list[UnitCost]:
+    def costs(self, footprints: Footprints) -> list[UnitCost]:
         """Return what is known without running: what crosses before each unit, its parameters, buffers and inputs of
         the model, which of the parameters others hold, too, and its activations and workspace."""
-        held, found, crossing = self.split.recording.held, list[UnitCost](), self._crossing()
+        tensors, unit_costs, crossing = self.split.recording.held, list[UnitCost](), self._crossing_bytes()
         names = [dict.fromkeys(n for node in plan.run for n in self.split.held_by(node)) for plan in self.split.plans]
-        count, before = Counter(name for each in names for name in each), dict[tuple[int, str], int]()
-        columns = zip(self.places, self.split.plans, names, self.first_of_kind, strict=True)
-        for index, (place, plan, own, first) in enumerate(columns):
-            sizes = {name: held[name].numel() * held[name].element_size() for name in own}
-            trained = {name: size if held[name].requires_grad else 0 for name, size in sizes.items()}
-            alone = _known(seen[first])
-            whole = _known(seen.get(WITH_LOSS, alone)) if index == self.split.count - 1 else alone
-            inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, alone.inputs, strict=False)}
+        uses, previous = Counter(name for unit_names in names for name in unit_names), dict[tuple[int, str], int]()
+        columns = zip(self.candidates, self.split.plans, names, self.first_of_kind, strict=True)
+        for index, (candidate, plan, local_names, first) in enumerate(columns):
+            sizes = {name: tensors[name].numel() * tensors[name].element_size() for name in local_names}
+            trained = {name: size if tensors[name].requires_grad else 0 for name, size in sizes.items()}
+            memory = _or_zero(footprints[first])
+            with_loss = _or_zero(footprints.get(WITH_LOSS, memory)) if index == self.split.count - 1 else memory
+            inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, memory.inputs, strict=False)}
             cost = UnitCost(
-                place.name,
+                candidate.name,
                 *(0.0, 0.0, 0.0),
-                activation_bytes=alone.kept,
+                activation_bytes=memory.kept,
                 parameter_bytes=sum(sizes.values()),
                 gradient_bytes=sum(trained.values()),
                 optimizer_bytes=OPTIMIZER_VALUES * sum(trained.values()),
                 boundary_bytes=crossing[index][0],
                 boundary_gradient_bytes=crossing[index][1],
-                like="" if first == index else self.places[first].name,
-                operations=alone.operations if first == index else None,
-                working_bytes=whole.working,
+                like="" if first == index else self.candidates[first].name,
+                operations=memory.operations if first == index else None,
+                working_bytes=with_loss.working,
                 input_bytes=sum(meta_bytes(i.meta) for i in plan.inputs if i.source == MODEL_INPUT),
-                loss_bytes=max(whole.kept - alone.kept, 0),
-                tied=tuple(Tied(name, sizes[name], trained[name]) for name in own if count[name] > 1),
-                shared_bytes=sum(min(size, before.get(key, 0)) for key, size in inputs.items()),
+                loss_bytes=max(with_loss.kept - memory.kept, 0),
+                tied=tuple(Tied(name, sizes[name], trained[name]) for name in local_names if uses[name] > 1),
+                shared_bytes=sum(min(size, previous.get(key, 0)) for key, size in inputs.items()),
             )
-            found.append(cost)
-            before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, alone.outputs, strict=False)}
-        return found
+            unit_costs.append(cost)
+            previous = inputs | {(index, o.name): size for o, size in zip(plan.outputs, memory.outputs, strict=False)}
+        return unit_costs
 
     def profile(self, costs: Sequence[UnitCost], args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> Profile:
         """Return the profile with these costs."""
         flat, recording = flatten((tuple(args), dict(kwargs))), self.split.recording
-        made_for, name = identity(self.model, recording.device.type), recording.device.type
+        fingerprint, name = compute_fingerprint(self.model, recording.device.type), recording.device.type
         if name == "cuda":
             name = torch.cuda.get_device_name(recording.device)
         elif name == "cpu":
             name = platform.processor() or platform.machine()
         return Profile(
             tuple(costs),
-            device=made_for.device,
-            dtype=made_for.dtype,
-            parameters=made_for.parameters,
+            device=fingerprint.device,
+            dtype=fingerprint.dtype,
+            parameters=fingerprint.parameters,
             device_name=name,
             inputs={
                 input_path(path): f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
@@ -178,11 +178,11 @@ class Units:
         )
 
 
-def _known(seen: Footprint | Exception) -> Footprint:
-    return Footprint(0, 0) if isinstance(seen, Exception) else seen
+def _or_zero(result: Footprint | Exception) -> Footprint:
+    return Footprint(0, 0) if isinstance(result, Exception) else result
 
 
-def identity(model: nn.Module, device: str) -> ModelFingerprint:
+def compute_fingerprint(model: nn.Module, device: str) -> ModelFingerprint:
     """Return the fingerprint of a profile or plan of this model on such a device. Its dtype is that of most
     elements."""
     parameters = dict(model.named_parameters())
@@ -194,31 +194,31 @@ def identity(model: nn.Module, device: str) -> ModelFingerprint:
     return ModelFingerprint({public[name]: tuple(p.shape) for name, p in parameters.items()}, device, dtype)
 
 
-def kind_of(split: CutRecording, stage: int) -> Hashable:
+def kind_key(split: CutRecording, stage: int) -> Hashable:
     """Return a key that is equal for two units only if they run the same: the recorded calls, the work of each, the
     modules that they call, with all their settings, and the shapes of everything."""
     plan = split.plans[stage]
     numbers = {node: number for number, node in enumerate(plan.received)}
-    calls = []
+    called = []
     for node in plan.run:
         numbers[node] = len(numbers)
         fact = split.facts[node]
-        target = tuple(_module(split.model.get_submodule(name)) for name in fact.units) or _target(split, node)
-        calls.append((target, _plain((node.args, node.kwargs), numbers), fact.work, fact.meta, fact.modes))
+        target = tuple(_module_key(split.model.get_submodule(name)) for name in fact.units) or _target_key(split, node)
+        called.append((target, _as_hashable((node.args, node.kwargs), numbers), fact.work, fact.meta, fact.modes))
     received = tuple(value.meta for value in plan.inputs)
     returned = tuple((numbers[node], value.meta) for node, value in zip(plan.returned, plan.outputs, strict=True))
-    return tuple(calls), received, returned
+    return tuple(called), received, returned
 
 
-def _target(split: CutRecording, node: fx.Node) -> Hashable:
+def _target_key(split: CutRecording, node: fx.Node) -> Hashable:
     fact = split.facts[node]
     if fact.kind in ("parameter", "buffer", "constant"):
         tensor = split.recording.held.get(str(node.target))
-        return (fact.kind, str(node.target)) if tensor is None else (fact.kind, *_tensor(tensor))
+        return (fact.kind, str(node.target)) if tensor is None else (fact.kind, *_tensor_key(tensor))
     return node.op, str(node.target)
 
 
-def _module(module: nn.Module) -> Hashable:
+def _module_key(module: nn.Module) -> Hashable:
     """Return a key for what a module does: the classes, settings and shapes of all modules in it. Of a fraction only
     whether it is 0 matters: a dropout's rate costs nothing."""
     return tuple(
@@ -228,12 +228,12 @@ def _module(module: nn.Module) -> Hashable:
             tuple(
                 (key, value != 0 if isinstance(value, float) else value)
                 for key, value in sorted(vars(inner).items())  # plain attributes, `training` among them
-                if _is_plain(value) and not key.endswith(NUMBERS_OF_PLACES)
+                if _is_plain(value) and not key.endswith(POSITION_ATTRIBUTES)
             ),
             tuple(
-                (k, _tensor(t))
-                for held in (inner._parameters, inner._buffers)
-                for k, t in held.items()
+                (k, _tensor_key(t))
+                for slots in (inner._parameters, inner._buffers)
+                for k, t in slots.items()
                 if t is not None
             ),
         )
@@ -247,21 +247,21 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def _tensor(tensor: Tensor) -> tuple[Any, ...]:
+def _tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
 
 
-def _plain(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
+def _as_hashable(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
     """Arguments as a hashable value: nodes by their numbers; what cannot be hashed is itself only."""
     match value:
         case fx.Node():
             return "node", numbers[value]
         case tuple() | list():
-            return isinstance(value, tuple), tuple(_plain(item, numbers) for item in value)
+            return isinstance(value, tuple), tuple(_as_hashable(item, numbers) for item in value)
         case dict():
-            return "dict", tuple((key, _plain(item, numbers)) for key, item in value.items())
+            return "dict", tuple((key, _as_hashable(item, numbers)) for key, item in value.items())
         case slice():
-            return "slice", _plain((value.start, value.stop, value.step), numbers)
+            return "slice", _as_hashable((value.start, value.stop, value.step), numbers)
     try:
         hash(value)
     except TypeError:

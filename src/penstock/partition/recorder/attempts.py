@@ -22,21 +22,28 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
-from penstock._base.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, generator_of, has_global_backward_hooks, quiet
+from penstock._base.compat import (
+    DATA_DEPENDENT,
+    UNSUPPORTED,
+    device_generator,
+    fake_mode,
+    has_global_backward_hooks,
+    quiet,
+)
 from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
-from penstock._base.trees import Flat, flatten, unflatten
-from penstock.partition.recorder.branches import with_branches
+from penstock._base.pytree import Flat, flatten, unflatten
+from penstock.partition.recorder.branches import merge_branches
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder
 from penstock.partition.recording.recording import Constant, Recording, is_readable
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import Obstacle, raising_line
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import EVERY, Left, Remembered
+from penstock.partition.state.remembered import ALL_UNITS, Left, Remembered
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Learned, Opening, find_units, intercepted
-from penstock.partition.values.objects import OfNode, hides_tensors, holds_tensors, input_path, leaves_of
+from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, RecordAgain, UnitSpec, find_units, intercept
+from penstock.partition.values.objects import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.watch.observer import SEED
 
 
@@ -45,69 +52,69 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     leaves: Sequence[str] = (),
-    grain: Grain = NO_GRAIN,
+    spec: UnitSpec = NO_SPEC,
     opening: Opening = NOTHING,
 ) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
 
-    `leaves`, `grain` and `opening`: see `find_units`. The recording's `grain` and `opening` add what the attempts
+    `leaves`, `spec` and `opening`: see `find_units`. The recording's `unit_spec` and `opening` add what the attempts
     showed.
 
     Raises PartitionError, with the line of the user's code, for anything that a stage could not replay.
     """
-    reason, taught = "", False  # reason: why modules were opened, for messages
-    without: Grain | None = None  # to go back to if opening more modules does not help
+    reason, is_cut_free = "", False  # reason: why modules were opened, for messages
+    fallback: UnitSpec | None = None  # to go back to if opening more modules does not help
     while True:
-        units = find_units(model, leaves, grain, opening.names)
-        way = partial(record_path, Attempt(model, args, kwargs, units, opening, grain))
+        units = find_units(model, leaves, spec, opening.names)
+        record_choices = partial(record_path, Attempt(model, args, kwargs, units, opening, spec))
         try:
-            found = way({})
-            if found.asks and any(entry.is_carried for entry in found.left):
-                grain, without, reason = replace(without or grain, shut=grain.shut | {EVERY}), None, ""
+            recording = record_choices({})
+            if recording.asks and any(entry.is_carried for entry in recording.left):
+                spec, fallback, reason = replace(fallback or spec, shut=spec.shut | {ALL_UNITS}), None, ""
                 continue  # a randomly skipped module leaves no value to carry
-            return replace(with_branches(found, way) if found.asks else found, opening=opening)
-        except Learned as learned:
-            if learned.stays is not None:
-                opening = opening.without(_alike(model, learned.stays, opening.tried))
-            elif learned.more.functions:
-                grain = _regrouped(grain, learned, leaves)
+            return replace(merge_branches(recording, record_choices) if recording.asks else recording, opening=opening)
+        except RecordAgain as retry:
+            if retry.keep_whole is not None:
+                opening = opening.without(_same_class(model, retry.keep_whole, opening.tried))
+            elif retry.additions.functions:
+                spec = _extend_spec(spec, retry, leaves)
             elif opening.names == opening.asked:
-                if not learned.needed:
-                    without = replace(without or grain, shut=grain.shut | learned.more.opened)
+                if not retry.needed:
+                    fallback = replace(fallback or spec, shut=spec.shut | retry.additions.opened)
                 try:
-                    reason, grain = learned.refusal, _regrouped(grain, learned, leaves)
+                    reason, spec = retry.refusal, _extend_spec(spec, retry, leaves)
                 except PartitionError:
-                    if without is None:
+                    if fallback is None:
                         raise
-                    grain, without, reason = without, None, ""
-            elif not taught:  # the grain must not depend on where the model is cut
-                grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
+                    spec, fallback, reason = fallback, None, ""
+            elif not is_cut_free:  # the units must not depend on where the model is cut
+                spec, is_cut_free = record(model, args, kwargs, leaves, spec, Opening(opening.asked)).unit_spec, True
             elif opening.tried:
                 opening = opening.without(opening.tried)
             else:
-                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], learned.refusal)) from None
+                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], retry.refusal)) from None
         except Exception as error:
-            if without is not None:
-                grain, without, reason = without, None, ""
+            if fallback is not None:
+                spec, fallback, reason = fallback, None, ""
             elif not reason or not isinstance(error, PartitionError):
                 raise
             elif isinstance(error, Obstacle):
-                raise error.because(reason) from error
+                raise error.with_reason(reason) from error
             else:
                 raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
 
 
-def _regrouped(grain: Grain, learned: Learned, leaves: Sequence[str]) -> Grain:
-    """Return the grain with what was learned. Raise PartitionError if that is nothing new, or contradicts what is known
-    or the user asked for."""
-    found = grain | learned.more
-    if kept := sorted(learned.more.opened & {*leaves}):
+def _extend_spec(spec: UnitSpec, retry: RecordAgain, leaves: Sequence[str]) -> UnitSpec:
+    """Return the spec with what the retry adds. Raise PartitionError if that is nothing new, or contradicts the spec or
+    the user's `leaves`."""
+    extended = spec | retry.additions
+    if conflicting := sorted(retry.additions.opened & {*leaves}):
         raise PartitionError(
-            f"{learned.refusal}; or leave {kept} out of leaves, so that it can be recorded call by call"
+            f"{retry.refusal}; or leave {conflicting} out of leaves, so that it can be recorded call by call"
         )
-    if found == grain or found.opened & found.whole:
-        raise PartitionError(f"{learned.refusal}{_NOT_ENOUGH if learned.more.whole else ''}")
-    return found
+    if extended == spec or extended.opened & extended.whole:
+        raise PartitionError(f"{retry.refusal}{_NOT_ENOUGH if retry.additions.whole else ''}")
+    return extended
 
 
 _NOT_ENOUGH = (
@@ -116,7 +123,7 @@ _NOT_ENOUGH = (
 )
 
 
-def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
+def _same_class(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
     """Return the tried modules that will not work either: those of the named module's class, or all if none is
     named."""
     return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
@@ -128,35 +135,35 @@ def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
     while True:
         try:
             return _record(attempt, choices, unknown)
-        except Learned as learned:
-            if learned.unknown is None:
+        except RecordAgain as retry:
+            if retry.unknown is None:
                 raise
-            unknown = learned.unknown  # each path numbers its calls from 0
+            unknown = retry.unknown  # each path numbers its calls from 0
 
 
 def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[int]) -> Recording:
     """Run the forward once."""
     model = attempt.model
-    given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
+    flat = flatten((tuple(attempt.args), dict(attempt.kwargs)))
     snapshot, reach = Snapshot(model), None
     try:
         with untouched_generators(), ExitStack() as stack:
-            held = (parameter for parameter in model.parameters() if not parameter.is_meta)
-            tensors = (*(leaf for leaf in given.leaves if isinstance(leaf, Tensor)), *held)
+            parameters = (parameter for parameter in model.parameters() if not parameter.is_meta)
+            tensors = (*(leaf for leaf in flat.leaves if isinstance(leaf, Tensor)), *parameters)
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            for generator in (torch.default_generator, generator_of(device)):
+            for generator in (torch.default_generator, device_generator(device)):
                 generator.manual_seed(SEED)
             _refuse_backward_hooks(model, attempt.units)
             loan = Loan(model, fake_mode(), device)
             reach = Reach(model)
             recorder = Recorder(attempt, loan, reach, choices, unknown)
             stack.callback(recorder.observer.restore)
-            inputs = _inputs(recorder, given)
-            with _staying_whole(recorder):
-                result = _run_checked(recorder, inputs, given.structure, attempt.grain)
+            inputs = _make_inputs(recorder, flat)
+            with _blame_opened_module(recorder):
+                result = _run_checked(recorder, inputs, flat.structure, attempt.unit_spec)
                 _check_leftovers(snapshot, recorder)
-                left = recorder.side_channels.left(recorder.is_seen, attempt.grain, recorder.real)
-                recording = _finish(recorder, result, left, attempt.grain)
+                left = recorder.side_channels.collect_left(recorder.is_seen, attempt.unit_spec, recorder.ran_for_real)
+                recording = _build_recording(recorder, result, left, attempt.unit_spec)
                 recorder.side_channels.check_stateless()
                 return recording
     finally:
@@ -165,32 +172,32 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
         snapshot.restore()
 
 
-def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, grain: Grain) -> Any:
+def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: UnitSpec) -> Any:
     """Run the forward, and check that no block read or changed anything behind the recording's back."""
     try:
-        with recorder.chance.replaced(grain.functions):
+        with recorder.chance.redirect_draws(spec.functions):
             result = _run(recorder, inputs, structure)
-    except (Learned, PartitionError) as error:
-        more = error.more if isinstance(error, Learned) else None
-        if more is None or more.opened or more.whole or more.exposed:
+    except (RecordAgain, PartitionError) as error:
+        additions = error.additions if isinstance(error, RecordAgain) else None
+        if additions is None or additions.opened or additions.whole or additions.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result
 
 
-def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
+def _make_inputs(recorder: Recorder, flat: Flat) -> list[Any]:
     """Return the leaves of (args, kwargs) with fakes for tensors whose values are treated as unknown."""
-    inputs = list(given.leaves)
-    for index, leaf in enumerate(given.leaves):
+    inputs = list(flat.leaves)
+    for index, leaf in enumerate(flat.leaves):
         if isinstance(leaf, Tensor):
             inputs[index] = leaf.clone() if is_readable(leaf) else None
-            if inputs[index] is None or not recorder.known.assume(inputs[index], index):
+            if inputs[index] is None or not recorder.known_values.assume(inputs[index], index):
                 inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, recorder.loan.mode, leaf.device)
-            recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
+            recorder.add_input(_input_name(recorder.model, flat.paths[index]), inputs[index], index)
         elif hides_tensors(leaf):
             raise PartitionError(
-                f"the model's input {input_path(given.paths[index])} is a {type(leaf).__name__}, which holds "
+                f"the model's input {input_path(flat.paths[index])} is a {type(leaf).__name__}, which holds "
                 "tensors that cannot be taken out of it. Pass tensors, or tuples, lists, dicts or plain "
                 "objects of tensors"
             )
@@ -198,18 +205,18 @@ def _inputs(recorder: Recorder, given: Flat) -> list[Any]:
 
 
 @contextmanager
-def _staying_whole(recorder: Recorder) -> Iterator[None]:
+def _blame_opened_module(recorder: Recorder) -> Iterator[None]:
     """Blame an error raised inside a module that was opened for balance, or for a cut, on that module."""
     opening = recorder.opening
     try:
         yield
     except Exception as error:
         if opening.tried:
-            raise Learned(stays=opening.around(recorder.scope)) from error
+            raise RecordAgain(keep_whole=opening.around(recorder.scope)) from error
         name = opening.cut_inside(recorder.scope)
         if name and isinstance(error, PartitionError):
-            why = error.why if isinstance(error, Obstacle) else str(error)
-            raise PartitionError(opening.refusal(name, why)) from error
+            reason = error.reason if isinstance(error, Obstacle) else str(error)
+            raise PartitionError(opening.refusal(name, reason)) from error
         raise
 
 
@@ -219,14 +226,14 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), quiet():
-            with _without_complaints(), intercepted(modules, recorder.call_unit), recorder:
+            with _without_argument_checks(), intercept(modules, recorder.call_unit), recorder:
                 with mapped_functions(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
     except UNSUPPORTED as error:
-        why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
-        raise Obstacle(why, recorder.scope) from error
+        reason = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        raise Obstacle(reason, recorder.scope) from error
     except RuntimeError as error:
         if any(
             word in str(error).lower() for word in ("subclasses", "fake tensor", "allocated")
@@ -236,8 +243,8 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
-    where = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{where}, which a recording cannot follow", recorder.scope)
+    text = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
+    return Obstacle(f"{text}, which a recording cannot follow", recorder.scope)
 
 
 def _module(recorder: Recorder) -> str:
@@ -254,13 +261,13 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
             f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
             "persistent=False"
         )
-    inside = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
+    in_units = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
         scope = recorder.module_names[id(module)]
         path = f"{scope}.{attribute}".lstrip(".")
-        if id(module) not in inside and (name := recorder.opening.around(scope)):
-            raise Learned(stays=name)
-        if id(module) not in inside and not attribute.startswith("_") and attribute != "training":
+        if id(module) not in in_units and (name := recorder.opening.around(scope)):
+            raise RecordAgain(keep_whole=name)
+        if id(module) not in in_units and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
             elif isinstance(value, (int, float)):
@@ -280,8 +287,8 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
     is."""
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
-            yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
-        elif isinstance(leaf, OfNode):
+            yield outputs.setdefault(recorder.get_node(leaf), len(outputs))
+        elif isinstance(leaf, NodeValue):
             recorder.chance.refuse(f"a random number, {leaf.node.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
             raise PartitionError(
@@ -292,32 +299,32 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
             yield Constant(leaf)
 
 
-def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
+def _positions_by_module(recorder: Recorder) -> dict[str, tuple[int, ...]]:
     """Return the positions of the calls of each of the model's modules, by name."""
-    called: dict[str, list[int]] = {}
+    calls: dict[str, list[int]] = {}
     for module, position in recorder.observer.calls:
         if id(module) in recorder.module_names:
-            called.setdefault(recorder.module_names[id(module)], []).append(position)
-    return {name: tuple(positions) for name, positions in called.items()}
+            calls.setdefault(recorder.module_names[id(module)], []).append(position)
+    return {name: tuple(positions) for name, positions in calls.items()}
 
 
-def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grain) -> Recording:
+def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], spec: UnitSpec) -> Recording:
     loan, flat = recorder.loan, flatten(result)
     outputs: dict[fx.Node, int] = {}
-    leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
-    if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.read), None)) is not None:
-        why = (
+    leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _positions_by_module(recorder)
+    if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.reads), None)) is not None:
+        reason = (
             f"the forward branches on a buffer and updates it at {writer.source_line}, which a recording cannot follow"
         )
-        raise Obstacle(why, writer.scope)
-    read = recorder.returned.settle(recorder.facts, recorder.sized)
-    free = {number for node, number in recorder.sized.items() if node not in read}
+        raise Obstacle(reason, writer.scope)
+    shape_nodes = recorder.result_checks.settle(recorder.facts, recorder.sized)
+    free = {number for node, number in recorder.sized.items() if node not in shape_nodes}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
-    carried = [entry.recorded(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
+    carried = [entry.recorded(lambda t: outputs.setdefault(recorder.get_node(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
     texts = frozenset(entry.text for entry in left if entry.small)
-    alone = [Remembered(f"a torch.Generator in {u!r}", u) for _, u in recorder.observer.generators.values()]
-    needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
+    with_generators = [Remembered(f"a torch.Generator in {u!r}", u) for _, u in recorder.observer.generators.values()]
+    used_names = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
     return Recording(
         graph=recorder.graph,
         facts=recorder.facts,
@@ -334,31 +341,31 @@ def _finish(recorder: Recorder, result: Any, left: Collection[Left], grain: Grai
         device=recorder.entry.device,
         guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
         notes=recorder.all_notes,
-        grain=replace(grain, carried=grain.carried | texts, taken=frozenset(recorder.taken)),
+        unit_spec=replace(spec, carried=spec.carried | texts, taken=frozenset(recorder.taken_names)),
         left=tuple(carried),
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
-        needed=frozenset(needed),
+        needed=frozenset(used_names),
         touched=frozenset(recorder.observer.touched),
-        remembered=(*recorder.side_channels.remembered.values(), *alone),
+        remembered=(*recorder.side_channels.remembered.values(), *with_generators),
     )
 
 
 def _input_name(model: nn.Module, path: str) -> str:
     """Return a readable name for a leaf of (args, kwargs), such as `input_ids`, from its path, such as
     `[1]['input_ids']`."""
-    first, *rest = re.findall(r"\w+", path)
+    root, *keys = re.findall(r"\w+", path)
     owner = next(iter(model.children())) if isinstance(model, (Chain, nn.Sequential)) and len(model._modules) else model
-    if first == "0":
+    if root == "0":
         parameters = inspect.signature(owner.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        position = int(rest[0])
-        rest[0] = names[position] if position < len(names) else f"input_{position}"
-    return "_".join(rest)
+        position = int(keys[0])
+        keys[0] = names[position] if position < len(names) else f"input_{position}"
+    return "_".join(keys)
 
 
 @contextmanager
-def _without_complaints() -> Iterator[None]:
+def _without_argument_checks() -> Iterator[None]:
     """Keep distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
     about the global hooks that follow modules."""
     checks = Distribution._validate_args
@@ -383,9 +390,9 @@ def _refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
     while pending:
         name, module = pending.pop(0)
         if module._backward_hooks or module._backward_pre_hooks:
-            what = f"module {name!r}" if name else "the model"
+            subject = f"module {name!r}" if name else "the model"
             raise Obstacle(
-                f"{what} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
+                f"{subject} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
             )
-        inside = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
-        pending += [(n, child) for n, child in inside if id(child) not in units]
+        children = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        pending += [(n, child) for n, child in children if id(child) not in units]

@@ -26,7 +26,7 @@ from penstock.partition.source import Obstacle
 Answers = tuple[bool, ...]
 
 
-class UnlikeError(Exception):
+class MismatchError(Exception):
     """Two paths differ in more than what one leaves out. `number`: the decision's; None if unknown."""
 
     def __init__(self, reason: str, number: int | None = None) -> None:
@@ -34,7 +34,7 @@ class UnlikeError(Exception):
         self.number = number
 
 
-def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
+def merge_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Recording:
     """Merge the recordings of all paths that the forward may take at random.
 
     Args:
@@ -44,12 +44,12 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
     Raises PartitionError if the paths differ in more than what some leave out.
     """
     try:
-        return _Merger(*_paths(first, record)).merged()
-    except UnlikeError as error:
+        return _Merger(*_paths(first, record)).merge()
+    except MismatchError as error:
         ask = first.asks[error.number or 0]
-        where = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
+        scope = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
         raise Obstacle(
-            f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than the "
+            f"{scope} branches on a random number at {ask.source_line}, and its two paths differ in more than the "
             f"modules that one leaves out: {error}",
             ask.scope,
             "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
@@ -65,9 +65,9 @@ class _Path:
     segments: Sequence[Sequence[fx.Node]]
 
     @classmethod
-    def of(cls, recording: Recording, answers: Answers) -> _Path:
+    def from_recording(cls, recording: Recording, answers: Answers) -> _Path:
         if len(recording.asks) != len(answers):
-            raise UnlikeError(
+            raise MismatchError(
                 f"how often it asks depends on the answers ({len(answers)} times, or {len(recording.asks)})"
             )
         limits = [ask.index for ask in recording.asks]
@@ -83,20 +83,20 @@ class _Path:
 
 def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> tuple[_Path, list[_Path]]:
     """Return the base, and as many other paths as needed."""
-    count, known = len(first.asks), dict[Answers, _Path]()
+    count, recorded = len(first.asks), dict[Answers, _Path]()
 
-    def path(answers: Answers) -> _Path:
-        if answers not in known:
-            known[answers] = _Path.of(record(dict(enumerate(answers))), answers)
-        return known[answers]
+    def get_path(answers: Answers) -> _Path:
+        if answers not in recorded:
+            recorded[answers] = _Path.from_recording(record(dict(enumerate(answers))), answers)
+        return recorded[answers]
 
-    none = known[(False,) * count] = _Path.of(first, (False,) * count)
-    every = path((True,) * count)
-    base = path(tuple(len(b) > len(a) for a, b in zip(none.segments[1:], every.segments[1:], strict=True)))
+    all_false = recorded[(False,) * count] = _Path.from_recording(first, (False,) * count)
+    all_true = get_path((True,) * count)
+    base = get_path(tuple(len(b) > len(a) for a, b in zip(all_false.segments[1:], all_true.segments[1:], strict=True)))
     for digit in range((count - 1).bit_length()):
         for side in (0, 1):
-            path(tuple(a != ((number >> digit & 1) == side) for number, a in enumerate(base.answers)))
-    return base, [each for each in known.values() if each is not base]
+            get_path(tuple(a != ((number >> digit & 1) == side) for number, a in enumerate(base.answers)))
+    return base, [path for path in recorded.values() if path is not base]
 
 
 class _Merger:
@@ -104,100 +104,100 @@ class _Merger:
 
     Attributes:
         regions: for each decision, the nodes of the base that run only on its side of it; `region_of` the inverse.
-        instead: for a node in a region that is used after it, what is used instead if the region did not run.
+        fallback: for a node in a region that is used after it, what is used instead if the region did not run.
     """
 
-    def __init__(self, base: _Path, others: Sequence[_Path]) -> None:
+    def __init__(self, base: _Path, paths: Sequence[_Path]) -> None:
         self.path, self.base = base, base.recording
         self.regions: dict[int, tuple[fx.Node, ...]] = {}
         self.region_of: dict[fx.Node, int] = {}
-        self.instead: dict[fx.Node, fx.Node] = {}
+        self.fallback: dict[fx.Node, fx.Node] = {}
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.facts: dict[fx.Node, Fact] = {}
-        self._compare(others)
+        self._compare(paths)
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
-    def _compare(self, others: Sequence[_Path]) -> None:
-        facts, found = self.base.facts, []
-        for way in others:
-            pairs = zip(self.path.answers, way.answers, strict=True)
-            flipped = frozenset(number for number, (mine, theirs) in enumerate(pairs) if mine != theirs)
-            found.append((flipped, self._aligned(way, flipped)))
-        for flipped, values in found:
-            for mine, theirs in values:
-                known = self.instead.get(mine)
-                if self.region_of.get(mine) in flipped and (known is None or facts[known].index < facts[theirs].index):
-                    self.instead[mine] = theirs  # for an earlier one the others were left out too
-        for flipped, values in found:
-            for mine, theirs in values:
-                node = mine
+    def _compare(self, paths: Sequence[_Path]) -> None:
+        facts, comparisons = self.base.facts, []
+        for path in paths:
+            pairs = zip(self.path.answers, path.answers, strict=True)
+            flipped = frozenset(number for number, (a, b) in enumerate(pairs) if a != b)
+            comparisons.append((flipped, self._align(path, flipped)))
+        for flipped, values in comparisons:
+            for expected, used in values:
+                old = self.fallback.get(expected)
+                if self.region_of.get(expected) in flipped and (old is None or facts[old].index < facts[used].index):
+                    self.fallback[expected] = used  # for an earlier one the others were left out too
+        for flipped, values in comparisons:
+            for expected, used in values:
+                node = expected
                 while (number := self.region_of.get(node)) in flipped:
-                    if node not in self.instead:
-                        raise _made_once(node, number)
-                    node = self.instead[node]
-                if node is not theirs:
-                    reason = f"{theirs.name!r} is used where {mine.name!r} was expected"
-                    raise UnlikeError(reason, self.region_of.get(mine))
+                    if node not in self.fallback:
+                        raise _unmatched_value(node, number)
+                    node = self.fallback[node]
+                if node is not used:
+                    reason = f"{used.name!r} is used where {expected.name!r} was expected"
+                    raise MismatchError(reason, self.region_of.get(expected))
 
-    def _aligned(self, way: _Path, flipped: frozenset[int]) -> list[tuple[fx.Node, fx.Node]]:
+    def _align(self, path: _Path, flipped: frozenset[int]) -> list[tuple[fx.Node, fx.Node]]:
         """Pair each value that a call of the base takes with the node of the base that corresponds to the value which
         the other path has in the same place."""
-        base, other = self.base, way.recording
-        at = {index: node for node, index in base.inputs.items()}
-        same = {node: at[index] for node, index in other.inputs.items()}
+        base, other = self.base, path.recording
+        base_inputs = {index: node for node, index in base.inputs.items()}
+        counterparts = {node: base_inputs[index] for node, index in other.inputs.items()}
         pairs: list[tuple[fx.Node, fx.Node]] = []
 
-        def pair(mine: Any, theirs: Any) -> None:
-            pairs.extend((a, same[b]) for a, b in _arguments(mine, theirs, base, other))
+        def add_pairs(base_value: Any, other_value: Any) -> None:
+            pairs.extend((a, counterparts[b]) for a, b in _pair_arguments(base_value, other_value, base, other))
 
-        for number, (mine, theirs) in enumerate(zip(self.path.segments, way.segments, strict=True), start=-1):
-            mine = self._without_region(mine, theirs, number if number in flipped else None)
-            for one, two in zip(mine, theirs, strict=True):
-                _check_alike(one, base.facts[one], two, other.facts[two], number)
-                pair((one.args, one.kwargs), (two.args, two.kwargs))
-                same[two] = one
-        for mine_asked, asked in zip(base.asks, other.asks, strict=True):
-            if same[asked.node] is not mine_asked.node:
-                raise UnlikeError("the questions come in another order")
-        pair(*((each.outputs, each.result_leaves, each.result_structure) for each in (base, other)))
+        for number, (nodes, others) in enumerate(zip(self.path.segments, path.segments, strict=True), start=-1):
+            nodes = self._without_region(nodes, others, number if number in flipped else None)
+            for base_node, other_node in zip(nodes, others, strict=True):
+                _check_same_call(base_node, base.facts[base_node], other_node, other.facts[other_node], number)
+                add_pairs((base_node.args, base_node.kwargs), (other_node.args, other_node.kwargs))
+                counterparts[other_node] = base_node
+        for base_ask, other_ask in zip(base.asks, other.asks, strict=True):
+            if counterparts[other_ask.node] is not base_ask.node:
+                raise MismatchError("the questions come in another order")
+        add_pairs(*((r.outputs, r.result_leaves, r.result_structure) for r in (base, other)))
         return pairs
 
     def _without_region(
-        self, mine: Sequence[fx.Node], theirs: Sequence[fx.Node], number: int | None
+        self, base_nodes: Sequence[fx.Node], other_nodes: Sequence[fx.Node], number: int | None
     ) -> Sequence[fx.Node]:
-        spare = len(mine) - len(theirs)
+        surplus = len(base_nodes) - len(other_nodes)
         if number is None:
-            if spare:
-                raise UnlikeError("it changes what runs after the next question")
-            return mine
-        start = _start_of_region(mine, theirs, spare) if spare >= 0 else None
+            if surplus:
+                raise MismatchError("it changes what runs after the next question")
+            return base_nodes
+        start = _find_region_start(base_nodes, other_nodes, surplus) if surplus >= 0 else None
         if start is None:
-            raise UnlikeError("both sides run something of their own", number)
-        region = tuple(mine[start : start + spare])
+            raise MismatchError("both sides run something of their own", number)
+        region = tuple(base_nodes[start : start + surplus])
         if self.regions.setdefault(number, region) != region:
-            raise UnlikeError("what it leaves out depends on other decisions", number)
+            raise MismatchError("what it leaves out depends on other decisions", number)
         self.region_of.update(dict.fromkeys(region, number))
-        return [*mine[:start], *mine[start + spare :]]
+        return [*base_nodes[:start], *base_nodes[start + surplus :]]
 
     # -- merging ----------------------------------------------------------------------------------------------------
 
-    def merged(self) -> Recording:
+    def merge(self) -> Recording:
         base, numbers = self.base, dict[int, int]()  # numbers: index in the base -> index in the merged recording
         regions = {number: nodes for number, nodes in self.regions.items() if nodes}
         outputs = {number: self._outputs(number, nodes) for number, nodes in regions.items()}
-        lasts = {nodes[-1]: number for number, nodes in regions.items()}
+        last_nodes = {nodes[-1]: number for number, nodes in regions.items()}
         for node, fact in base.facts.items():
             numbers[fact.index] = len(self.facts)
-            if node in lasts:
-                self._write_branch(lasts[node], outputs[lasts[node]])
+            if node in last_nodes:
+                self._write_branch(last_nodes[node], outputs[last_nodes[node]])
             elif node not in self.region_of:
                 self.new[node] = copy = self.graph.node_copy(node, self.new.__getitem__)
                 self.facts[copy] = replace(fact, index=len(self.facts))
         for number, nodes in regions.items():
             numbers |= {base.facts[node].index: numbers[base.facts[nodes[-1]].index] for node in nodes}
-            self._make_anywhere(self.new[base.asks[number].node])
+            self._repeat_on_stages(self.new[base.asks[number].node])
         for fact in self.facts.values():
             fact.updates = [(numbers[index], meta) for index, meta in fact.updates]
         count, end = len(regions), len(self.facts)
@@ -206,7 +206,7 @@ class _Merger:
             base,
             graph=self.graph,
             facts=self.facts,
-            inputs={self.new[node]: place for node, place in base.inputs.items()},
+            inputs={self.new[node]: position for node, position in base.inputs.items()},
             outputs=tuple(self.new[node] for node in base.outputs),
             entered={name: tuple(numbers.get(index, end) for index in calls) for name, calls in base.entered.items()},
             notes=(*base.notes, note) if count else base.notes,
@@ -216,19 +216,19 @@ class _Merger:
     def _outputs(self, number: int, region: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """Return the values of a region that are used after it."""
         outside = {node for node in region if any(self.region_of.get(user) != number for user in node.users)}
-        found = tuple(node for node in region if node in outside or node in self.base.outputs)
-        for node in found:
-            instead = self.instead.get(node)
-            if instead is None:
-                raise _made_once(node, number)
-            run, passed = self.base.facts[node].meta, self.base.facts[instead].meta
-            if run is None or passed is None:
-                raise UnlikeError(f"{node.name!r}, which is used later, is not a tensor", number)
-            if (run.shape, run.stride, run.dtype) != (passed.shape, passed.stride, passed.dtype):
-                raise UnlikeError(f"{instead.name!r} differs from {node.name!r} in shape, stride or dtype", number)
-            if passed.requires_grad and not run.requires_grad:
-                raise UnlikeError(f"{instead.name!r} takes a gradient, but {node.name!r} does not", number)
-        return found
+        outputs = tuple(node for node in region if node in outside or node in self.base.outputs)
+        for node in outputs:
+            fallback = self.fallback.get(node)
+            if fallback is None:
+                raise _unmatched_value(node, number)
+            meta, passed = self.base.facts[node].meta, self.base.facts[fallback].meta
+            if meta is None or passed is None:
+                raise MismatchError(f"{node.name!r}, which is used later, is not a tensor", number)
+            if (meta.shape, meta.stride, meta.dtype) != (passed.shape, passed.stride, passed.dtype):
+                raise MismatchError(f"{fallback.name!r} differs from {node.name!r} in shape, stride or dtype", number)
+            if passed.requires_grad and not meta.requires_grad:
+                raise MismatchError(f"{fallback.name!r} takes a gradient, but {node.name!r} does not", number)
+        return outputs
 
     def _write_branch(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
         base, nodes = self.base, self.regions[number]
@@ -246,7 +246,7 @@ class _Merger:
             {name: n for name, calls in base.calls.items() if (n := sum(i in indices for i in calls))},
             base.asks[number].source_line,
         )
-        arguments = (base.asks[number].node, *(self.instead[n] for n in outputs), *inputs)
+        arguments = (base.asks[number].node, *(self.fallback[n] for n in outputs), *inputs)
         name = f"branch_by_chance_{number}"
         node = self.graph.create_node("call_module", name, tuple(self.new[a] for a in arguments), {}, name)
         self.facts[node] = Fact(
@@ -260,69 +260,74 @@ class _Merger:
             work=sum(f.work for f in facts.values()),
             branch=branch,
         )
-        for place, output in enumerate(outputs):
-            self.new[output] = item = self.graph.call_function(operator.getitem, (node, place))
+        for position, output in enumerate(outputs):
+            self.new[output] = item = self.graph.call_function(operator.getitem, (node, position))
             self.facts[item] = replace(
                 facts[output], index=len(self.facts), kind="call", draws=False, writes=frozenset(), work=0
             )
 
-    def _make_anywhere(self, node: fx.Node) -> None:
+    def _repeat_on_stages(self, node: fx.Node) -> None:
         """Make a decision again in each stage that needs it, from the same stream."""
         fact = self.facts[node]
         if fact.kind == "call" and not fact.is_anywhere:
             fact.is_anywhere = True
             for argument in node.all_input_nodes:
-                self._make_anywhere(argument)
+                self._repeat_on_stages(argument)
 
 
-def _made_once(node: fx.Node, number: int | None) -> UnlikeError:
-    return UnlikeError(f"only one of them makes {node.name!r}, which is used later", number)
+def _unmatched_value(node: fx.Node, number: int | None) -> MismatchError:
+    return MismatchError(f"only one of them makes {node.name!r}, which is used later", number)
 
 
-def _start_of_region(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], spare: int) -> int | None:
-    """Return where in `mine` the `spare` nodes that `theirs` lacks are: at the question, or after what follows it."""
-    ours, others = [(n.op, n.target) for n in mine], [(n.op, n.target) for n in theirs]
-    starts = (s for s in range(len(theirs) + 1) if ours[:s] == others[:s] and ours[s + spare :] == others[s:])
+def _find_region_start(nodes: Sequence[fx.Node], others: Sequence[fx.Node], surplus: int) -> int | None:
+    """Return where in `nodes` the `surplus` ones that `others` lacks are: at the question, or after what follows it."""
+    calls, other_calls = [(n.op, n.target) for n in nodes], [(n.op, n.target) for n in others]
+    starts = (
+        s for s in range(len(others) + 1) if calls[:s] == other_calls[:s] and calls[s + surplus :] == other_calls[s:]
+    )
     return next(starts, None)
 
 
-def _check_alike(mine: fx.Node, fact: Fact, theirs: fx.Node, other: Fact, number: int) -> None:
-    one, two = (mine.op, mine.target, fact.kind, fact.scope), (theirs.op, theirs.target, other.kind, other.scope)
-    if one != two:
-        raise UnlikeError(f"one way calls {theirs.name!r} where the other calls {mine.name!r}", number)
-    if (fact.draws, fact.modes, _layout(fact)) != (other.draws, other.modes, _layout(other)):
-        raise UnlikeError(
-            f"{mine.name!r} has another shape, stride or dtype, draws otherwise, or runs under another mode", number
+def _check_same_call(node: fx.Node, fact: Fact, other: fx.Node, other_fact: Fact, number: int) -> None:
+    call, other_call = (
+        (node.op, node.target, fact.kind, fact.scope),
+        (other.op, other.target, other_fact.kind, other_fact.scope),
+    )
+    if call != other_call:
+        raise MismatchError(f"one path calls {other.name!r} where the other calls {node.name!r}", number)
+    if (fact.draws, fact.modes, _layout(fact)) != (other_fact.draws, other_fact.modes, _layout(other_fact)):
+        raise MismatchError(
+            f"{node.name!r} has another shape, stride or dtype, draws otherwise, or runs under another mode", number
         )
-    if other.takes_gradient and not fact.takes_gradient:
-        raise UnlikeError(f"{mine.name!r} takes a gradient only where something is left out", number)
+    if other_fact.takes_gradient and not fact.takes_gradient:
+        raise MismatchError(f"{node.name!r} takes a gradient only where something is left out", number)
 
 
 def _layout(fact: Fact) -> object:
     return fact.meta and (fact.meta.shape, fact.meta.stride, fact.meta.dtype)
 
 
-def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the values at the same places of two structures. Raise UnlikeError if anything else differs."""
-    if isinstance(mine, fx.Node) and isinstance(theirs, fx.Node):
-        if "get_attr" not in (mine.op, theirs.op):
-            yield mine, theirs
-        elif not _is_same_object(mine, theirs, base, other):
-            raise UnlikeError(f"{theirs.name!r} is used where {mine.name!r} was expected")
-    elif isinstance(mine, (tuple, list)) and type(mine) is type(theirs) and len(mine) == len(theirs):
-        for one, two in zip(mine, theirs, strict=True):
-            yield from _arguments(one, two, base, other)
-    elif isinstance(mine, dict) and isinstance(theirs, dict) and list(mine) == list(theirs):
-        yield from _arguments(tuple(mine.values()), tuple(theirs.values()), base, other)
-    elif isinstance(mine, slice) and isinstance(theirs, slice):
-        one, two = ((each.start, each.stop, each.step) for each in (mine, theirs))
-        yield from _arguments(one, two, base, other)
-    elif type(mine) is not type(theirs) or not (mine is theirs or mine == theirs):
-        raise UnlikeError(f"one way passes {reprlib.repr(theirs)} where the other passes {reprlib.repr(mine)}")
+def _pair_arguments(a: Any, b: Any, base: Recording, other: Recording) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the values at the same places of two structures. Raise MismatchError if anything else differs."""
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        if "get_attr" not in (a.op, b.op):
+            yield a, b
+        elif not _is_same_object(a, b, base, other):
+            raise MismatchError(f"{b.name!r} is used where {a.name!r} was expected")
+    elif isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
+        for x, y in zip(a, b, strict=True):
+            yield from _pair_arguments(x, y, base, other)
+    elif isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        yield from _pair_arguments(tuple(a.values()), tuple(b.values()), base, other)
+    elif isinstance(a, slice) and isinstance(b, slice):
+        x, y = ((v.start, v.stop, v.step) for v in (a, b))
+        yield from _pair_arguments(x, y, base, other)
+    elif type(a) is not type(b) or not (a is b or a == b):
+        raise MismatchError(f"one path passes {reprlib.repr(b)} where the other passes {reprlib.repr(a)}")
 
 
-def _is_same_object(mine: fx.Node, theirs: fx.Node, base: Recording, other: Recording) -> bool:
-    a, b = (each.constants.get(str(node.target)) for node, each in ((mine, base), (theirs, other)))
+def _is_same_object(base_node: fx.Node, other_node: fx.Node, base: Recording, other: Recording) -> bool:
+    a, b = (recording.constants.get(str(node.target)) for node, recording in ((base_node, base), (other_node, other)))
     if a is None or b is None:
-        return (mine.op, mine.target) == (theirs.op, theirs.target)
+        return (base_node.op, base_node.target) == (other_node.op, other_node.target)
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

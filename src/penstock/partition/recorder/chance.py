@@ -27,45 +27,45 @@ from penstock.partition.recorder import foreign
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording.recording import Ask
 from penstock.partition.run.known_values import KnownValues
-from penstock.partition.units.units import Learned
-from penstock.partition.values.objects import OfNode
+from penstock.partition.units.units import RecordAgain
+from penstock.partition.values.objects import NodeValue
 
 REMEDY = (
     "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaf_modules=[...] names, or "
     "switch it off"
 )
-COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
-CALCULATING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-ALONE = ("neg", "pos", "abs")
-OTHERS = tuple(
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+UNARY = ("neg", "pos", "abs")
+UNSUPPORTED = tuple(
     "bool int float complex index round floor ceil trunc array iter len getitem setitem contains format "  # noqa: SIM905
     "invert and or matmul array_ufunc array_function".split()
 )
 
 
-class Drawn(OfNode):
+class Drawn(NodeValue):
     """Stands for a number or an array that is drawn for each microbatch, or calculated from such numbers."""
 
-    what, allowed = "a random number", "in another way than to compare or calculate with it"
+    subject, misuse = "a random number", "in another way than to compare or calculate with it"
 
     def __init__(self, chance: Chance, node: fx.Node) -> None:
         self.chance, self.node = chance, node
 
     def __repr__(self) -> str:
-        return f"<{self.what}, {self.node.name}>"
+        return f"<{self.subject}, {self.node.name}>"
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        self.chance.refuse(f"{self.what}, {self.node.name!r}, {self.allowed}")
+        self.chance.refuse(f"{self.subject}, {self.node.name!r}, {self.misuse}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(_drawn((args, kwargs)))
-        held.chance.refuse(f"{held.what}, {held.node.name!r}, inside of a module that runs as a whole")
+        number = next(_iter_drawn((args, kwargs)))
+        number.chance.refuse(f"{number.subject}, {number.node.name!r}, inside of a module that runs as a whole")
 
     __hash__ = None  # type: ignore[assignment]
 
 
-for _name in (*COMPARING, *CALCULATING, *(f"r{name}" for name in CALCULATING), *ALONE, *OTHERS):
+for _name in (*COMPARISONS, *ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), *UNARY, *UNSUPPORTED):
     setattr(Drawn, f"__{_name}__", Drawn._refuse)
 
 
@@ -90,23 +90,26 @@ class DrawnNumber(Drawn):
                 return always
         return self._calculate(function, other)
 
-    def _calculate(self, function: Callable[..., Any], *others: Any, reflected: bool = False) -> Any:
-        if not all(isinstance(other, (bool, int, float, DrawnNumber)) for other in others):
+    def _calculate(self, function: Callable[..., Any], *operands: Any, reflected: bool = False) -> Any:
+        if not all(isinstance(other, (bool, int, float, DrawnNumber)) for other in operands):
             return NotImplemented
-        return self.chance.calculate(function, *((*others, self) if reflected else (self, *others)))
+        return self.chance.calculate(function, *((*operands, self) if reflected else (self, *operands)))
 
 
-for _name in (*COMPARING, *CALCULATING, *ALONE):
-    _function, _does = getattr(operator, _name), DrawnNumber._compare if _name in COMPARING else DrawnNumber._calculate
-    setattr(DrawnNumber, f"__{_name}__", partialmethod(_does, _function))
-    if _name in CALCULATING:
+for _name in (*COMPARISONS, *ARITHMETIC, *UNARY):
+    _function, _rule = (
+        getattr(operator, _name),
+        DrawnNumber._compare if _name in COMPARISONS else DrawnNumber._calculate,
+    )
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(_rule, _function))
+    if _name in ARITHMETIC:
         setattr(DrawnNumber, f"__r{_name}__", partialmethod(DrawnNumber._calculate, _function, reflected=True))
 
 
 class DrawnArray(Drawn):
     """Stands for an array of random numbers that the forward makes into a tensor."""
 
-    what, allowed = "an array of random numbers", "for more than to make a tensor of it"
+    subject, misuse = "an array of random numbers", "for more than to make a tensor of it"
 
     def __init__(self, chance: Chance, node: fx.Node, array: Any) -> None:
         super().__init__(chance, node)
@@ -125,22 +128,22 @@ class Chance:
     """What one recording knows about the numbers that are drawn outside its units.
 
     Args:
-        book: where they are recorded.
-        known: runs functions that draw.
+        writer: where they are recorded.
+        values: runs functions that draw.
         call: makes a call and records it.
         choices: the answer to each question, by its number; questions that are not in it get False.
     """
 
     def __init__(
-        self, book: Writer, known: KnownValues, call: Callable[[Any, Any, Any], Any], choices: Mapping[int, bool]
+        self, writer: Writer, values: KnownValues, call: Callable[[Any, Any, Any], Any], choices: Mapping[int, bool]
     ) -> None:
-        self._book, self._known, self._call, self._choices = book, known, call, choices
+        self._writer, self._known_values, self._call, self._choices = writer, values, call, choices
         self._thread = threading.get_ident()
-        self._generators = foreign.states()
-        self._noted = False
+        self._generators = foreign.generator_states()
+        self._drew_in_unit = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
-        self.held = False
+        self.has_drawn = False
         """Whether a `Drawn` was handed out and so may come back as an argument."""
         self.is_foreign = False
         """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
@@ -148,174 +151,175 @@ class Chance:
     def read(self, function: Any, args: Any) -> Any:
         """Return the answer to a call that asks for a value which chance alone decides; None for any other call."""
         name = getattr(function, "__name__", "")
-        asked = args[0] if args and name in ("__bool__", "item") else None
-        if not isinstance(asked, FakeTensor) or not self._book.is_seen(asked):
+        tensor = args[0] if args and name in ("__bool__", "item") else None
+        if not isinstance(tensor, FakeTensor) or not self._writer.is_seen(tensor):
             return None
-        node = self._book.node_of(asked)
+        node = self._writer.get_node(tensor)
         if not self._is_chance(node):
             return None
         return self.decide(node) if name == "__bool__" else self._number("call_method", name, (node,))
 
     def _is_chance(self, node: fx.Node) -> bool:
         """Whether a value depends on draws alone: not on inputs, parameters or what blocks compute."""
-        facts, draws, stack, seen = self._book.facts, False, [node], {node}
+        facts, draws, stack, seen = self._writer.facts, False, [node], {node}
         while stack:
-            one = stack.pop()
-            fact = facts[one]
+            current = stack.pop()
+            fact = facts[current]
             if fact.kind not in ("call", "constant") or fact.writes or fact.takes_gradient:
                 return False
             draws |= fact.draws
-            stack += [a for a in one.all_input_nodes if a not in seen]
-            seen.update(one.all_input_nodes)
+            stack += [a for a in current.all_input_nodes if a not in seen]
+            seen.update(current.all_input_nodes)
         return draws
 
     def decide(self, node: fx.Node) -> bool:
         """Return the outcome that this recording must follow."""
-        book = self._book
-        if book.is_paused:
+        writer = self._writer
+        if writer.is_paused:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
         if node not in self._answers:
             self._answers[node] = self._choices.get(len(self.asks), False)
-            self.asks.append(Ask(node, book.observer.position, source.current_line(), book.scope))
+            self.asks.append(Ask(node, writer.observer.position, source.current_line(), writer.scope))
         return self._answers[node]
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:
-        if self._book.is_paused:
+        if self._writer.is_paused:
             self.refuse("a random number inside of a module that runs as a whole")
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
     def astype(self, array: DrawnArray, dtype: Any) -> DrawnArray:
         """Return the stand-in for an array of another dtype."""
-        node = self._book.write_number("call_method", "astype", (array.node, self._book.argument(dtype)))
+        node = self._writer.write_number("call_method", "astype", (array.node, self._writer.argument(dtype)))
         return DrawnArray(self, node, numpy.empty(array.shape, dtype))
 
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:
-        self.held = True
-        return DrawnNumber(self, self._book.write_number(op, target, args))
+        self.has_drawn = True
+        return DrawnNumber(self, self._writer.write_number(op, target, args))
 
     # -- Python's and numpy's random numbers ------------------------------------------------------------------------
 
     @contextmanager
-    def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
-        """Wrap the forward. `whole`: functions that are recorded as one call."""
+    def redirect_draws(self, whole_functions: Collection[FunctionType]) -> Iterator[None]:
+        """Wrap the forward. `whole_functions`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             return self._call(real, (array,), {}) if isinstance(array, DrawnArray) else real(array)
 
         real = torch.from_numpy
-        functions = {function: partial(self._call_whole, function) for function in whole}
-        with foreign.replaced(self._book.model, self._draw, functions, from_numpy):
+        functions = {function: partial(self._call_whole, function) for function in whole_functions}
+        with foreign.redirect_draws(self._writer.model, self._draw, functions, from_numpy):
             yield
         self.check_generators()
 
     def check_generators(self) -> None:
         """Refuse unrecorded draws outside the units: a recording would freeze them."""
-        if self._generators != foreign.states():
+        if self._generators != foreign.generator_states():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "
-                f"before {self._book.here()} which a recording would freeze. Draw them as random.f or "
+                f"before {self._writer.current_position()} which a recording would freeze. Draw them as random.f or "
                 "numpy.random.f, or with torch (torch.rand), inside of a block if they are seeded; or switch it off"
             )
 
     def after_unit(self) -> bool:
         """Whether the unit that just ran drew from Python's or numpy's generators; which part of it did is unknown."""
-        before, self._generators = self._generators, foreign.states()
-        moved, noted, self._noted = before != self._generators, self._noted, False
+        before, self._generators = self._generators, foreign.generator_states()
+        moved, was_noted, self._drew_in_unit = before != self._generators, self._drew_in_unit, False
         self.is_foreign |= moved
-        return moved and not noted
+        return moved and not was_noted
 
     def _draw(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return function(*args, **kwargs)
-        given = (*args, *kwargs.values())
+        values = (*args, *kwargs.values())
         if name == foreign.FRESH:
-            if given and given[0] is not None:
+            if values and values[0] is not None:
                 return function(*args, **kwargs)  # has its own seed
             self.refuse("a generator that has no seed (numpy.random.default_rng())")
-        if self._book.is_paused:
-            self._book.observer.draw()
-            self._noted = True
+        if self._writer.is_paused:
+            self._writer.observer.draw()
+            self._drew_in_unit = True
             return function(*args, **kwargs)
         self.check_generators()
-        if not all(isinstance(a, (bool, int, float, str, tuple, type(None))) for a in given):
+        if not all(isinstance(a, (bool, int, float, str, tuple, type(None))) for a in values):
             self.refuse(f"{name} of objects")
         value = function(*args, **kwargs)
-        return self._stand_in(value, foreign.draw, (name, *args), kwargs, *_range(name, given))
+        return self._stand_in(value, foreign.draw, (name, *args), kwargs, *_bounds(name, values))
 
     def _call_whole(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
-        book = self._book
-        if threading.get_ident() != self._thread or book.is_paused:
+        writer = self._writer
+        if threading.get_ident() != self._thread or writer.is_paused:
             return function(*args, **kwargs)
         self.check_generators()
         if holds_drawn((args, kwargs)):
             self.refuse(f"a random number as an argument of {function.__name__}")
-        given, named = book.arguments(args, kwargs)
-        with book.pause():
-            if self._known.unknown(args, kwargs):
+        node_args, node_kwargs = writer.arguments(args, kwargs)
+        with writer.pause():
+            if self._known_values.unknown(args, kwargs):
                 raise PartitionError(
-                    f"{book.here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
-                    "are not known when the forward is recorded. Switch it off, or do it outside of the model"
+                    f"{writer.current_position()} calls {function.__name__}, which draws random numbers, with a "
+                    "tensor whose values are unknown when the forward is recorded. Switch it off, or do it outside the "
+                    "model"
                 )
-            with unset_fake_temporarily(), book.observer.trial():
+            with unset_fake_temporarily(), writer.observer.trial():
                 value = function(*args, **kwargs)
-        return self._stand_in(value, function, given, named)
+        return self._stand_in(value, function, node_args, node_kwargs)
 
     def _stand_in(
         self, value: Any, target: Any, args: Any, kwargs: Any, low: float | None = None, high: float | None = None
     ) -> Any:
         """Return a stand-in for a drawn number or array, of which only the kind is used."""
-        self._generators = foreign.states()
-        self.is_foreign = self.held = True
+        self._generators = foreign.generator_states()
+        self.is_foreign = self.has_drawn = True
         is_array = isinstance(value, numpy.ndarray)
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is foreign.draw and (function := foreign.enclosing_function()) is not None:
-            raise Learned(f"{self._book.here()} draws an array", functions=[function])
+            raise RecordAgain(f"{self._writer.current_position()} draws an array", functions=[function])
         if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
-        node = self._book.write_number("call_function", target, args, kwargs, draws=True)
+        node = self._writer.write_number("call_function", target, args, kwargs, draws=True)
         return DrawnArray(self, node, value) if is_array else DrawnNumber(self, node, low, high)
 
-    def refuse(self, what: str) -> NoReturn:
-        refusal = f"{self._book.here()} uses {what}, which a recording cannot follow. {REMEDY}"
-        if (function := foreign.enclosing_function()) is not None and not self._book.is_paused:
-            raise Learned(refusal, functions=[function])
+    def refuse(self, subject: str) -> NoReturn:
+        refusal = f"{self._writer.current_position()} uses {subject}, which a recording cannot follow. {REMEDY}"
+        if (function := foreign.enclosing_function()) is not None and not self._writer.is_paused:
+            raise RecordAgain(refusal, functions=[function])
         raise PartitionError(refusal)
 
 
-def _range(name: str, given: Sequence[Any]) -> tuple[float | None, float | None]:
+def _bounds(name: str, values: Sequence[Any]) -> tuple[float | None, float | None]:
     """Return the bounds of a drawn number."""
     if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
         return 0.0, 1.0
-    bounds = given or (0.0, 1.0)
+    bounds = values or (0.0, 1.0)
     if name.endswith(".uniform") and len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds):
         return min(bounds), max(bounds)
     return None, None
 
 
-def stand_ins(tree: Any) -> Any:
+def replace_drawn(tree: Any) -> Any:
     """Replace drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
     if isinstance(tree, DrawnArray):
         return numpy.zeros(tree.shape, tree.dtype)
     if isinstance(tree, Drawn):
         return 0.5
     if type(tree) in (tuple, list):
-        return type(tree)(map(stand_ins, tree))
-    return {key: stand_ins(value) for key, value in tree.items()} if type(tree) is dict else tree
+        return type(tree)(map(replace_drawn, tree))
+    return {key: replace_drawn(value) for key, value in tree.items()} if type(tree) is dict else tree
 
 
 def holds_drawn(tree: Any) -> bool:
     """Whether a random number or array is among the leaves."""
-    return next(_drawn(tree), None) is not None
+    return next(_iter_drawn(tree), None) is not None
 
 
-def _drawn(tree: Any) -> Iterator[Drawn]:
+def _iter_drawn(tree: Any) -> Iterator[Drawn]:
     if isinstance(tree, Drawn):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for value in tree:
-            yield from _drawn(value)
+            yield from _iter_drawn(value)
     elif isinstance(tree, dict):
-        yield from _drawn(tuple(tree.values()))
+        yield from _iter_drawn(tuple(tree.values()))
     elif isinstance(tree, slice):
-        yield from _drawn((tree.start, tree.stop, tree.step))
+        yield from _iter_drawn((tree.start, tree.stop, tree.step))

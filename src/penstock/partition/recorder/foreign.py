@@ -30,37 +30,37 @@ FRESH = "numpy.random.default_rng"
 
 
 @cache
-def sources() -> Mapping[str, Callable[..., Any]]:
+def drawing_functions() -> Mapping[str, Callable[..., Any]]:
     """Return the functions that draw from Python's and numpy's global generators, by qualified name."""
-    found: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     for name in random.__all__:
         function = getattr(random, name)
         if name not in SEEDING and isinstance(getattr(function, "__self__", None), random.Random):
-            found[f"random.{name}"] = function
+            functions[f"random.{name}"] = function
     for name in dir(numpy.random):
         function = getattr(numpy.random, name)
         if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
-            found[f"numpy.random.{name}"] = function
-    return {**found, FRESH: numpy.random.default_rng}
+            functions[f"numpy.random.{name}"] = function
+    return {**functions, FRESH: numpy.random.default_rng}
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:
     """Repeat a recorded draw on a stage."""
-    return sources()[name](*args, **kwargs)
+    return drawing_functions()[name](*args, **kwargs)
 
 
 @contextmanager
-def replaced(
-    model: nn.Module, drawing: Handler, whole: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
+def redirect_draws(
+    model: nn.Module, handler: Handler, swaps: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
-    """Redirect draws to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements, within a
+    """Redirect draws to `handler`, and `swaps`' keys and `torch.from_numpy` to their replacements, within a
     context."""
-    new: dict[int, Any] = {id(function): value for function, value in whole.items()}
-    for name, function in sources().items():
-        new[id(function)] = partial(drawing, name, function)
+    new: dict[int, Any] = {id(function): value for function, value in swaps.items()}
+    for name, function in drawing_functions().items():
+        new[id(function)] = partial(handler, name, function)
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for namespace in _namespaces(model, whole):
+        for namespace in _namespaces(model, swaps):
             for name, value in list(namespace.items()):
                 if id(value) in new:
                     changed.append((namespace, name, value))
@@ -73,9 +73,9 @@ def replaced(
             namespace[name] = value
 
 
-def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:
+def _namespaces(model: nn.Module, functions: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:
     """Yield the globals of `random`, of `numpy.random` and of every module that a class of the model comes from."""
-    names = {"random", "numpy.random", *(function.__module__ for function in whole)}
+    names = {"random", "numpy.random", *(function.__module__ for function in functions)}
     for kind in {type(module) for module in model.modules()}:
         names |= {base.__module__ for base in kind.__mro__}
     for name in sorted(names):
@@ -85,22 +85,22 @@ def _namespaces(model: nn.Module, whole: Mapping[FunctionType, Any]) -> Iterator
 
 def enclosing_function() -> FunctionType | None:
     """Return the outermost global function between the running line and the module whose forward it belongs to."""
-    found: FunctionType | None = None
+    outermost: FunctionType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not is_ours(code.co_filename):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
             if isinstance(first, nn.Module):
-                return found
+                return outermost
             function = frame.f_globals.get(code.co_name)
             function = getattr(function, "__wrapped__", function)
             if isinstance(function, FunctionType) and function.__code__ is code:
-                found = function
+                outermost = function
         frame = frame.f_back
     return None
 
 
-def states() -> tuple[Any, ...]:
+def generator_states() -> tuple[Any, ...]:
     """Return the states of Python's and numpy's generators, for comparison."""
     return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))

@@ -26,23 +26,23 @@ from penstock.partition.recording.calls import called
 @contextmanager
 def autograd_functions(recorder: Recorder) -> Iterator[None]:
     """Send `Function.apply` to the recorder, so that a custom function is one call."""
-    own, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
+    torch_apply, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction and not recorder.is_paused:
             return older.run(*args)
-        return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
+        return recorder.call_autograd_function(torch_apply.__get__(None, cls), cls, args, kwargs)
 
-    bound = list(_bound(own, recorder))
+    bound_applies = list(_find_bound_applies(torch_apply, recorder))
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    for names, name, method in bound:
+    for names, name, method in bound_applies:
         names[name] = MethodType(apply, method.__self__)
     try:
         yield
         older.check()
     finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
-        for names, name, method in bound:
+        torch.autograd.Function.apply = torch_apply  # type: ignore[method-assign]
+        for names, name, method in bound_applies:
             names[name] = method
 
 
@@ -60,22 +60,22 @@ def mapped_functions() -> Iterator[None]:
         flex.create_mask = create_mask
 
 
-def _bound(own: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module.
 
     Args:
-        own: torch's `apply`: a class method in Python, since torch 2.15 in C.
+        torch_apply: torch's `apply`: a class method in Python, since torch 2.15 in C.
     """
     attributes = (vars(module) for module in recorder.model.modules())
     for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
         for name, value in list(names.items()):
-            if type(value) in (MethodType, BuiltinMethodType) and _is_apply(value, own):
+            if type(value) in (MethodType, BuiltinMethodType) and _is_apply(value, torch_apply):
                 yield names, name, value
 
 
-def _is_apply(method: Any, own: Any) -> bool:
+def _is_apply(method: Any, apply: Any) -> bool:
     cls = method.__self__
-    return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == own.__get__(None, cls)
+    return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == apply.__get__(None, cls)
 
 
 class OlderCheckpoints:
@@ -104,15 +104,15 @@ class OlderCheckpoints:
         """Raise PartitionError for weights that are also used elsewhere. Call this when the forward has ended."""
         loan, facts, uses = self._recorder.loan, self._recorder.facts, defaultdict[str, set[int]](set)
         for node, fact in facts.items() if self._ran else ():
-            modules, at = map(self._recorder.model.get_submodule, fact.units), {fact.index}
-            held: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
+            modules, indices = map(self._recorder.model.get_submodule, fact.units), {fact.index}
+            weights: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
             if fact.kind == "parameter":
-                held, at = [loan.fakes[str(node.target)]], {facts[user].index for user in node.users}
-            for name in (loan.names[id(tensor)] for tensor in held if tensor.requires_grad):
-                uses[name] |= at
+                weights, indices = [loan.fakes[str(node.target)]], {facts[user].index for user in node.users}
+            for name in (loan.names[id(tensor)] for tensor in weights if tensor.requires_grad):
+                uses[name] |= indices
         for line, calls in self._ran:
-            for name, at in uses.items():
-                if not at.isdisjoint(calls) and not at.issubset(calls):
+            for name, indices in uses.items():
+                if not indices.isdisjoint(calls) and not indices.issubset(calls):
                     raise PartitionError(
                         f"{name!r} is used in the torch.utils.checkpoint at {line} and outside of it, and "
                         "use_reentrant=True, its default, adds up such gradients in an order of its own. Pass it "

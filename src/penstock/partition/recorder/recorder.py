@@ -19,26 +19,26 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock._base.closures import apart
-from penstock._base.compat import DATA_DEPENDENT, quiet, storage_of, unset_fake_temporarily
+from penstock._base.closures import replace_functions
+from penstock._base.compat import DATA_DEPENDENT, quiet, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
+from penstock._base.formatting import collapse_ranges
 from penstock._base.marks import cut
-from penstock._base.trees import flatten, leaf_tensors
-from penstock._base.words import in_ranges
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock.partition import source
-from penstock.partition.recorder.chance import Chance, holds_drawn, stand_ins
+from penstock.partition.recorder.chance import Chance, holds_drawn, replace_drawn
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import Guard, ancestors, make_guard
-from penstock.partition.recording.result_checks import Returned
-from penstock.partition.run.known_values import CallResult, KnownValues, may_draw, run_for_real
+from penstock.partition.recording.result_checks import ResultChecks
+from penstock.partition.run.known_values import CallResult, KnownValues, find_drawing_modules, run_for_real
 from penstock.partition.run.loan import Loan
 from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import attributes_of, taken
-from penstock.partition.units.units import Call, Grain, Learned, Opening, Unit
-from penstock.partition.values.objects import Passed, hides_tensors, holds_tensors, tensors_in
-from penstock.partition.watch.observer import Call as Running
+from penstock.partition.state.remembered import find_attributes, taken
+from penstock.partition.units.units import Opening, RecordAgain, Unit, UnitCall, UnitSpec
+from penstock.partition.values.objects import MutableArguments, hides_tensors, holds_tensors, tensors_in
+from penstock.partition.watch.observer import Call
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
@@ -50,7 +50,7 @@ class Attempt:
 
     Attributes:
         units: the modules that run as a whole, by their `id`.
-        opening, grain: what led to these units.
+        opening, unit_spec: what led to these units.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Attempt:
     kwargs: Mapping[str, Any]
     units: dict[int, Unit]
     opening: Opening
-    grain: Grain
+    unit_spec: UnitSpec
 
 
 class Recorder(Writer, TorchFunctionMode):
@@ -72,19 +72,19 @@ class Recorder(Writer, TorchFunctionMode):
         self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
     ) -> None:
         super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
-        self.known = KnownValues(self.observer, loan.mode, unknown)
-        self.chance = Chance(self, self.known, self.call, choices)
+        self.known_values = KnownValues(self.observer, loan.mode, unknown)
+        self.chance = Chance(self, self.known_values, self.call, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
         self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
         self.blanks: dict[fx.Node, list[fx.Node]] = {}  # see `make_guard`
-        self._with_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
-        self.read: set[int] = set()  # memory of buffers and constants whose values were read
+        self._sized_by_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
+        self.reads: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
-        self.real: set[str] = set()  # units that ran for real, on made-up inputs
-        self.taken = {*attempt.grain.taken}  # names of attributes that are read after the calls of such units
-        self._why_real: dict[str, list[str]] = {}  # reason -> their names
-        self.returned = Returned(attempt.opening)
+        self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
+        self.taken_names = {*attempt.unit_spec.taken}  # names of attributes that are read after the calls of such units
+        self._real_runs: dict[str, list[str]] = {}  # reason -> their names
+        self.result_checks = ResultChecks(attempt.opening)
         self._thread = threading.get_ident()
         self._numbers = count()
 
@@ -97,7 +97,7 @@ class Recorder(Writer, TorchFunctionMode):
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if calls.name_of(func) == "__iter__":  # or the mode would be off while the caller iterates
+        if calls.function_name(func) == "__iter__":  # or the mode would be off while the caller iterates
             return iter(self.call(torch.Tensor.unbind, args, {}))
         return self.call(func, args, kwargs)
 
@@ -105,36 +105,36 @@ class Recorder(Writer, TorchFunctionMode):
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
         # Hooks, which only run later, are refused.
-        given = flatten((args, kwargs)).leaves if calls.name_of(function) not in calls.REFUSED else ()
-        if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in given):
-            function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
+        leaves = flatten((args, kwargs)).leaves if calls.function_name(function) not in calls.REFUSED else ()
+        if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in leaves):
+            function, args, kwargs = calls.called, replace_functions((function, *args)), replace_functions(kwargs)
         if (answer := self.chance.read(function, args)) is not None:
             return answer
         with self.pause():
-            if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
-                self._shapes_read(args, kwargs)
+            if getattr(function, "__name__", "") == "__get__" and calls.function_name(function) in self.READS:
+                self._note_shapes_read(args, kwargs)
                 return function(*args, **kwargs)
-            why = calls.refusal(function, args, kwargs)
-            if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
+            reason = calls.refusal_reason(function, args, kwargs)
+            if reason is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
-                    f"{self.here()} assigns to `.data` of {name!r}, which cannot be replayed on a stage. Update it in "
-                    "place: .data.copy_(...), .data.mul_(...)",
+                    f"{self.current_position()} assigns to `.data` of {name!r}, which cannot be replayed on a "
+                    "stage. Update it in place: .data.copy_(...), .data.mul_(...)",
                     self.scope,
                 )
-            if why is not None:
-                raise Obstacle(f"{self.here()} {why}, which cannot be replayed on a stage", self.scope)
-            if calls.gradient_wanted(function, args, kwargs) is not None:
+            if reason is not None:
+                raise Obstacle(f"{self.current_position()} {reason}, which cannot be replayed on a stage", self.scope)
+            if calls.requested_gradient(function, args, kwargs) is not None:
                 return self._take_gradient(function, args, kwargs)
-            by_chance = self.chance.held and holds_drawn((args, kwargs))
-            plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
-            target = calls.target_of(function, args, kwargs)
+            has_drawn = self.chance.has_drawn and holds_drawn((args, kwargs))
+            call_arguments = replace_drawn((args, kwargs)) if has_drawn else (args, kwargs)
+            target = calls.make_target(function, args, kwargs)
             try:
-                result, drew, writes, reads_inputs = self._run(function, *plain, is_unknown=by_chance)
+                result, drew, writes, reads_inputs = self._run(function, *call_arguments, is_unknown=has_drawn)
             except DATA_DEPENDENT as error:
                 return self._read_held(target, error)
             if not (isinstance(result, Tensor) or reads_inputs):
-                self._shapes_read(args, kwargs)
-            if by_chance and not holds_tensors(result):
+                self._note_shapes_read(args, kwargs)
+            if has_drawn and not holds_tensors(result):
                 self.chance.refuse("a random number in a call that gives no tensor")
             if writes or holds_tensors(result):
                 self._write(target, "call", result, bool(drew), writes)
@@ -149,12 +149,12 @@ class Recorder(Writer, TorchFunctionMode):
             target = calls.Target(*target[:2], *self.arguments(*target[2:]))
             self.guards.append(make(target, result, source_line=source.current_line()))
             return
-        for tensor in self.known.unknown(args, kwargs):
-            node, other = self.node_of(tensor), self._with_rows.get(tensor.shape[:1])
+        for tensor in self.known_values.unknown(args, kwargs):
+            node, earlier = self.get_node(tensor), self._sized_by_rows.get(tensor.shape[:1])
             if node not in self.sized:
-                self.blanks[node] = [other] if other and self.facts[other].index < self.facts[node].index else []
+                self.blanks[node] = [earlier] if earlier and self.facts[earlier].index < self.facts[node].index else []
         for tensor in leaf_tensors(result):
-            node = self._with_rows[tensor.shape[:1]] = self.node_of(tensor)
+            node = self._sized_by_rows[tensor.shape[:1]] = self.get_node(tensor)
             self.sized[node] = len(self.guards)
             target = calls.Target("call_function", getattr, (node, "shape"), {})
             self.guards.append(make(target, tensor.shape, source_line=source.current_line()))
@@ -163,96 +163,96 @@ class Recorder(Writer, TorchFunctionMode):
         """Return what a call reads from buffers and constants alone, such as whether a mask is causal
         (`nn.TransformerEncoder` asks). Raise `error` for anything else."""
         target = calls.Target(*target[:2], *self.arguments(*target[2:]))
-        needed = ancestors(target, self.facts, {})
-        facts = [self.facts[node] for node in needed]
+        nodes = ancestors(target, self.facts, {})
+        facts = [self.facts[node] for node in nodes]
         if any(fact.kind in ("input", "parameter", "unit") or fact.draws or fact.writes for fact in facts):
             raise error
-        held = {**self.constants, **{name: self.loan.originals[id(fake)] for name, fake in self.loan.fakes.items()}}
-        held = {str(node.target): held[str(node.target)] for node in needed if node.op == "get_attr"}
+        tensors = {**self.constants, **{name: self.loan.originals[id(fake)] for name, fake in self.loan.fakes.items()}}
+        tensors = {str(node.target): tensors[str(node.target)] for node in nodes if node.op == "get_attr"}
         device = self.entry.device
-        guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, held)
+        guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, tensors)
         with unset_fake_temporarily(), self.observer.trial(), suppress(RuntimeError):  # on the meta device
             guard = replace(guard, expected=guard.module.forward(device))
         if type(result := guard.expected) not in (bool, int, float):
             raise error
         self.guards.append(guard)
-        self.read |= {storage for fact in facts if fact.kind in ("buffer", "constant") for storage in fact.storages}
+        self.reads |= {storage for fact in facts if fact.kind in ("buffer", "constant") for storage in fact.storages}
         return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record that an activation requires a gradient from here on: the same tensor now stands for a new value."""
-        tensor, before = args[0], args[0].requires_grad
-        if not before and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
-            raise Obstacle(f"{self.here()} {calls.REFUSED['requires_grad_']}", self.scope)
+        tensor, required_grad = args[0], args[0].requires_grad
+        if not required_grad and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
+            raise Obstacle(f"{self.current_position()} {calls.REFUSED['requires_grad_']}", self.scope)
         result = function(*args, **kwargs)
-        if tensor.requires_grad != before:
-            old = self._seen[id(tensor)][1]
-            node = self.graph.call_function(calls.taking_gradient, (old,))
+        if tensor.requires_grad != required_grad:
+            old_node = self._seen[id(tensor)][1]
+            node = self.graph.call_function(calls.taking_gradient, (old_node,))
             self._fact(node, "call", tensor)
             self._see(tensor, node)
         return result
 
-    def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_unit(self, original: UnitCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
         if unit is None or self.is_paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
-        if self.chance.held and holds_drawn((args, kwargs)):
+        if self.chance.has_drawn and holds_drawn((args, kwargs)):
             self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
         with self.pause():
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
-                if (refusal := self._hidden(leaf)) is not None:
-                    raise Learned(refusal, opened=[unit.name])
-            self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
-            given = Passed(args, kwargs, self._kept)
+                if (refusal := self._hidden_refusal(leaf)) is not None:
+                    raise RecordAgain(refusal, opened=[unit.name])
+            self.known_values.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            mutable = MutableArguments(args, kwargs, self._model_objects)
             self.chance.check_generators()
             seeded, first_call = self.observer.seed_is_set, len(self.observer.calls)
-            with self._running(args, kwargs, unit):
+            with self._as_running_call(args, kwargs, unit):
                 result, drew, writes = self.side_channels.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
                 )
-                self.observer.read(list(tensors_in((result, given.containers))))
+                self.observer.read(list(tensors_in((result, mutable.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
             self._check_seeds(drew if seeded else (), f"{unit.name!r}")
-            self.known.refuse_writes(writes)
+            self.known_values.refuse_writes(writes)
             for inner in drew:
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
-            with self._passing(given, unit):
+            with self._rebuilt_arguments(mutable, unit):
                 target = calls.Target("call_module", unit.name, *self.arguments(args, kwargs))
                 node = self._write(target, "unit", result, False, writes)
             fact = self.facts[node]
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
-            fact.depends_on_values = unit.name in self.real
-            self.returned.note(fact, result)
+            fact.depends_on_values = unit.name in self.ran_for_real
+            self.result_checks.note(fact, result)
             if fact.depends_on_values:
-                self._take_out(node, unit)
+                self._extract_attributes(node, unit)
             return result
 
-    def mark(self, called: Callable[[], object]) -> None:
+    def mark(self, marker: Callable[[], object]) -> None:
         """Write a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
         unit = self.observer.call.unit
-        if threading.get_ident() != self._thread or (unit and called is not cut):
+        if threading.get_ident() != self._thread or (unit and marker is not cut):
             return
-        if called is not cut:
-            why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
+        if marker is not cut:
+            reason = f"{source.current_line()} calls penstock.{marker.__name__}(), whose value would be frozen"
             raise Obstacle(
-                why, self.scope, otherwise="Call it in a module of its own, and name that in leaf_modules=[...]"
+                reason, self.scope, alternative="Call it in a module of its own, and name that in leaf_modules=[...]"
             )
         if unit:
-            raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+            raise RecordAgain(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
         self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
-    def _take_out(self, node: fx.Node, unit: Unit) -> None:
+    def _extract_attributes(self, node: fx.Node, unit: Unit) -> None:
         """Write a node that reads what a unit that cannot be opened left in attributes."""
-        for attribute, value in attributes_of(unit.module, unit.name, self.taken):
+        for attribute, value in find_attributes(unit.module, unit.name, self.taken_names):
             if self._is_new(value):
-                self.taken.add(attribute.name)
-                place = self._constant(attribute, attribute.key)
-                child = self.graph.call_function(taken, (node, place))
+                self.taken_names.add(attribute.name)
+                attribute_node = self._constant(attribute, attribute.key)
+                child = self.graph.call_function(taken, (node, attribute_node))
                 self._fact(child, "call", value)
                 self._bind(value, child, frozenset(), alone=True)
 
@@ -270,27 +270,27 @@ class Recorder(Writer, TorchFunctionMode):
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
         """Run a call that is no unit, and check what it drew and read."""
-        with self._running(args, kwargs) as call:
-            found = self.known.run(function, args, kwargs, is_unknown=is_unknown)
-        self._check_seeds(found.drew, self.here())
+        with self._as_running_call(args, kwargs) as call:
+            result = self.known_values.run(function, args, kwargs, is_unknown=is_unknown)
+        self._check_seeds(result.drew, self.current_position())
         self.side_channels.check_call(call)
-        return found
+        return result
 
     @contextmanager
-    def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
+    def _as_running_call(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Call]:
         """Wrap a call that will be a node: it may read only what it was given."""
-        held = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
-        given = self.observer.roots(tensors_in((args, kwargs))) | {storage_of(tensor) for tensor in held}
-        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        tensors = () if unit is None else (*unit.module.parameters(), *unit.module.buffers())
+        readable = self.observer.roots(tensors_in((args, kwargs))) | {storage_id(tensor) for tensor in tensors}
+        call = Call(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, readable)
         with self.observer.calling(call):
             yield call
 
-    def _check_seeds(self, drew: Collection[Any], here: str) -> None:
+    def _check_seeds(self, drew: Collection[Any], where: str) -> None:
         """Raise Obstacle if a recorded call drew after the forward had seeded the generator."""
         if drew and self.observer.seed_is_set:
-            raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", self.scope)
+            raise Obstacle(f"{where} draws random numbers after the forward has seeded torch's generator", self.scope)
 
-    def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
+    def _run_unit(self, call: UnitCall, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """Run a unit on fake tensors or, if that fails, for real.
 
         Returns its result, which of its modules drew, and what it wrote.
@@ -298,29 +298,29 @@ class Recorder(Writer, TorchFunctionMode):
         rollback = self.observer.mark()
         try:
             with quiet():
-                return original(unit.module, *args, **kwargs), *self.observer.take()
+                return call(unit.module, *args, **kwargs), *self.observer.take_effects()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
             rollback()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             result, drew, writes = run_for_real(
-                original, unit, args, kwargs, self.loan, self.observer, error, self.taken
+                call, unit, args, kwargs, self.loan, self.observer, error, self.taken_names
             )
-            self.real.add(unit.name)
+            self.ran_for_real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            self._why_real.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
-            return result, may_draw(unit.module, drew), writes
+            self._real_runs.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
+            return result, find_drawing_modules(unit.module, drew), writes
 
-    def _shapes_read(self, args: Any, kwargs: Any) -> None:
-        if self.real or self.sized:
+    def _note_shapes_read(self, args: Any, kwargs: Any) -> None:
+        if self.ran_for_real or self.sized:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
             where = source.current_line(), self.scope
-            self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]
+            self.result_checks.shapes_read += [(entry[1], *where) for entry in tensors if entry is not None]
 
     @property
     def all_notes(self) -> tuple[str, ...]:
         """What the user should know about this recording, without repeats."""
-        ran = [(", ".join(in_ranges(dict.fromkeys(units))), reason) for reason, units in self._why_real.items()]
-        real = [f"{which} ran once for real, on made-up inputs: fake tensors will not do ({why})" for which, why in ran]
-        return tuple(dict.fromkeys([*real, *self.notes]))
+        runs = [(", ".join(collapse_ranges(dict.fromkeys(units))), reason) for reason, units in self._real_runs.items()]
+        notes = [f"{names} ran once for real, on made-up inputs: fake tensors will not do ({e})" for names, e in runs]
+        return tuple(dict.fromkeys([*notes, *self.notes]))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._base.compat import FakeTensor, in_checkpoint, storage_of
+from penstock._base.compat import FakeTensor, in_checkpoint, storage_id
 from penstock._base.errors import PartitionError
-from penstock._base.trees import LEAF, Flat, flatten, leaf_tensors
+from penstock._base.pytree import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition import source
 from penstock.partition.recording import calls
 from penstock.partition.recording.recording import EntryModes, Fact, Kind, tensor_meta
@@ -24,18 +24,18 @@ from penstock.partition.run.loan import Loan
 from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.source import Obstacle
 from penstock.partition.state.reach import Reach
-from penstock.partition.units.units import Learned, Opening, Unit, canonical_names
+from penstock.partition.units.units import Opening, RecordAgain, Unit, canonical_names
 from penstock.partition.values.objects import (
     CONSTANTS,
-    OfNode,
-    Passed,
+    MutableArguments,
+    NodeValue,
     child_items,
+    find_model_objects,
     free_name,
     hidden_tensors,
     hides_tensors,
     holds_tensors,
     is_named_tuple,
-    kept_by,
     rebuilt,
 )
 from penstock.partition.watch.observer import Observer
@@ -51,8 +51,8 @@ class Writer:
         super().__init__()
         self.model, self.units, self.loan, self.reach, self.opening = model, units, loan, reach, opening
         self.entry, self.module_names = EntryModes(loan.device), canonical_names(model)
-        held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        self.observer = Observer(self.module_names, held, frozenset(map(storage_of, loan.originals.values())))
+        names = {storage_id(fake): name for name, fake in loan.fakes.items()}
+        self.observer = Observer(self.module_names, names, frozenset(map(storage_id, loan.originals.values())))
         self.side_channels = SideChannels(model, units, reach, self.observer)
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
@@ -66,8 +66,8 @@ class Writer:
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
         self._draws: Counter[str] = Counter()
-        self._kept = kept_by(model)
-        self._passed: dict[int, fx.Node] = {}  # for the call being written: id of each argument -> its node
+        self._model_objects = find_model_objects(model)
+        self._argument_nodes: dict[int, fx.Node] = {}  # for the call being written: id of each argument -> its node
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -101,9 +101,9 @@ class Writer:
         self._bind(result, node, writes, alone=True)
         for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
-                tensor, known = self._seen[key]
-                if known is not node:
-                    self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
+                tensor, other_node = self._seen[key]
+                if other_node is not node:
+                    self.facts[other_node].updates.append((fact.index, tensor_meta(tensor)))
         return node
 
     def write_number(
@@ -124,7 +124,7 @@ class Writer:
             kind=kind,
             scope=self.scope,
             meta=tensor_meta(result) if isinstance(result, Tensor) else None,
-            storages=frozenset(storage_of(t) for t in tensors),
+            storages=frozenset(storage_id(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
             source_line=source.current_line(),
@@ -147,8 +147,8 @@ class Writer:
         A tensor that is returned unchanged along with others keeps the node that made it.
         """
         if isinstance(result, Tensor):
-            new = id(result) not in self._seen or storage_of(result) in writes
-            if id(result) not in self.loan.names and (alone or new):
+            is_new = id(result) not in self._seen or storage_id(result) in writes
+            if id(result) not in self.loan.names and (alone or is_new):
                 self._see(result, node)
             return
         for access, key, item in child_items(result):
@@ -158,31 +158,31 @@ class Writer:
                 self._bind(item, child, writes)
 
     @contextmanager
-    def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
+    def _rebuilt_arguments(self, mutable: MutableArguments, unit: Unit) -> Iterator[None]:
         """Surround writing a call: build its containers before it, and take out what it left in them after it."""
-        changed = given.changed()
-        made, flat = given.given(changed)
-        for value in (given.containers[index] for index in changed):
-            if id(value) in self._kept:
+        changed = mutable.changed()
+        indices, flat = mutable.to_rebuild(changed)
+        for value in (mutable.containers[index] for index in changed):
+            if id(value) in self._model_objects:
                 raise PartitionError(
                     f"{unit.name!r} changes an argument, a {type(value).__name__}, that the model keeps for its next "
                     "call, which a stage cannot replay. Make a new one in each forward"
                 )
-        if made:
-            node = self._made(flat)
-            for index in made:
+        if indices:
+            node = self._write_object(flat)
+            for index in indices:
                 part = self.graph.call_function(operator.getitem, (node, index))
                 self._fact(part, "object", flat.leaves)
-                self._passed[id(given.containers[index])] = part
+                self._argument_nodes[id(mutable.containers[index])] = part
         yield
         for index in changed:
-            value, node = given.containers[index], self._passed.pop(id(given.containers[index]))
+            value, node = mutable.containers[index], self._argument_nodes.pop(id(mutable.containers[index]))
             for access, key, item in child_items(value):
                 if self._is_new(item):
                     child = self.graph.call_function(access, (node, key))
                     self._fact(child, "call", item)
                     self._bind(item, child, frozenset())
-        self._passed.clear()
+        self._argument_nodes.clear()
 
     def _is_new(self, value: Any) -> bool:
         """Whether a value contains anything that no recorded call has made so far."""
@@ -193,7 +193,7 @@ class Writer:
             for leaf in flatten(value).leaves
         )
 
-    def _made(self, flat: Flat) -> fx.Node:
+    def _write_object(self, flat: Flat) -> fx.Node:
         """Write a node that builds an object."""
         leaves = [self.argument(leaf) for leaf in flat.leaves]
         structure = self._constant(flat.structure, "structure")
@@ -203,7 +203,7 @@ class Writer:
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node)
-        self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
+        self.on_memory.setdefault(storage_id(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
@@ -214,13 +214,13 @@ class Writer:
     def argument(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
-            return self.node_of(value)
-        if isinstance(value, OfNode):
+            return self.get_node(value)
+        if isinstance(value, NodeValue):
             return value.node
         if kind in CONSTANTS:
             return value
-        if id(value) in self._passed:
-            return self._passed[id(value)]
+        if id(value) in self._argument_nodes:
+            return self._argument_nodes[id(value)]
         if kind is torch.Size or kind is tuple:
             return tuple(self.argument(v) for v in value)
         if is_named_tuple(value):
@@ -233,8 +233,8 @@ class Writer:
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         flat = flatten(value)
         if flat.structure != LEAF:
-            return self._made(flat)
-        if (refusal := self._hidden(value)) is not None:
+            return self._write_object(flat)
+        if (refusal := self._hidden_refusal(value)) is not None:
             raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
@@ -242,7 +242,7 @@ class Writer:
         """Whether a node stands for a tensor."""
         return id(tensor) in self._seen
 
-    def _hidden(self, value: Any) -> str | None:
+    def _hidden_refusal(self, value: Any) -> str | None:
         """Why a leaf (a closure, a generator) cannot be passed on; None if it can."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             return None
@@ -251,34 +251,35 @@ class Writer:
             isinstance(t, FakeTensor) or self.is_seen(t) for t in hidden
         ):
             return None
-        return f"{self.here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
+        return f"{self.current_position()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
-    def node_of(self, tensor: Tensor) -> fx.Node:
+    def get_node(self, tensor: Tensor) -> fx.Node:
         """Return the node that stands for a tensor. Raise PartitionError for one whose origin was not recorded."""
-        seen = self._seen.get(id(tensor))
-        if seen is not None:
-            return seen[1]
+        entry = self._seen.get(id(tensor))
+        if entry is not None:
+            return entry[1]
         name = self.loan.names.get(id(tensor))
         if name is not None:
             return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
-        made = self.observer.maker(tensor)
-        if isinstance(tensor, FakeTensor) or (made is not None and made.call.unit):  # in a unit that ran for real
+        maker = self.observer.maker(tensor)
+        if isinstance(tensor, FakeTensor) or (maker is not None and maker.call.unit):  # in a unit that ran for real
             refusal = (
-                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
-                f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
+                f"{self.current_position()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
+                f"{self._find_holder(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Learned(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
-            if made is not None and made.call.unit:
-                raise Learned(f"{refusal}. It was made in {made}", opened=[made.call.unit])
+                raise RecordAgain(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
+            if maker is not None and maker.call.unit:
+                raise RecordAgain(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
-                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
-                f"parameter{': ' + held if (held := self._holder_of(tensor)) else ''}. Register it as an nn.Parameter"
+                f"{self.current_position()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but "
+                f"is no parameter{': ' + at if (at := self._find_holder(tensor)) else ''}. Register it as an "
+                "nn.Parameter"
             )
-        return self._constant(tensor, (self._holder_of(tensor) or "tensor").rpartition(".")[2])
+        return self._constant(tensor, (self._find_holder(tensor) or "tensor").rpartition(".")[2])
 
     def _constant(self, value: object, hint: str) -> fx.Node:
         name = self._constant_ids.get(id(value))
@@ -304,11 +305,11 @@ class Writer:
         registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
         return next((name for name in registered if name is not None), "")
 
-    def here(self) -> str:
+    def current_position(self) -> str:
         """Return the running line, and its module."""
         return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
-    def _holder_of(self, tensor: Tensor) -> str:
+    def _find_holder(self, tensor: Tensor) -> str:
         for name, module in self.model.named_modules():
             for attribute, value in module.__dict__.items():
                 if value is tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
 
-from penstock._base.trees import flatten, unflatten
+from penstock._base.pytree import flatten, unflatten
 
 BINARY = (
     "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne".split()  # noqa: SIM905
@@ -50,7 +50,7 @@ class Target(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
     """Return a function's own name; for a property, the property's."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
@@ -58,11 +58,11 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
+def requested_gradient(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
     """Whether a call asks for a gradient: `x.requires_grad_()`, `x.requires_grad = True`; None if it does neither."""
     if getattr(function, "__name__", "") == "requires_grad_":
         return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    return bool(args[1]) if name_of(function) == "requires_grad" and len(args) == 2 else None
+    return bool(args[1]) if function_name(function) == "requires_grad" and len(args) == 2 else None
 
 
 def taking_gradient(tensor: Tensor) -> Tensor:
@@ -79,23 +79,23 @@ def called(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def refusal(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def refusal_reason(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call is refused, or None."""
     name = getattr(function, "__name__", "")
-    if (wanted := gradient_wanted(function, args, kwargs)) is not None:
-        return REFUSED["requires_grad_"] if args[0].requires_grad and not wanted else None
+    if (requests_grad := requested_gradient(function, args, kwargs)) is not None:
+        return REFUSED["requires_grad_"] if args[0].requires_grad and not requests_grad else None
     if name == "__set__":
-        return f"assigns to `.{name_of(function)}` of an activation"
+        return f"assigns to `.{function_name(function)}` of an activation"
     if name == "grad":
         return REFUSED[name] if function is torch.autograd.grad else None
     return REFUSED.get(name)
 
 
-def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
+def make_target(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
     """Return how a graph makes this call."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return Target("call_function", getattr, (args[0], name_of(function)), {})
+        return Target("call_function", getattr, (args[0], function_name(function)), {})
     if is_tensor_method_or_property(function):
         if name in OPERATORS and not kwargs:
             return Target("call_function", OPERATORS[name], args, {})

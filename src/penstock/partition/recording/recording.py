@@ -19,7 +19,7 @@ from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
 from penstock.partition.recording.calls import Target
 from penstock.partition.state.remembered import Left, Remembered
-from penstock.partition.units.units import NO_GRAIN, NOTHING, Grain, Opening
+from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, UnitSpec
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
@@ -71,11 +71,11 @@ class Fact:
         source_line: `file:line` of the call in the user's code, for messages.
         is_anywhere: whether it is a random number, or leads to a decision: every stage that needs it computes it.
         branch: what runs only if a decision says so; see `Branch`.
-        work: how much work it is, including its backward; see `work_of`.
+        work: how much work it is, including its backward; see `count_work`.
         runs_again: whether it is a unit that a checkpoint around it would rerun in backward, which a stage does not.
         updates: the index of each node that updated the result in place, and the result's meta from then on.
         depends_on_values: whether it is a unit that ran for real: what it writes and draws may differ in other calls.
-        returned: for a unit, what its results must look like; None if there is nothing to check.
+        pattern: for a unit, what its results must look like; None if there is nothing to check.
         read_at: for such a unit, the line that depends on a shape of its results, and that line's module.
     """
 
@@ -96,7 +96,7 @@ class Fact:
     runs_again: bool = False
     updates: list[tuple[int, TensorMeta]] = field(default_factory=list)
     depends_on_values: bool = False
-    returned: Pattern | None = None
+    pattern: Pattern | None = None
     read_at: tuple[str, str] = ("", "")
 
     @property
@@ -163,19 +163,19 @@ class Guard:
         """
         if self.expected is None:  # anything will do
             return True
-        given = [leaves[i] for i in self.inputs]
-        here = given[0].device if given else self.device
+        tensors = [leaves[i] for i in self.inputs]
+        device = tensors[0].device if tensors else self.device
         try:
-            found = self._found(given, here)
+            result = self._evaluate(tensors, device)
         except (RuntimeError, IndexError):
-            if here == self.device and all(leaf.device == here for leaf in given):
+            if device == self.device and all(leaf.device == device for leaf in tensors):
                 if isinstance(self.expected, torch.Size):  # a mask for other rows, say
                     return False
                 raise
-            found = self._found([leaf.to(self.device) for leaf in given], self.device)
-        return type(found) is type(self.expected) and found == self.expected
+            result = self._evaluate([leaf.to(self.device) for leaf in tensors], self.device)
+        return type(result) is type(self.expected) and result == self.expected
 
-    def _found(self, leaves: Sequence[Tensor], device: torch.device) -> object:
+    def _evaluate(self, leaves: Sequence[Tensor], device: torch.device) -> object:
         with torch.no_grad():
             return self.module.forward(device, *(leaf.clone() for leaf in leaves))
 
@@ -188,35 +188,35 @@ def make_guard(
     source_line: str,
     device: torch.device,
     blanks: Mapping[fx.Node, Sequence[fx.Node]],
-    held: Mapping[str, object] = MappingProxyType({}),
+    tensors: Mapping[str, object] = MappingProxyType({}),
 ) -> Guard:
     """Make a guard for a call that the graph will leave out because its result is not a tensor.
 
     `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
-    `held`: the buffers and constants that it reads.
+    `tensors`: the buffers and constants that it reads.
     `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
     be read before they travel, without waiting for a device.
     """
-    needed = ancestors(target, facts, blanks)
+    needed_nodes = ancestors(target, facts, blanks)
     graph = fx.Graph()
-    used = [node for node in inputs if node in needed and node not in blanks]
-    here = graph.placeholder("device")
-    new = {node: graph.placeholder(node.name) for node in used}
+    input_nodes = [node for node in inputs if node in needed_nodes and node not in blanks]
+    device_node = graph.placeholder("device")
+    new = {node: graph.placeholder(node.name) for node in input_nodes}
 
-    def of_inputs(value: Any) -> Any:
-        return here if isinstance(value, torch.device) and value == device else value
+    def to_device_node(value: Any) -> Any:
+        return device_node if isinstance(value, torch.device) and value == device else value
 
     for node, fact in facts.items():
-        if node in needed and node in blanks and fact.meta is not None:
-            dtype, like = getattr(torch, fact.meta.dtype), [new[other] for other in blanks[node]]
-            new[node] = graph.call_function(_blank, (fact.meta.shape[len(like) :], dtype, here, *like))
-        elif node in needed and node not in new:
+        if node in needed_nodes and node in blanks and fact.meta is not None:
+            dtype, like = getattr(torch, fact.meta.dtype), [new[earlier] for earlier in blanks[node]]
+            new[node] = graph.call_function(_blank, (fact.meta.shape[len(like) :], dtype, device_node, *like))
+        elif node in needed_nodes and node not in new:
             new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), of_inputs)
-    args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), of_inputs)
+            new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), to_device_node)
+    args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), to_device_node)
     graph.output(graph.create_node(target.op, target.function, args, kwargs))
-    module = fx.GraphModule(dict(held), graph, "guard")
-    return Guard(module, tuple(inputs[node] for node in used), result, source_line, device)
+    module = fx.GraphModule(dict(tensors), graph, "guard")
+    return Guard(module, tuple(inputs[node] for node in input_nodes), result, source_line, device)
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like: Tensor) -> Tensor:
@@ -228,20 +228,20 @@ def ancestors(
     target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
 ) -> set[fx.Node]:
     """Return the nodes that the call's arguments depend on, including those that update them in place."""
-    needed: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     stack: list[fx.Node] = []
     fx.map_arg((target.args, target.kwargs), stack.append)
     while stack:
         node = stack.pop()
-        if node in needed:
+        if node in visited:
             continue
-        needed.add(node)
+        visited.add(node)
         if node in blanks:
             stack += blanks[node]
             continue
         stack += node.all_input_nodes
         stack += [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
-    return needed
+    return visited
 
 
 def is_readable(leaf: object) -> bool:
@@ -297,7 +297,7 @@ class Recording:
         device: the device that the forward was recorded as if on.
         guards: what the forward read from its integer inputs' values; it holds for inputs that give the same readings.
         notes: what the user should know.
-        grain: what was learned about which modules run as a whole.
+        unit_spec: what was learned about which modules run as a whole.
         left: what the forward leaves in attributes and shared objects.
         opening: which modules were opened for cuts.
         needed: canonical names of the parameters that the result depends on, by the autograd graph of the unsplit
@@ -323,7 +323,7 @@ class Recording:
     device: torch.device
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]
-    grain: Grain = NO_GRAIN
+    unit_spec: UnitSpec = NO_SPEC
     left: tuple[Left, ...] = ()
     opening: Opening = NOTHING
     needed: frozenset[str] = frozenset()
@@ -341,7 +341,7 @@ class Recording:
     def overwritten(self) -> list[int]:
         """The positions, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
         written = frozenset[int]().union(*(fact.writes for fact in self.facts.values()))
-        return [place for node, place in self.inputs.items() if self.facts[node].storages & written]
+        return [position for node, position in self.inputs.items() if self.facts[node].storages & written]
 
 
 @dataclass(frozen=True, slots=True)

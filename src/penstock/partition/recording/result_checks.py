@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, fx
 
 from penstock._base.errors import PartitionError
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition.recording.recording import Fact, Pattern
-from penstock.partition.units.units import Learned, Opening
+from penstock.partition.units.units import Opening, RecordAgain
 
 LITERALS = (bool, int, float, str, type(None))
 VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
 """Values of these types and their subclasses cannot appear in a stage's code, so their texts do."""
 
 
-def pattern_of(result: Any, *, shapes: bool) -> Pattern:
+def make_pattern(result: Any, *, shapes: bool) -> Pattern:
     """Return what a result must look like in each call. `shapes`: include its tensors' shapes."""
     flat = flatten(result)
-    return tuple((path, *_described(leaf, shapes)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
+    return tuple((path, *_describe_leaf(leaf, shapes)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
 
 
-def _described(leaf: Any, shapes: bool) -> tuple[str, Any]:
+def _describe_leaf(leaf: Any, shapes: bool) -> tuple[str, Any]:
     if isinstance(leaf, Tensor):
         return "tensor", tuple(leaf.shape) if shapes else None
     if type(leaf) in LITERALS:
@@ -39,7 +39,7 @@ def _described(leaf: Any, shapes: bool) -> tuple[str, Any]:
     return ("text", repr(leaf)) if isinstance(leaf, VALUES) else ("any", None)
 
 
-class Returned:
+class ResultChecks:
     """What a recording's units return.
 
     Attributes:
@@ -55,13 +55,13 @@ class Returned:
     def note(self, fact: Fact, result: Any) -> None:
         """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
         ran_for_real = fact.depends_on_values
-        pattern = pattern_of(result, shapes=ran_for_real)
-        if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
-            raise Learned(stays=around)  # a module that stays whole has no such constants
+        pattern = make_pattern(result, shapes=ran_for_real)
+        if ran_for_real and _holds_values(pattern) and (opened := self._opening.around(fact.scope)):
+            raise RecordAgain(keep_whole=opened)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
-            fact.returned = pattern
+            fact.pattern = pattern
 
     def settle(self, facts: Mapping[fx.Node, Fact], sized: Collection[fx.Node]) -> Collection[fx.Node]:
         """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
@@ -74,8 +74,8 @@ class Returned:
             reader = readers.get(nodes[id(fact)])
             if reader is not None:
                 fact.read_at = reader
-            elif fact.returned is not None:
-                fact.returned = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.returned)
+            elif fact.pattern is not None:
+                fact.pattern = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.pattern)
         return readers
 
 
@@ -87,15 +87,15 @@ def _holds_values(pattern: Pattern) -> bool:
 def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
     """Return, for each node whose shape was read, and for all that it is computed from, the first line to read it, and
     its module."""
-    found: dict[fx.Node, tuple[str, str]] = {}
-    for read, line, scope in reads:
-        stack = [read]
+    readers: dict[fx.Node, tuple[str, str]] = {}
+    for start, line, scope in reads:
+        stack = [start]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found[node] = line, scope
+            if node not in readers:
+                readers[node] = line, scope
                 stack += [] if node in sized else node.all_input_nodes
-    return found
+    return readers
 
 
 def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
@@ -105,49 +105,49 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     """
     if (difference := _difference(result, pattern)) is None:
         return
-    got, expected = difference
+    actual, expected = difference
     line, scope = read_at
-    why = (
+    reason = (
         "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
         "since the calls that follow were recorded with that"
     )
-    where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
+    location = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
         f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
         if scope
         else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
         "name that in leaf_modules=[...], so that it runs as a whole"
     )
-    raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
+    raise PartitionError(f"{unit!r} returned {actual} where the recording has {expected}: {reason}{location}. {remedy}")
 
 
 def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
     """Describe the first difference in a result: what is there, and what was recorded; None if there is none."""
     flat, expected = flatten(result), [path for path, *_ in pattern]
     if flat.paths != expected:
-        recorded = [_expected(kind, value) for _, kind, value in pattern]
-        return _listed(flat.paths, [*map(_found, flat.leaves)]), _listed(expected, recorded)
+        recorded = [_describe_expected(kind, value) for _, kind, value in pattern]
+        return _describe_values(flat.paths, [*map(_describe_actual, flat.leaves)]), _describe_values(expected, recorded)
     for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
-        found, there = _described(leaf, shapes=value is not None)
-        alike = type(there) is type(value) and (there == value or (there != there and value != value))  # NaN equals NaN
-        if not (found != "tensor" if kind == "any" else found == kind and alike):
-            return _found(leaf), _expected(kind, value)
+        actual_kind, got = _describe_leaf(leaf, shapes=value is not None)
+        is_equal = type(got) is type(value) and (got == value or (got != got and value != value))  # NaN equals NaN
+        if not (actual_kind != "tensor" if kind == "any" else actual_kind == kind and is_equal):
+            return _describe_actual(leaf), _describe_expected(kind, value)
     return None
 
 
-def _listed(paths: Sequence[str], values: Sequence[str]) -> str:
+def _describe_values(paths: Sequence[str], values: Sequence[str]) -> str:
     """Values with their places in what was returned."""
     if len(paths) > 1:
         return f"{len(paths)} values, at {', '.join(paths[:6])}{', ...' * (len(paths) > 6)}"
     return "".join(f"{value} at {path}" if path else value for value, path in zip(values, paths, strict=True)) or "none"
 
 
-def _expected(kind: str, value: Any) -> str:
+def _describe_expected(kind: str, value: Any) -> str:
     if kind == "tensor":
         return "a tensor" if value is None else f"a tensor of shape {value}"
     return {"value": repr(value), "text": str(value), "any": "an object that is not a tensor"}[kind]
 
 
-def _found(leaf: Any) -> str:
-    kind, value = _described(leaf, shapes=True)
-    return f"a {type(leaf).__name__}" if kind == "any" else _expected(kind, value)
+def _describe_actual(leaf: Any) -> str:
+    kind, value = _describe_leaf(leaf, shapes=True)
+    return f"a {type(leaf).__name__}" if kind == "any" else _describe_expected(kind, value)

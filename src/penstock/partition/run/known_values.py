@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock._base.compat import FakeTensor, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock._base.compat import FakeTensor, FakeTensorMode, quiet, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
-from penstock._base.trees import flatten, leaf_tensors, map_tensors, unflatten
+from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
-from penstock.partition.state.remembered import attributes_of
-from penstock.partition.units.units import Call as UnitCall
-from penstock.partition.units.units import Learned, Unit, has_forward
+from penstock.partition.state.remembered import find_attributes
+from penstock.partition.units.units import RecordAgain, Unit, UnitCall, has_forward
 from penstock.partition.values.memory import extent, same_bits
-from penstock.partition.values.objects import Passed, holds_tensors, tensors_in
+from penstock.partition.values.objects import MutableArguments, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Call, Observer
 
 FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
@@ -69,39 +68,39 @@ class KnownValues:
         if -1 - index in self._fake_calls:
             return False
         self._real[id(value)] = value
-        self._from_inputs.add(storage_of(value))
-        self._origins[storage_of(value)] = -1 - index
+        self._from_inputs.add(storage_id(value))
+        self._origins[storage_id(value)] = -1 - index
         return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
         """Make a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
         self._calls += 1
-        given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
-        self._observer.take()
-        if not is_unknown and all(id(t) in self._real for t in given) and self._calls not in self._fake_calls:
+        tensors = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
+        self._observer.take_effects()
+        if not is_unknown and all(id(t) in self._real for t in tensors) and self._calls not in self._fake_calls:
             with unset_fake_temporarily():
                 result = function(*args, **kwargs)
-            drew, writes = self._observer.take()
+            drew, writes = self._observer.take_effects()
             if not drew:
-                from_inputs = any(storage_of(t) in self._from_inputs for t in given)
-                reads = from_inputs and self._reads_values(function, args, kwargs, result)
-                self._keep(result, from_inputs)
+                from_inputs = any(storage_id(t) in self._from_inputs for t in tensors)
+                reads_inputs = from_inputs and self._reads_values(function, args, kwargs, result)
+                self._mark_known(result, from_inputs)
                 if from_inputs:
                     self._from_inputs |= writes
-                return CallResult(result, drew, writes, reads)
+                return CallResult(result, drew, writes, reads_inputs)
             self.refuse_writes(writes)  # what was drawn is unknown: draw again, on fake tensors
-        known = self._filled(function, args, kwargs)
-        if known is None:
-            self.expose(given)
-            known = self._decided(function, args)
-        if known is not None:
-            self._keep(known, from_inputs=False)
-            return CallResult(known, [], frozenset())
+        value = self._run_fill(function, args, kwargs)
+        if value is None:
+            self.expose(tensors)
+            value = self._decide_comparison(function, args)
+        if value is not None:
+            self._mark_known(value, from_inputs=False)
+            return CallResult(value, [], frozenset())
         try:
             result = function(*args, **kwargs)
         except Exception as error:  # a result without a fake: its shape follows from values
-            return self._sized(function, args, kwargs, error)
-        drew, writes = self._observer.take()
+            return self._run_sized(function, args, kwargs, error)
+        drew, writes = self._observer.take_effects()
         self.refuse_writes(writes)
         if function is torch.rand:
             self._uniform[id(result)] = result
@@ -111,30 +110,30 @@ class KnownValues:
         """Return the tensors among these arguments whose values are unknown."""
         return [tensor for tensor in leaf_tensors((args, kwargs)) if id(tensor) not in self._real]
 
-    def _sized(self, function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> CallResult:
+    def _run_sized(self, function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> CallResult:
         """Make a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
         with two sets of made-up numbers for the unknown ones. Raise `error` if anything but numbers differs."""
-        given, tried = leaf_tensors((args, kwargs)), []
-        if len(unknown := self.unknown(args, kwargs)) == len(given) or not all(map(Tensor.is_floating_point, unknown)):
+        inputs, runs = leaf_tensors((args, kwargs)), []
+        if len(unknown := self.unknown(args, kwargs)) == len(inputs) or not all(map(Tensor.is_floating_point, unknown)):
             raise error
         with unset_fake_temporarily(), self._observer.trial():
             for scale in (0, 1):
-                numbers = {id(tensor): _made_up(tensor, scale) for tensor in unknown}
-                made = map_tensors(lambda t, numbers=numbers: numbers.get(id(t), t), (args, kwargs))
-                self._observer.take(keep=False)
-                result = flatten(function(*made[0], **made[1]))
-                drew, writes = self._observer.take()
-                tried.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
-                if drew or writes & {*map(storage_of, leaf_tensors(made))} or len(tried[-1]) < len(result.leaves):
+                numbers = {id(tensor): _make_numbers(tensor, scale) for tensor in unknown}
+                trial = map_tensors(lambda t, numbers=numbers: numbers.get(id(t), t), (args, kwargs))
+                self._observer.take_effects(keep=False)
+                result = flatten(function(*trial[0], **trial[1]))
+                drew, writes = self._observer.take_effects()
+                runs.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
+                if drew or writes & {*map(storage_id, leaf_tensors(trial))} or len(runs[-1]) < len(result.leaves):
                     raise error
-            if not all(map(same_bits, *tried)):
+            if not all(map(same_bits, *runs)):
                 raise error
-        from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in given)
+        from_inputs = any(storage_id(tensor) in self._from_inputs for tensor in inputs)
         leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
-        self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
+        self._mark_known([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
-    def _filled(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
+    def _run_fill(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         """Whole numbers that fill a tensor like another one, whose values do not matter: wav2vec 2.0 makes its mask of
         ones like the sound, and counts them for its loss. None for any other call."""
         like = args[0] if args and getattr(function, "__name__", "") in FILLING else None
@@ -145,10 +144,10 @@ class KnownValues:
             return None
         with unset_fake_temporarily(), self._observer.trial():
             memory = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-            known: Tensor = function(memory, *args[1:], **kwargs)
-        return known
+            value: Tensor = function(memory, *args[1:], **kwargs)
+        return value
 
-    def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
+    def _decide_comparison(self, function: Callable[..., Any], args: Any) -> Tensor | None:
         """Return the result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop
         at rate 0; otherwise None."""
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
@@ -160,23 +159,23 @@ class KnownValues:
         with unset_fake_temporarily():
             return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
 
-    def expose(self, given: Iterable[Tensor]) -> None:
+    def expose(self, tensors: Iterable[Tensor]) -> None:
         """Call this before known values are used together with unknown ones: fakes then stand in for the known ones.
 
         While a stand-in lives, the mode uses it whenever it meets the tensor.
         """
-        for tensor in given:
+        for tensor in tensors:
             if id(tensor) in self._real:
                 fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
                 self._observer.stands_in(fake, tensor)
-                self._origins.setdefault(storage_of(fake), self._origins[storage_of(tensor)])
-        self._observer.take()
+                self._origins.setdefault(storage_id(fake), self._origins[storage_id(tensor)])
+        self._observer.take_effects()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raise Learned if real values were overwritten with something unknown."""
+        """Raise RecordAgain if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
-            raise Learned(unknown=self._fake_calls | stale)
+            raise RecordAgain(unknown=self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the result depends on values, which it finds out by computing it without them.
@@ -193,16 +192,16 @@ class KnownValues:
             return True
         return False
 
-    def _keep(self, result: Any, from_inputs: bool) -> None:
+    def _mark_known(self, result: Any, from_inputs: bool) -> None:
         for leaf in flatten(result).leaves:
             if isinstance(leaf, Tensor):
                 self._real[id(leaf)] = leaf
-                self._origins.setdefault(storage_of(leaf), self._calls)
+                self._origins.setdefault(storage_id(leaf), self._calls)
                 if from_inputs:
-                    self._from_inputs.add(storage_of(leaf))
+                    self._from_inputs.add(storage_id(leaf))
 
 
-def _made_up(tensor: Tensor, scale: int) -> Tensor:
+def _make_numbers(tensor: Tensor, scale: int) -> Tensor:
     memory = torch.arange(extent(tensor.size(), tensor.stride()), device=tensor.device).mul(scale).to(tensor.dtype)
     return memory.as_strided(tensor.size(), tensor.stride()).requires_grad_(tensor.requires_grad)
 
@@ -222,74 +221,74 @@ def run_for_real(
     loan: Loan,
     observer: Observer,
     reason: Exception,
-    taken: Collection[str] = (),
+    taken_names: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
     """Run a unit for real. Return its result as fake tensors, which of its modules drew, and the (fake) memory that it
     wrote.
 
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
-    Attributes in `taken` keep what the unit leaves there, even without a gradient.
+    Attributes in `taken_names` keep what the unit leaves there, even without a gradient.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
 
-    def real(fake: Tensor) -> Tensor:
-        if id(fake) not in made:
-            known = not isinstance(fake, FakeTensor)
-            stand_in = fake.clone() if known else _make(fake, loan.originals.get(id(fake)), loan.device)
-            made[id(fake)] = fake, stand_in
-        return made[id(fake)][1]
+    def make_real(fake: Tensor) -> Tensor:
+        if id(fake) not in pairs:
+            is_known = not isinstance(fake, FakeTensor)
+            stand_in = fake.clone() if is_known else _make_stand_in(fake, loan.originals.get(id(fake)), loan.device)
+            pairs[id(fake)] = fake, stand_in
+        return pairs[id(fake)][1]
 
     snapshot = Snapshot(unit.module)
     with unset_fake_temporarily() as mode:
         try:
             with observer.trial():  # making up tensors writes to them
-                real_args, real_kwargs = map_tensors(real, (args, kwargs))
-                _fill(unit.module, real)
-                given = Passed(real_args, real_kwargs)
-                before = [stand_in._version for _, stand_in in made.values()]
+                real_args, real_kwargs = map_tensors(make_real, (args, kwargs))
+                _install_real(unit.module, make_real)
+                mutable = MutableArguments(real_args, real_kwargs)
+                versions = [stand_in._version for _, stand_in in pairs.values()]
             result = original(unit.module, *real_args, **real_kwargs)
         except PartitionError:
             raise
         except Exception as error:
-            fake = "" if type(error) is type(reason) else f" (on fake tensors: {type(reason).__name__}: {reason})"
+            cause = "" if type(error) is type(reason) else f" (on fake tensors: {type(reason).__name__}: {reason})"
             raise PartitionError(
-                f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error}{fake}"
+                f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error}{cause}"
             ) from error
         finally:
-            wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
-            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in wanted or _learns(value))
-    drew, seen = observer.take(keep=False)
+            keep = {id(value) for attribute, value in find_attributes(unit.module, unit.name, taken_names)}
+            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in keep or _has_grad(value))
+    drew, writes = observer.take_effects(keep=False)
     written = set[int]()
-    for (stand_for, stand_in), version in zip(made.values(), before, strict=True):
+    for (original_fake, stand_in), version in zip(pairs.values(), versions, strict=True):
         if stand_in._version != version:
-            torch.autograd.graph.increment_version(stand_for)
-        if stand_in._version != version or storage_of(stand_in) in seen:  # batch norm does not count as a new version
-            written.add(observer.root(stand_for))  # the run on fakes may have given it other memory
-    back = _back_to_fakes(list(made.values()), mode, loan.device)
-    left = map_tensors(back, (result, given.containers))
+            torch.autograd.graph.increment_version(original_fake)
+        if stand_in._version != version or storage_id(stand_in) in writes:  # batch norm does not count as a new version
+            written.add(observer.root(original_fake))  # the run on fakes may have given it other memory
+    to_fake = _make_converter(list(pairs.values()), mode, loan.device)
+    converted = map_tensors(to_fake, (result, mutable.containers))
     for module, name, value in list(snapshot.changed()):
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            vars(module)[name] = back(value)
-    Passed(args, kwargs).write_back(given.changed(), left[1])
-    return left[0], drew, frozenset(written)
+            vars(module)[name] = to_fake(value)
+    MutableArguments(args, kwargs).write_back(mutable.changed(), converted[1])
+    return converted[0], drew, frozenset(written)
 
 
-def _fill(unit: nn.Module, real: Callable[[Tensor], Tensor]) -> None:
+def _install_real(unit: nn.Module, make_real: Callable[[Tensor], Tensor]) -> None:
     """Put real tensors in place of the unit's parameters and buffers."""
     for module in list(unit.modules()):
         for slots in (module._parameters, module._buffers):
-            slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+            slots.update({k: make_real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
-def _learns(value: Any) -> bool:
+def _has_grad(value: Any) -> bool:
     """Whether an attribute was set to something that requires a gradient, such as a loss term. It stays, so that code
     that finds it can be told where it came from."""
     return any(t.requires_grad for t in tensors_in(value))
 
 
-def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
+def find_drawing_modules(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
     """Return the modules that drew, and those that might for other values: a mixture calls only some of its experts.
 
     What a forward outside torch does for other values is unknown.
@@ -308,14 +307,14 @@ def _may_draw(module: nn.Module) -> bool:
     return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))
 
 
-def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
-    by_id = {id(real): fake for fake, real in made}
-    by_storage = {storage_of(real): fake for fake, real in made}
+def _make_converter(pairs: list[tuple[Tensor, Tensor]], mode: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    by_id = {id(real): fake for fake, real in pairs}
+    by_storage = {storage_id(real): fake for fake, real in pairs}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) in by_id:
             return by_id[id(tensor)]
-        base = by_storage.get(storage_of(tensor))
+        base = by_storage.get(storage_id(tensor))
         if base is not None and base.dtype == tensor.dtype:
             return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         return fake_value(tensor, mode, device)
@@ -323,14 +322,14 @@ def _back_to_fakes(made: list[tuple[Tensor, Tensor]], mode: Any, device: torch.d
     return fake
 
 
-def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
+def _make_stand_in(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
     """Make a real tensor to stand in for a fake one: a copy of the model's parameter or buffer, or an arbitrary one."""
     with torch.no_grad():
         if original is not None and original.device == device:
             return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()
         if original is not None and not original.is_meta:
-            there = original.detach().to(device)
-            return nn.Parameter(there, original.requires_grad) if isinstance(original, nn.Parameter) else there
+            moved = original.detach().to(device)
+            return nn.Parameter(moved, original.requires_grad) if isinstance(original, nn.Parameter) else moved
         memory = torch.empty(extent(fake.size(), fake.stride()), dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
             memory.normal_(std=1.0 if original is None else 0.02)

@@ -24,15 +24,15 @@ class Snapshot:
         self._attributes = [dict(m.__dict__) for m in self._modules]
         self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
 
-    def restore(self, keeps: Callable[[Any], bool] = lambda value: False) -> None:
-        """Restore everything except attributes whose new value `keeps` accepts."""
-        kept = [(vars(module), name, value) for module, name, value in self.changed() if keeps(value)]
+    def restore(self, keep_if: Callable[[Any], bool] = lambda value: False) -> None:
+        """Restore everything except attributes whose new value `keep_if` accepts."""
+        kept_values = [(vars(module), name, value) for module, name, value in self.changed() if keep_if(value)]
         for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, copy in contents.values():
                 refill(container, copy)
-        for entries, name, value in kept:
+        for entries, name, value in kept_values:
             entries[name] = value
 
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
@@ -66,16 +66,16 @@ class Loan:
                 self._lend(path, module, by_original)
 
     def _lend(self, path: str, module: nn.Module, by_original: dict[int, Tensor]) -> None:
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in held:
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in tables:
             for name, tensor in slots.items():
                 if tensor is None or isinstance(tensor, FakeTensor):
                     continue  # a fake: this module was visited before, under another name
                 fake = by_original.get(id(tensor))
                 if fake is None:
                     fake = by_original[id(tensor)] = fake_like(tensor, self.mode, self.device)
-                    full = f"{path}.{name}" if path else name
-                    self.fakes[full], self.names[id(fake)], self.originals[id(fake)] = fake, full, tensor
+                    full_name = f"{path}.{name}" if path else name
+                    self.fakes[full_name], self.names[id(fake)], self.originals[id(fake)] = fake, full_name, tensor
                 self.installed.append((slots, name, fake, f"{path}.{name}" if path else name))
                 slots[name] = fake
         if isinstance(module, nn.RNNBase):  # it keeps a second list of its parameters
@@ -109,27 +109,27 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def generators() -> Callable[[], None]:
+def save_generators() -> Callable[[], None]:
     """Return what puts torch's, Python's and numpy's generators back to where they are now."""
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    puts: list[Callable[[], object]] = [
+    restorers: list[Callable[[], object]] = [
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(random.setstate, random.getstate()),
         *([partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())] if cuda else []),
         partial(numpy.random.set_state, numpy.random.get_state(legacy=False)),
     ]
 
-    def put() -> None:
-        for each in puts:
-            each()
+    def restore() -> None:
+        for restorer in restorers:
+            restorer()
 
-    return put
+    return restore
 
 
 @contextmanager
 def untouched_generators() -> Iterator[None]:
     """Restore torch's, Python's and numpy's generators on exit."""
-    restore = generators()
+    restore = save_generators()
     random.seed()  # a new state, so that a forward that seeds it is noticed whatever the old state was
     numpy.random.seed()
     try:

@@ -47,39 +47,39 @@ class Lengths:
         self._key, self._leaves, self._first = key, leaves, partition
         self._dims: Dims | None = None
         self._recorded: dict[int, Partition] = {}
-        self._alike: Mapping[int, Partition] = {}
+        self._verified: Mapping[int, Partition] = {}
         self._trials, self._limit = TRIALS, UNLIMITED
 
-    def at(self, key: Hashable, leaves: Sequence[Leaf], given: Sequence[Any]) -> Partition | None:
+    def at(self, key: Hashable, leaves: Sequence[Leaf], inputs: Sequence[Any]) -> Partition | None:
         """Return the partition of inputs of a length between those recorded; None if it must be recorded."""
-        found, ends = self._find(key, leaves), (min(self._alike, default=1), max(self._alike, default=0))
-        if found is None or not ends[0] <= found[1] <= ends[1]:
+        match, ends = self._find(key, leaves), (min(self._verified, default=1), max(self._verified, default=0))
+        if match is None or not ends[0] <= match[1] <= ends[1]:
             return None
-        partition = _partition({end: self._alike[end] for end in ends}, found[1])
-        return partition if partition.holds(given) else None
+        partition = _partition({end: self._verified[end] for end in ends}, match[1])
+        return partition if partition.holds(inputs) else None
 
     def learn(self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Probe) -> bool:
         """Add what was recorded for another length, and, from three on, look for what follows the length. Return
         whether these inputs differ in the length only."""
-        found = self._find(key, leaves)
-        if found is None or _readings(partition) != _readings(self._first):
+        match = self._find(key, leaves)
+        if match is None or _readings(partition) != _readings(self._first):
             return False
         if not self._trials:
             return True
         if self._dims is None:
-            self._recorded[found[0]] = self._first
-        self._dims, self._recorded[found[1]] = found[2], partition
+            self._recorded[match[0]] = self._first
+        self._dims, self._recorded[match[1]] = match[2], partition
         longest = max(self._recorded)
         if len(self._recorded) < 3:
             return True
         for bound in (min(2 * longest, (longest + self._limit) // 2), longest):
             prime = next(n for n in range(bound, 1, -1) if all(n % d for d in range(2, isqrt(n) + 1)))
             try:
-                known = {**self._recorded, **self._alike}
-                _partition(known, longest)
-                known |= {n: probe(self._dims, n) for n in (prime, 1 << bound.bit_length() - 1) if n not in known}
-                _partition(known, longest)
-                self._alike = known
+                recorded = {**self._recorded, **self._verified}
+                _partition(recorded, longest)
+                recorded |= {n: probe(self._dims, n) for n in (prime, 1 << bound.bit_length() - 1) if n not in recorded}
+                _partition(recorded, longest)
+                self._verified = recorded
                 return True
             except Exception:
                 self._limit = min(self._limit, bound)  # the model may not take longer ones
@@ -89,46 +89,46 @@ class Lengths:
 
     def _find(self, key: Hashable, leaves: Sequence[Leaf]) -> tuple[int, int, Dims] | None:
         """Return the first length, that of these inputs, and its dimensions; None if these differ in anything else."""
-        found = _difference(self._leaves, leaves) if key == self._key else None
-        return found if found is not None and self._dims in (None, found[2]) else None
+        difference = _difference(self._leaves, leaves) if key == self._key else None
+        return difference if difference is not None and self._dims in (None, difference[2]) else None
 
 
 def _readings(partition: Partition) -> list[Any]:
     return [(guard.inputs, type(guard.expected), guard.expected, guard.source_line) for guard in partition.guards]
 
 
-def _difference(one: Sequence[Leaf], other: Sequence[Leaf]) -> tuple[int, int, Dims] | None:
+def _difference(leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> tuple[int, int, Dims] | None:
     pairs, dims = set[tuple[int, int]](), []
-    for mine, theirs in zip(one, other, strict=True):
-        here: list[int] = []
-        if mine != theirs or mine[0] == "object":
-            if not mine[0] == theirs[0] == "tensor" or not (_is_packed(mine) and _is_packed(theirs)):
+    for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
+        leaf_dims: list[int] = []
+        if leaf != other_leaf or leaf[0] == "object":
+            if not leaf[0] == other_leaf[0] == "tensor" or not (_is_packed(leaf) and _is_packed(other_leaf)):
                 return None
-            shapes: Any = (mine[1], theirs[1])
-            if len(shapes[0]) != len(shapes[1]) or (mine[2], *mine[4:]) != (theirs[2], *theirs[4:]):
+            shapes: Any = (leaf[1], other_leaf[1])
+            if len(shapes[0]) != len(shapes[1]) or (leaf[2], *leaf[4:]) != (other_leaf[2], *other_leaf[4:]):
                 return None
-            here = [dim for dim, (n, m) in enumerate(zip(*shapes, strict=True)) if n != m]
-            pairs |= {(shapes[0][dim], shapes[1][dim]) for dim in here}
-        dims.append(tuple(here))
+            leaf_dims = [dim for dim, (n, m) in enumerate(zip(*shapes, strict=True)) if n != m]
+            pairs |= {(shapes[0][dim], shapes[1][dim]) for dim in leaf_dims}
+        dims.append(tuple(leaf_dims))
     return (*pairs.pop(), tuple(dims)) if len(pairs) == 1 else None
 
 
-def at_length(leaves: Sequence[Any], dims: Dims, length: int) -> list[Any]:
+def resize_inputs(leaves: Sequence[Any], dims: Dims, length: int) -> list[Any]:
     """Return inputs of another length, which repeat these."""
-    found = list(leaves)
-    for place, here in enumerate(dims):
-        for dim in here:
-            given = found[place]
-            there = torch.arange(length, device=given.device) % given.shape[dim]
-            found[place] = given.detach().index_select(dim, there).requires_grad_(given.requires_grad)
-    return found
+    resized = list(leaves)
+    for index, leaf_dims in enumerate(dims):
+        for dim in leaf_dims:
+            value = resized[index]
+            indices = torch.arange(length, device=value.device) % value.shape[dim]
+            resized[index] = value.detach().index_select(dim, indices).requires_grad_(value.requires_grad)
+    return resized
 
 
 def _is_packed(leaf: Any) -> bool:
-    return bool(leaf[3] == tuple(step if n > 1 else 0 for n, step in zip(leaf[1], _packed(leaf[1]), strict=True)))
+    return bool(leaf[3] == tuple(step if n > 1 else 0 for n, step in zip(leaf[1], _strides(leaf[1]), strict=True)))
 
 
-def _packed(shape: Sequence[int]) -> tuple[int, ...]:
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a packed tensor."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
@@ -136,23 +136,23 @@ def _packed(shape: Sequence[int]) -> tuple[int, ...]:
 def _partition(recorded: Mapping[int, Partition], length: int) -> Partition:
     """Build the partition for a length. Raise ValueError if more differs than numbers that follow the length."""
     partitions = list(recorded.values())
-    _same([_kept(partition) for partition in partitions])
-    fit = partial(_fit, lengths=list(recorded), at=length)
+    _require_same([_fixed_parts(partition) for partition in partitions])
+    fit = partial(_fit, lengths=list(recorded), target=length)
     return replace(
         partitions[0],
         result_leaves=fit([partition.result_leaves for partition in partitions]),
         guards=tuple(
-            replace(each[0], module=_code([guard.module for guard in each], fit))
-            for each in zip(*(partition.guards for partition in partitions), strict=True)
+            replace(group[0], module=_fit_code([guard.module for guard in group], fit))
+            for group in zip(*(partition.guards for partition in partitions), strict=True)
         ),
         stages=tuple(
-            replace(each[0], meta=fit([s.meta for s in each]), module=_code([s.module for s in each], fit))
-            for each in zip(*(partition.stages for partition in partitions), strict=True)
+            replace(group[0], meta=fit([s.meta for s in group]), module=_fit_code([s.module for s in group], fit))
+            for group in zip(*(partition.stages for partition in partitions), strict=True)
         ),
     )
 
 
-def _kept(partition: Partition) -> Any:
+def _fixed_parts(partition: Partition) -> Any:
     """Return what must not follow the length. Raise ValueError if anything is kept from call to call."""
     if partition.left or any(s.remembered or s.depends_on_values or s.meta.branches for s in partition.stages):
         raise ValueError
@@ -163,42 +163,42 @@ def _kept(partition: Partition) -> Any:
     )
 
 
-def _code(modules: Sequence[fx.GraphModule], fit: Callable[..., Any]) -> fx.GraphModule:
+def _fit_code(modules: Sequence[fx.GraphModule], fit: Callable[..., Any]) -> fx.GraphModule:
     columns = list(zip(*(module.graph.nodes for module in modules), strict=True))
     for nodes in columns:
-        _same([(node.op, node.name, node.target, node.meta) for node in nodes])
+        _require_same([(node.op, node.name, node.target, node.meta) for node in nodes])
         if nodes[0].op == "get_attr":
             path, _, field = str(nodes[0].target).rpartition(".")
-            _same([getattr(module.get_submodule(path), field) for module in modules])
+            _require_same([getattr(module.get_submodule(path), field) for module in modules])
     return with_arguments(modules[0], [fit([(node.args, node.kwargs) for node in nodes]) for nodes in columns])
 
 
-def _same(values: Sequence[Any]) -> Any:
+def _require_same(values: Sequence[Any]) -> Any:
     first = values[0]
     if any(value is not first and (isinstance(first, Tensor) or value != first) for value in values):
         raise ValueError
     return first
 
 
-def _fit(values: Sequence[Any], lengths: Sequence[int], at: int) -> Any:
+def _fit(values: Sequence[Any], lengths: Sequence[int], target: int) -> Any:
     """Extrapolate the value at one length from those at others."""
-    fit = partial(_fit, lengths=lengths, at=at)
-    first, kind = values[0], _same([type(value) for value in values])
+    fit = partial(_fit, lengths=lengths, target=target)
+    first, kind = values[0], _require_same([type(value) for value in values])
     if kind is int and len({*values}) > 1:
         slope = (values[1] - first) // (lengths[1] - lengths[0])
-        _same([value - slope * length for value, length in zip(values, lengths, strict=True)])
-        return first + slope * (at - lengths[0])
-    if kind is TensorMeta and all(value.stride == _packed(value.shape) for value in values):
-        _same([(value.dtype, value.requires_grad) for value in values])
+        _require_same([value - slope * length for value, length in zip(values, lengths, strict=True)])
+        return first + slope * (target - lengths[0])
+    if kind is TensorMeta and all(value.stride == _strides(value.shape) for value in values):
+        _require_same([(value.dtype, value.requires_grad) for value in values])
         shape = fit([value.shape for value in values])
-        return replace(first, shape=shape, stride=_packed(shape))
+        return replace(first, shape=shape, stride=_strides(shape))
     if is_dataclass(kind):
         return replace(first, **{f.name: fit([getattr(value, f.name) for value in values]) for f in fields(kind)})
     if kind is slice:
         return slice(*fit([(value.start, value.stop, value.step) for value in values]))
     if isinstance(first, dict):
-        _same([list(value) for value in values])
+        _require_same([list(value) for value in values])
         return {key: fit([value[key] for value in values]) for key in first}
     if kind is tuple or isinstance(first, list):
         return kind([fit(column) for column in zip(*values, strict=True)])
-    return first if kind is fx.Node and _same([value.name for value in values]) else _same(values)
+    return first if kind is fx.Node and _require_same([value.name for value in values]) else _require_same(values)

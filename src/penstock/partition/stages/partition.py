@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from penstock._base.errors import PartitionError, ShapeError
-from penstock._base.trees import unflatten
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
+from penstock._base.pytree import unflatten
 from penstock.partition.recording.recording import Constant, Guard, Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage
-from penstock.partition.state.assumptions import contents_of
+from penstock.partition.state.assumptions import read_contents
 from penstock.partition.state.remembered import Left, in_place
 from penstock.partition.units.units import has_forward
 from penstock.simulate.costs import LinkCost, StageCost
@@ -47,7 +47,7 @@ class Partition:
         drawing_modules: the modules inside blocks that draw random numbers, by qualified name.
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
-        work: each stage's work, including its backward; see `work_of`.
+        work: each stage's work, including its backward; see `count_work`.
         costs: what a microbatch costs on each stage, by the profile that decided where to cut; empty if none did.
         link: what a message between two stages was taken to cost.
         notes: what the user should know about the recording.
@@ -90,11 +90,11 @@ class Partition:
     def joined(self, other: Partition) -> Partition | None:
         """Return one partition for both if they differ only in shapes, inside stages, that no code reads."""
         pairs = zip(self.guards, other.guards, strict=False)
-        guards = tuple(g if g.expected == theirs.expected else replace(g, expected=None) for g, theirs in pairs)
+        guards = tuple(g if g.expected == o.expected else replace(g, expected=None) for g, o in pairs)
         if guards == self.guards or any(guard.expected is None and not guard.is_free for guard in guards):
             return None
-        alike = [s.meta for s in self.stages] == [s.meta for s in other.stages] and self.code == other.code
-        return replace(self, guards=guards) if alike else None
+        is_same = [s.meta for s in self.stages] == [s.meta for s in other.stages] and self.code == other.code
+        return replace(self, guards=guards) if is_same else None
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the tensors that stage 0 receives, in its order, from leaves of (args, kwargs) that are as
@@ -129,18 +129,18 @@ def describe(leaf: object) -> Leaf:
     try:
         hash(leaf)
     except TypeError:
-        return "object", type(leaf), id(leaf), contents_of(leaf)
-    return "constant", type(leaf), leaf, contents_of(leaf)
+        return "object", type(leaf), id(leaf), read_contents(leaf)
+    return "constant", type(leaf), leaf, read_contents(leaf)
 
 
-def not_on_the_last(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
+def find_elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
     """Return the parameters and updated buffers that are not on the last of several stages."""
     last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
     updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
-    every = recording.held.items() if len(stages) > 1 else ()
+    tensors = recording.held.items() if len(stages) > 1 else ()
     return {
         name: tensor
-        for name, tensor in every
+        for name, tensor in tensors
         if id(tensor) not in last and (isinstance(tensor, nn.Parameter) or id(tensor) in updated)
     }
 
@@ -155,9 +155,9 @@ def origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
 def _origin(recording: Recording, node: fx.Node) -> Origin:
     fact = recording.facts[node]
     if node.target is operator.getitem:  # a part of a result was made by the call that returned it
-        made = node.args[0]
-        if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
-            fact = recording.facts[made]
+        producer = node.args[0]
+        if isinstance(producer, fx.Node) and recording.facts[producer].kind == "unit":
+            fact = recording.facts[producer]
     return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
 
 
@@ -165,26 +165,26 @@ def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
     """Raise PartitionError if a parameter or buffer that training needs is on no stage, and name it."""
     recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
-    lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
+    absent = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
     used = {name for node in recording.facts for name in split.held_by(node)}
-    lost += [name for name in recording.held if name in recording.touched - used and name not in lost]
-    if lost:
+    absent += [name for name in recording.held if name in recording.touched - used and name not in absent]
+    if absent:
         raise PartitionError(
-            f"the forward uses {shortened(lost)}, but no recorded call does, so that no stage would have "
-            f"{'it' if len(lost) == 1 else 'them'}. {_remedy(split.model, lost)}"
+            f"the forward uses {list_names(absent)}, but no recorded call does, so that no stage would have "
+            f"{'it' if len(absent) == 1 else 'them'}. {_remedy(split.model, absent)}"
         )
 
 
-def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
-    around = lost[0].rpartition(".")[0]
-    while around and not (has_forward(model.get_submodule(around)) and all(n.startswith(f"{around}.") for n in lost)):
-        around = around.rpartition(".")[0]
-    if not around:  # the model's own forward uses them, and it cannot run as a whole
+def _remedy(model: nn.Module, absent: Sequence[str]) -> str:
+    scope = absent[0].rpartition(".")[0]
+    while scope and not (has_forward(model.get_submodule(scope)) and all(n.startswith(f"{scope}.") for n in absent)):
+        scope = scope.rpartition(".")[0]
+    if not scope:  # the model's own forward uses them, and it cannot run as a whole
         return (
             "Give the part of the model that uses them a module of its own, with the layers that they are for in it, "
             "and name it in leaf_modules=[...]: it runs as a whole then"
         )
-    return f"Pass leaf_modules={[around]}, or a module around it: the one whose forward uses them has to run as a whole"
+    return f"Pass leaf_modules={[scope]}, or a module around it: the one whose forward uses them has to run as a whole"
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
@@ -193,4 +193,4 @@ def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:
         return ()
-    return (f"the forward does not use {shortened(unused)}: on no stage",)
+    return (f"the forward does not use {list_names(unused)}: on no stage",)

@@ -52,7 +52,7 @@ class CutRecording:
     def plans(self) -> tuple[StagePlan, ...]:
         """The stages. Raises PartitionError as described for the class."""
         for stage in range(self.count if self.count > 1 else 0):
-            if not self.own[stage]:
+            if not self.local_calls[stage]:
                 raise PartitionError(
                     f"cuts: stage {stage} ({self._extent(stage)}) would run nothing of its own, only what any stage "
                     "can compute for itself. Move or remove a cut"
@@ -61,30 +61,30 @@ class CutRecording:
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
         self._check_views()
-        for each in self.recording.remembered:
-            refuse_apart(each, {stage for stage, nodes in enumerate(run) if any(self.uses(n, each) for n in nodes)})
-        later: list[set[fx.Node]] = [set() for _ in range(self.count)]
+        for entry in self.recording.remembered:
+            refuse_apart(entry, {stage for stage, nodes in enumerate(run) if any(self.uses(n, entry) for n in nodes)})
+        needed_later: list[set[fx.Node]] = [set() for _ in range(self.count)]
         for stage in range(1, self.count):
             for node in received[stage]:
-                later[self.source(node, stage)].add(node)
+                needed_later[self.source(node, stage)].add(node)
         plans = []
         for stage in range(self.count):
-            mine, nodes = self._ordered(received[stage]), self._ordered(run[stage])
-            returned = self._ordered(later[stage]) if stage < self.count - 1 else list(self.recording.outputs)
-            inputs = tuple(self._input(n, stage, nodes) for n in mine)
+            arriving, nodes = self._ordered(received[stage]), self._ordered(run[stage])
+            returned = self._ordered(needed_later[stage]) if stage < self.count - 1 else list(self.recording.outputs)
+            inputs = tuple(self._input(n, stage, nodes) for n in arriving)
             outputs = tuple(Output(n.name, self._meta(n, self._end(stage))) for n in returned)
-            plans.append(StagePlan(tuple(mine), tuple(nodes), tuple(returned), inputs, outputs))
+            plans.append(StagePlan(tuple(arriving), tuple(nodes), tuple(returned), inputs, outputs))
         return tuple(plans)
 
-    def stage_of(self, index: int) -> int:
+    def find_stage(self, index: int) -> int:
         return bisect_right(self.starts, index)
 
     def work(self) -> tuple[int, ...]:
-        """Return each stage's work; see `work_of`."""
-        found = [0] * self.count
+        """Return each stage's work; see `count_work`."""
+        totals = [0] * self.count
         for fact in self.facts.values():
-            found[self.stage_of(fact.index)] += fact.work
-        return tuple(found)
+            totals[self.find_stage(fact.index)] += fact.work
+        return tuple(totals)
 
     def draw_offsets(self) -> tuple[dict[str, int], ...]:
         """Return, for each stage, how often each drawing module is called on the stages before it."""
@@ -99,10 +99,10 @@ class CutRecording:
         """
         origin: dict[fx.Node, fx.Node] = {}  # of each value, the one that it equals if no branch runs
         for node in self.facts:
-            made = node.args[0] if node.target is operator.getitem else None
+            producer = node.args[0] if node.target is operator.getitem else None
             origin[node] = node
-            if isinstance(made, fx.Node) and self.facts[made].branch is not None:
-                passed: Any = made.args[1:]
+            if isinstance(producer, fx.Node) and self.facts[producer].branch is not None:
+                passed: Any = producer.args[1:]
                 origin[node] = origin[passed[node.args[1]]]
         for plan in self.plans:
             pairs = zip(plan.received, plan.inputs, strict=True)
@@ -114,7 +114,7 @@ class CutRecording:
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of these units (at least one) run on the last stage, each for the last time."""
         ends = {
-            unit: self.stage_of(fact.index)
+            unit: self.find_stage(fact.index)
             for fact in self.facts.values()
             if fact.kind == "unit"
             for unit in fact.units
@@ -127,10 +127,10 @@ class CutRecording:
         fact = self.facts[node]
         if fact.kind == "input" and consumer == 0:
             return MODEL_INPUT
-        stages = [0 if fact.kind == "input" else self.stage_of(fact.index)]
+        stages = [0 if fact.kind == "input" else self.find_stage(fact.index)]
         for writer in self.writers:
             if writer.writes & fact.storages and writer.index > fact.index:
-                stages.append(self.stage_of(writer.index))
+                stages.append(self.find_stage(writer.index))
         return max(s for s in stages if s < consumer)
 
     # -- which stage runs what --------------------------------------------------------------------------------------
@@ -141,43 +141,43 @@ class CutRecording:
 
         Drawing random numbers does not count: each call draws from its own stream.
         """
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes]
         stack += self.recording.outputs
         while stack:
             node = stack.pop()
-            if node not in found:
-                found.add(node)
+            if node not in nodes:
+                nodes.add(node)
                 stack += node.all_input_nodes
-        return found
+        return nodes
 
     @cached_property
-    def remade(self) -> set[fx.Node]:
+    def repeatable(self) -> set[fx.Node]:
         """Calls that any stage can repeat for itself: without parameters, randomness, gradients or updates."""
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         for node, fact in self.facts.items():
             if fact.is_anywhere or (
-                self._is_plain(fact) and all(self._is_remade(argument, found) for argument in node.all_input_nodes)
+                self._is_plain(fact) and all(self._is_repeatable(argument, nodes) for argument in node.all_input_nodes)
             ):
-                found.add(node)
-        return found
+                nodes.add(node)
+        return nodes
 
     def _is_plain(self, fact: Fact) -> bool:
         acts = fact.branch or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written
         return fact.kind == "call" and not acts
 
-    def _is_remade(self, node: fx.Node, found: set[fx.Node]) -> bool:
+    def _is_repeatable(self, node: fx.Node, nodes: set[fx.Node]) -> bool:
         fact = self.facts[node]
-        return node in found or (fact.kind in ("input", "buffer", "constant") and not fact.storages & self.written)
+        return node in nodes or (fact.kind in ("input", "buffer", "constant") and not fact.storages & self.written)
 
     @cached_property
-    def own(self) -> list[list[fx.Node]]:
+    def local_calls(self) -> list[list[fx.Node]]:
         """For each stage, the calls that only it makes."""
-        found: list[list[fx.Node]] = [[] for _ in range(self.count)]
+        calls: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for node, fact in self.facts.items():
-            if fact.kind in ("call", "unit") and node in self.live and node not in self.remade:
-                found[self.stage_of(fact.index)].append(node)
-        return found
+            if fact.kind in ("call", "unit") and node in self.live and node not in self.repeatable:
+                calls[self.find_stage(fact.index)].append(node)
+        return calls
 
     def _extent(self, stage: int) -> str:
         begin = f"from {self.cuts[stage - 1]!r}" if stage else "from the beginning"
@@ -187,14 +187,14 @@ class CutRecording:
         """Return what a stage receives and what it runs."""
         received: set[fx.Node] = set()
         run: set[fx.Node] = set()
-        stack = [*self.own[stage]]
+        stack = [*self.local_calls[stage]]
         if stage == self.count - 1:
             stack += self.recording.outputs
         while stack:
             node = stack.pop()
             fact = self.facts[node]
-            local = fact.kind in (*HELD, "object") or node in self.remade
-            if local or (fact.kind != "input" and self.stage_of(fact.index) == stage):
+            is_local = fact.kind in (*HELD, "object") or node in self.repeatable
+            if is_local or (fact.kind != "input" and self.find_stage(fact.index) == stage):
                 if node not in run:
                     run.add(node)
                     stack += node.all_input_nodes
@@ -217,8 +217,8 @@ class CutRecording:
         gradient."""
         fact = self.facts[node]
         assert fact.meta is not None, f"{node.name} is not a tensor"
-        later = [meta for index, meta in fact.updates if index < position]
-        return later[-1] if later else fact.meta
+        later_metas = [meta for index, meta in fact.updates if index < position]
+        return later_metas[-1] if later_metas else fact.meta
 
     def _end(self, stage: int) -> int:
         return self.starts[stage] if stage < len(self.starts) else len(self.facts)
@@ -231,17 +231,17 @@ class CutRecording:
         names = dict(self.recording.memory)
         names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
         stages: dict[int, set[int]] = {}
-        numbers = {name: storage for storage, name in self.recording.memory.items()}
+        storage_by_name = {name: storage for storage, name in self.recording.memory.items()}
         for stage in range(self.count):
             touched = {s for node in received[stage] | run[stage] for s in self.facts[node].storages}
-            touched |= {numbers[name] for node in run[stage] for name in self.held_by(node)}
+            touched |= {storage_by_name[name] for node in run[stage] for name in self.held_by(node)}
             for storage in touched:
                 stages.setdefault(storage, set()).add(stage)
         for storage in names:
             if len(stages.get(storage, ())) < 2:
                 continue
-            held = self.recording.held.get(names[storage])
-            if held is not None and held.requires_grad and not isinstance(held, nn.Parameter):
+            tensor = self.recording.held.get(names[storage])
+            if tensor is not None and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 raise PartitionError(
                     f"{names[storage]!r} is a buffer that requires a gradient, and is used on stages "
                     f"{sorted(stages[storage])}: its gradients would not be added up. Register it as an nn.Parameter, "
@@ -250,7 +250,7 @@ class CutRecording:
             if storage in self.written:
                 writer = next(f for f in self.facts.values() if storage in f.writes)
                 raise PartitionError(
-                    f"{names[storage]!r} is updated in place by {self.name_of(writer)} but used on stages "
+                    f"{names[storage]!r} is updated in place by {self.describe(writer)} but used on stages "
                     f"{sorted(stages[storage])}: copies on several stages would differ. Update it next to where it is "
                     "used, or move the cut so that all its uses are on one stage"
                 )
@@ -267,13 +267,13 @@ class CutRecording:
     def depends_on_values(self, node: fx.Node) -> bool:
         """Whether a call may write to more than it was seen to."""
         fact = self.facts[node]
-        inside = () if fact.branch is None else fact.branch.facts.values()
-        return fact.depends_on_values or any(one.depends_on_values for one in inside)
+        inner_facts = () if fact.branch is None else fact.branch.facts.values()
+        return fact.depends_on_values or any(inner_fact.depends_on_values for inner_fact in inner_facts)
 
     def overwrites_input(self, node: fx.Node) -> bool:
         """Whether this call or a later one updates an input of the call in place."""
-        given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}
-        return any(writer.writes & given for writer in self.writers if writer.index >= self.facts[node].index)
+        input_storages = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}
+        return any(writer.writes & input_storages for writer in self.writers if writer.index >= self.facts[node].index)
 
     def held_by(self, node: fx.Node) -> list[str]:
         """Canonical names of the parameters and buffers that a node uses."""
@@ -298,7 +298,7 @@ class CutRecording:
         for writer, fact in self.facts.items():
             for storage in fact.writes & views.keys():
                 for view in views[storage]:
-                    self._check_view(writer, view, storage, self.stage_of(fact.index))
+                    self._check_view(writer, view, storage, self.find_stage(fact.index))
 
     def _check_view(self, writer: fx.Node, view: fx.Node, storage: int, stage: int) -> None:
         index = self.facts[writer].index
@@ -310,7 +310,7 @@ class CutRecording:
         roots = {self._root(a, storage, stage) for a in writer.all_input_nodes if storage in self.facts[a].storages}
         if roots != {self._root(view, storage, stage)}:
             raise PartitionError(
-                f"{self.name_of(self.facts[writer])} updates in place memory that {view.name!r} shares, but a cut "
+                f"{self.describe(self.facts[writer])} updates in place memory that {view.name!r} shares, but a cut "
                 f"separates the two, so that {view.name!r} would keep the old values. Move the cut, or make the "
                 "update out of place"
             )
@@ -318,12 +318,12 @@ class CutRecording:
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """Return the value through which memory came to a stage, traced back through the views made there."""
         fact = self.facts[node]
-        if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
+        if fact.kind == "input" or (self.find_stage(fact.index) != stage and fact.kind != "object"):
             return node
         for argument in node.all_input_nodes:
             if storage in self.facts[argument].storages:
                 return self._root(argument, storage, stage)
         return node
 
-    def name_of(self, fact: Fact) -> str:
+    def describe(self, fact: Fact) -> str:
         return f"block {fact.scope!r}" if fact.kind == "unit" else f"the call at {fact.source_line}"

@@ -84,12 +84,12 @@ class Stage:
     @property
     def norms_as_functions(self) -> Sequence[str]:
         """Its calls of batch norm as a function with running statistics."""
-        found = []
+        names = []
         for node in self.module.graph.nodes:
             first = _STATISTICS.get(node.target) if node.op == "call_function" else None
             if first is not None and any((*node.args[first : first + 2], node.kwargs.get("running_mean"))):
-                found.append(str(node.name))
-        return found
+                names.append(str(node.name))
+        return names
 
     @property
     def forward(self) -> Callable[..., Sequence[Tensor]]:
@@ -110,13 +110,13 @@ class Stage:
         Parameters and buffers are shared with this stage and stay where they are.
         """
 
-        def moved(value: Any) -> Any:
+        def convert(value: Any) -> Any:
             return device if value == self.device and isinstance(value, torch.device) else value
 
-        module = _changed(self.module, moved)
-        held = {id(t) for t in self.buffers.values()}
+        module = _convert_constants(self.module, convert)
+        ids = {id(t) for t in self.buffers.values()}
         for name, tensor in list(module.named_buffers()):
-            if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
+            if id(tensor) not in ids and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
                 owner, _, field = name.rpartition(".")
                 module.get_submodule(owner)._buffers[field] = tensor.to(device)
         return replace(self, module=module, device=device)
@@ -163,12 +163,12 @@ def gates_of(module: nn.Module) -> list[Gate]:
     return [part for part in module.modules() if isinstance(part, Gate)]
 
 
-def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
+def _convert_constants(old: fx.GraphModule, convert: Callable[[Any], Any]) -> fx.GraphModule:
     """Return the same code with its constants changed, including those in gates."""
-    module = with_arguments(old, [map_aggregate((node.args, node.kwargs), change) for node in old.graph.nodes])
+    module = with_arguments(old, [map_aggregate((node.args, node.kwargs), convert) for node in old.graph.nodes])
     for name, part in old.named_children():
         if isinstance(part, Gate):
-            setattr(module, name, part.with_inside(_changed(part.inside, change)))
+            setattr(module, name, part.with_inside(_convert_constants(part.inside, convert)))
     return module
 
 
@@ -176,9 +176,9 @@ def with_arguments(old: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphMod
     """Return the same code with other arguments, for each node of the old graph."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(old.graph, new))
-    for node, given in zip(old.graph.nodes, arguments, strict=True):
+    for node, argument in zip(old.graph.nodes, arguments, strict=True):
         if node in new:
-            new[node].args, new[node].kwargs = fx.map_arg(given, new.__getitem__)
+            new[node].args, new[node].kwargs = fx.map_arg(argument, new.__getitem__)
     module = fx.GraphModule(old, graph, old.__class__.__name__)
     _keep_persistence(old, module)
     return module
@@ -189,9 +189,9 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
     recording, model = split.recording, split.model
     names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
     public = public_names(model, list(recording.held))
-    held = {name: recording.held[name] for name in names}
-    parameters = {public[n]: t for n, t in held.items() if isinstance(t, nn.Parameter)}
-    buffers = {public[n]: t for n, t in held.items() if not isinstance(t, nn.Parameter)}
+    tensors = {name: recording.held[name] for name in names}
+    parameters = {public[n]: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+    buffers = {public[n]: t for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
     meta = StageMeta(
         index=index,
         inputs=plan.inputs,
@@ -206,9 +206,9 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
     extra = {**recording.constants, streams_name: streams}
     for node in plan.run:
         if (branch := split.facts[node].branch) is not None:
-            code, run = _branch_graph(branch, streams_name, recording.device), branch.runs_if
+            code, runs_if = _branch_graph(branch, streams_name, recording.device), branch.runs_if
             inside = _module(model, extra, code, "branch")
-            extra[str(node.target)] = Gate(inside, len(branch.outputs), run, streams, branch.calls)
+            extra[str(node.target)] = Gate(inside, len(branch.outputs), runs_if, streams, branch.calls)
     module = _module(model, extra, _graph(split, plan, streams_name), f"submod_{index}")
     _keep_persistence(model, module)
     uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
@@ -230,8 +230,8 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
 def _module(model: nn.Module, extra: Mapping[str, object], graph: fx.Graph, name: str) -> fx.GraphModule:
     """Build the code with what it refers to: the model's own modules and tensors, and what is in `extra`, by path."""
     paths = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    held = {path: extra[path] if path in extra else attrgetter(path)(model) for path in paths}
-    module = fx.GraphModule(held, graph, name)
+    attributes = {path: extra[path] if path in extra else attrgetter(path)(model) for path in paths}
+    module = fx.GraphModule(attributes, graph, name)
     module.training = model.training
     return module
 
@@ -291,9 +291,9 @@ def _write_calls(
         kwargs = fx.map_arg(node.kwargs, new.__getitem__)
         new[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
         new[node].meta["where"] = facts[node].scope, facts[node].source_line
-        if facts[node].returned is not None:
+        if facts[node].pattern is not None:
             fact = facts[node]
-            graph.call_function(check_returned, (new[node], fact.scope, fact.returned, fact.read_at))
+            graph.call_function(check_returned, (new[node], fact.scope, fact.pattern, fact.read_at))
 
     for modes, group in groupby(nodes, lambda n: facts[n].modes):
         leave = list(_enter(graph, modes, device))

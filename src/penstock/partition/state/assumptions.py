@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock._base.trees import fields
-from penstock.partition.source import OF_TORCH, functions_of, package_of
+from penstock._base.pytree import fields
+from penstock.partition.source import TORCH_ATTRIBUTES, iter_functions, package_name
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
@@ -40,7 +40,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 NEW = object()
 """Stands for something that was not there before a step."""
 
-Found = dict[tuple[str, ...], Hashable]
+Values = dict[tuple[str, ...], Hashable]
 Attributes = tuple[tuple[tuple[str, ...], Hashable], ...]
 
 
@@ -50,69 +50,69 @@ class Assumptions:
 
     Attributes:
         opened: the modules whose forward is recorded call by call, by name.
-        whole: the units that they call, by name.
+        units: the units that they call, by name.
         words: the names in the code of the opened modules: it may read attributes of units that are called so.
-        chances: see `chances_of`.
+        chances: see `find_chances`.
     """
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
-    whole: Mapping[str, nn.Module] = field(default_factory=dict)
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
     words: frozenset[str] = frozenset()
     chances: Collection[tuple[str, nn.Module, str]] = ()
-    _own: Found = field(default_factory=dict)  # values that steps change, as they were before
+    _values_before: Values = field(default_factory=dict)  # values that steps change, as they were before
 
-    def look_around(self, model: nn.Module, opened: Collection[nn.Module], whole: Collection[int]) -> None:
-        """Find the modules whose forward is recorded call by call, and the units, of which `whole` are the `id`s."""
-        wanted = {id(module) for module in opened}
-        self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
-        self.whole = {name: module for name, module in model.named_modules() if id(module) in whole}
-        self.words = frozenset[str]().union(*map(words_of_class, {type(module) for module in opened}))
-        self.chances = chances_of(model)
+    def find_modules(self, model: nn.Module, opened: Collection[nn.Module], unit_ids: Collection[int]) -> None:
+        """Find the modules whose forward is recorded call by call, and the units, of which `unit_ids` are the `id`s."""
+        opened_ids = {id(module) for module in opened}
+        self.opened = {name: module for name, module in model.named_modules() if id(module) in opened_ids}
+        self.units = {name: module for name, module in model.named_modules() if id(module) in unit_ids}
+        self.words = frozenset[str]().union(*map(find_words, {type(module) for module in opened}))
+        self.chances = find_chances(model)
 
     def read(self) -> Attributes:
         """Return everything that a recording takes as given, as one hashable value."""
-        found = self._read()
-        found.update((path, value) for path, value in self._own.items() if path in found)
-        return tuple((path, value) for path, value in found.items() if value is not NEW)
+        readings = self._read()
+        readings.update((path, value) for path, value in self._values_before.items() if path in readings)
+        return tuple((path, value) for path, value in readings.items() if value is not NEW)
 
     def settle(self, before: Attributes) -> None:
         """Call this after a step, with what `read` returned before it."""
         after = self._read()
         for path, value in before:
-            if path not in self._own and after.get(path, value) != value:
-                self._own[path] = value
+            if path not in self._values_before and after.get(path, value) != value:
+                self._values_before[path] = value
         for path in after.keys() - {path for path, _ in before}:
-            self._own.setdefault(path, NEW)
+            self._values_before.setdefault(path, NEW)
 
-    def _read(self) -> Found:
-        found: Found = {}
+    def _read(self) -> Values:
+        readings: Values = {}
         for name, module in self.opened.items():
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
                     numbers = tuple(None if v is None else _Same(v) for v in value.values() if not _is_ours(v))
                     if numbers:
-                        found[name, attribute] = numbers
-                elif attribute not in OF_TORCH:
-                    _look(found, (name, attribute), value, _Same, DEPTH, set())
-            self._read_classes(found, name, module)
-        for name, module in self.whole.items():
+                        readings[name, attribute] = numbers
+                elif attribute not in TORCH_ATTRIBUTES:
+                    _read_value(readings, (name, attribute), value, _Same, DEPTH, set())
+            self._read_classes(readings, name, module)
+        for name, module in self.units.items():
             for attribute, value in vars(module).items():
-                if attribute in self.words and isinstance(value, COMPARABLE) and attribute not in OF_TORCH:
-                    found[name, attribute] = type(value), _hashable(value)
+                if attribute in self.words and isinstance(value, COMPARABLE) and attribute not in TORCH_ATTRIBUTES:
+                    readings[name, attribute] = type(value), _hashable(value)
         for name, module, attribute in self.chances:
             value = getattr(module, attribute, None)
-            found[name, attribute, "draws"] = bool(value) if isinstance(value, COMPARABLE) else True
-        return found
+            readings[name, attribute, "draws"] = bool(value) if isinstance(value, COMPARABLE) else True
+        return readings
 
-    def _read_classes(self, found: Found, name: str, module: nn.Module) -> None:
+    def _read_classes(self, readings: Values, name: str, module: nn.Module) -> None:
         for cls in type(module).__mro__:
-            if package_of(cls.__module__) == "torch":
+            if package_name(cls.__module__) == "torch":
                 break
             for attribute, value in vars(cls).items():
                 if not attribute.startswith("__") and isinstance(value, COMPARABLE):
-                    found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
+                    readings[name, cls.__qualname__, attribute] = type(value), _hashable(value)
         forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be read from its class
-        found[name, "class", "forward"] = _Same(forward)
+        readings[name, "class", "forward"] = _Same(forward)
 
 
 class _Same:
@@ -139,17 +139,17 @@ class _Same:
         return self._hash
 
 
-def contents_of(value: object) -> Hashable:
+def read_contents(value: object) -> Hashable:
     """Return the present contents of a plain object among the inputs; None for a plain value, which needs no
     description."""
     if isinstance(value, COMPARABLE):
         return None
-    found: Found = {}
-    _look(found, (), value, id, DEPTH, set())
-    return tuple(found.items())
+    readings: Values = {}
+    _read_value(readings, (), value, id, DEPTH, set())
+    return tuple(readings.items())
 
 
-def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+def find_chances(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return the attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no
     draw.
 
@@ -158,62 +158,62 @@ def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return [
         (name, module, attribute)
         for name, module in model.named_modules()
-        for attribute, value in (_of_class(type(module)) | vars(module)).items()
-        if isinstance(value, (int, float)) and attribute not in OF_TORCH
+        for attribute, value in (_members(type(module)) | vars(module)).items()
+        if isinstance(value, (int, float)) and attribute not in TORCH_ATTRIBUTES
         if attribute == "p" or "drop" in attribute or (type(value) in (int, float) and not value)
     ]
 
 
-def _of_class(kind: type) -> dict[str, object]:
+def _members(kind: type) -> dict[str, object]:
     """Return the attributes of a module's classes, without torch's."""
-    own = [cls for cls in reversed(kind.__mro__) if package_of(cls.__module__) not in ("torch", "builtins")]
-    return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
+    classes = [cls for cls in reversed(kind.__mro__) if package_name(cls.__module__) not in ("torch", "builtins")]
+    return {name: value for cls in classes for name, value in vars(cls).items() if not name.startswith("__")}
 
 
-def words_of_class(kind: type) -> frozenset[str]:
+def find_words(kind: type) -> frozenset[str]:
     """Return the names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
-    return frozenset[str]().union(*(_words_of(f.__code__) for v in _of_class(kind).values() for f in functions_of(v)))
+    return frozenset[str]().union(*(_words(f.__code__) for v in _members(kind).values() for f in iter_functions(v)))
 
 
 @cache
-def _words_of(code: CodeType) -> frozenset[str]:
-    inner = [_words_of(part) for part in code.co_consts if isinstance(part, CodeType)]
+def _words(code: CodeType) -> frozenset[str]:
+    inner = [_words(part) for part in code.co_consts if isinstance(part, CodeType)]
     return frozenset(code.co_names).union(filter(lambda part: isinstance(part, str), code.co_consts), *inner)
 
 
-def _look(
-    found: Found, path: tuple[str, ...], value: Any, number: Callable[[Any], Hashable], depth: int, above: set[int]
+def _read_value(
+    values: Values, path: tuple[str, ...], value: Any, ident: Callable[[Any], Hashable], depth: int, outer: set[int]
 ) -> None:
     kind = type(value)
     if isinstance(value, COMPARABLE):
-        found[path] = kind, _hashable(value)
+        values[path] = kind, _hashable(value)
     elif isinstance(value, (np.generic, np.ndarray)) and value.nbytes <= LARGEST_ARRAY:
-        found[path] = kind, value.dtype.str, value.shape, value.tobytes()
+        values[path] = kind, value.dtype.str, value.shape, value.tobytes()
     elif isinstance(value, (set, frozenset)) and len(value) <= LENGTH:
-        found[path] = kind, frozenset(_hashable(i) if isinstance(i, COMPARABLE) else number(i) for i in value)
-    elif depth and id(value) not in above and (parts := _parts(value)) is not None:
-        found[path] = kind, len(parts)
+        values[path] = kind, frozenset(_hashable(i) if isinstance(i, COMPARABLE) else ident(i) for i in value)
+    elif depth and id(value) not in outer and (parts := _parts(value)) is not None:
+        values[path] = kind, len(parts)
         for key, part in parts.items():
-            _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
+            _read_value(values, (*path, key), part, ident, depth - 1, {*outer, id(value)})
     else:
-        found[path] = kind, number(value)
+        values[path] = kind, ident(value)
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
     """Return the contents of a list, tuple, dict or object; None for what shows none, and for what has too many."""
-    held: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     if isinstance(value, (list, tuple, deque)):
-        held = {str(index): part for index, part in enumerate(value)}
+        parts = {str(index): part for index, part in enumerate(value)}
     elif isinstance(value, dict):
-        held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): part for key, part in value.items()}
+        parts = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): part for key, part in value.items()}
     elif isinstance(value, MethodType):
-        held = {"self": value.__self__, "function": value.__func__}
-    elif isinstance(value, CLOSED) or package_of(type(value).__module__) in ("torch", "_thread", "_io"):
+        parts = {"self": value.__self__, "function": value.__func__}
+    elif isinstance(value, CLOSED) or package_name(type(value).__module__) in ("torch", "_thread", "_io"):
         return None
-    if len(held) > LENGTH:
+    if len(parts) > LENGTH:
         return None
-    held |= fields(value)  # a partial's, too
-    return held if held or isinstance(value, (list, tuple, deque, dict)) else None
+    parts |= fields(value)  # a partial's, too
+    return parts if parts or isinstance(value, (list, tuple, deque, dict)) else None
 
 
 def _is_ours(hook: Any) -> bool:

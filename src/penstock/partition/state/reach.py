@@ -23,10 +23,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock._base.closures import contents
-from penstock.partition.source import OF_TORCH, is_library, package_of
+from penstock.partition.source import TORCH_ATTRIBUTES, is_library, package_name
 from penstock.partition.values.objects import CONSTANTS, hides_tensors
 
-LARGEST = 1000
+MAX_ENTRIES = 1000
 """Containers with more entries count as tables, not as places where a forward leaves something."""
 
 PLAIN_OBJECTS = {"argparse", "collections", "types"}
@@ -36,7 +36,7 @@ WARNED = "__warningregistry__"
 """A file's first warning makes this global; it is not state."""
 
 DEPTH = 5
-INTERNAL = OF_TORCH - {"training"}
+INTERNAL = TORCH_ATTRIBUTES - {"training"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,15 +64,15 @@ class Holder:
 
     def differs(self, before: Any) -> bool:
         """Whether an entry is a different object from the one in a copy."""
-        now = self.entries
-        if len(now) != len(before) + (self.attributes and WARNED in now and WARNED not in before):
+        current = self.entries
+        if len(current) != len(before) + (self.attributes and WARNED in current and WARNED not in before):
             return True
-        if isinstance(now, dict):
-            same = all(map(operator.is_, now.values(), before.values())) and all(map(operator.eq, now, before))
+        if isinstance(current, dict):
+            same = all(map(operator.is_, current.values(), before.values())) and all(map(operator.eq, current, before))
             return not same
-        if isinstance(now, set):
-            return {id(item) for item in now} != {id(item) for item in before}
-        return not all(map(operator.is_, now, before))
+        if isinstance(current, set):
+            return {id(item) for item in current} != {id(item) for item in before}
+        return not all(map(operator.is_, current, before))
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
         """Yield the key and the new value of each entry that is new or a different object from before."""
@@ -86,15 +86,15 @@ class Holder:
 
     def put(self, entries: Any) -> None:
         """Replace all entries."""
-        now = self.entries
-        if isinstance(now, dict):  # never empty in between: globals may be in use by other threads
-            for key in [key for key in now if key not in entries]:
-                del now[key]
+        current = self.entries
+        if isinstance(current, dict):  # never empty in between: globals may be in use by other threads
+            for key in [key for key in current if key not in entries]:
+                del current[key]
             for key, value in entries.items():
-                if key not in now or now[key] is not value:
-                    now[key] = value
+                if key not in current or current[key] is not value:
+                    current[key] = value
         else:
-            refill(now, entries)
+            refill(current, entries)
 
     def replace(self, key: Any, value: Any) -> None:
         """Replace one entry; all of them if `key` is None."""
@@ -117,12 +117,12 @@ class Reach:
     """The places that a model's forward can reach, in the state in which they were when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places: list[Holder] = []
-        self.named = named_by(model)
+        self.holders: list[Holder] = []
+        self.named = find_named_code(model)
         self.cached = CachedFunctions(self.named)
         self._seen: set[int] = set()
         self._first: dict[int, str] = {}  # object -> where it was found
-        self._again: list[tuple[str, str]] = []  # where it was found first, and where again (empty: among globals)
+        self._repeats: list[tuple[str, str]] = []  # where it was found first, and where again (empty: among globals)
         self._outside = False
         modules: dict[str, Any] = dict(model.named_modules())
         self._seen |= {id(module) for module in modules.values()}
@@ -130,42 +130,42 @@ class Reach:
             self._add_module(name, module, DEPTH)
         kinds = dict.fromkeys(base for module in modules.values() for base in type(module).__mro__)
         for kind in kinds:
-            if not is_of_others(kind.__module__):
+            if not has_no_user_data(kind.__module__):
                 self._visit(vars(kind).get("forward"), kind.__name__, 2)
         del self._seen, self._first
         self._below: defaultdict[str, list[Holder]] = defaultdict(list)
-        for place in self.places:
-            for path in () if place.outside else _enclosing(place.text):
-                self._below[path].append(place)
+        for holder in self.holders:
+            for path in () if holder.outside else _enclosing(holder.text):
+                self._below[path].append(holder)
         self._elsewhere: defaultdict[str, list[str]] = defaultdict(list)
-        for first, text in self._again:
+        for first, text in self._repeats:
             for path in _enclosing(text):
                 self._elsewhere[path].append(first)
 
-    def of(self, name: str) -> list[Holder]:
+    def holders_in(self, name: str) -> list[Holder]:
         """Return the places in the module of that name and in objects that it holds, also if others hold them too."""
-        found = [self._below.get(path, ()) for path in (name, *self._elsewhere.get(name, ()))]
-        return list({id(place): place for places in found for place in places}.values())
+        groups = [self._below.get(path, ()) for path in (name, *self._elsewhere.get(name, ()))]
+        return list({id(holder): holder for group in groups for holder in group}.values())
 
-    def belongs_to(self, place: Holder, name: str) -> bool:
-        """Whether a place belongs to the module of that name, or to an object that only this module can reach."""
-        again = (text for first, text in self._again if is_below(place.text, first))
-        return not place.outside and all(is_below(text, name) for text in (place.text, *again))
+    def belongs_to(self, holder: Holder, name: str) -> bool:
+        """Whether a holder belongs to the module of that name, or to an object that only this module can reach."""
+        other_paths = (text for first, text in self._repeats if is_below(holder.text, first))
+        return not holder.outside and all(is_below(text, name) for text in (holder.text, *other_paths))
 
     def changed(self) -> list[Holder]:
-        return [place for place in self.places if place.is_changed()]
+        return [holder for holder in self.holders if holder.is_changed()]
 
     def names_changed(self) -> list[str]:
         """Return the names of attributes and the like that the forward has set."""
-        return [place.name(key) for place in self.changed() for key, _ in place.changes() if key != "training"]
+        return [holder.name(key) for holder in self.changed() for key, _ in holder.changes() if key != "training"]
 
     def restore(self) -> None:
-        for place in self.changed():
-            place.put(place.before)
+        for holder in self.changed():
+            holder.put(holder.before)
         self.cached.forget()
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
-        self.places.append(Holder(text, entries, entries.copy(), outside=self._outside, **kind))
+        self.holders.append(Holder(text, entries, entries.copy(), outside=self._outside, **kind))
 
     def _add_module(self, name: str, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
@@ -182,7 +182,7 @@ class Reach:
             return
         if id(value) in self._seen:
             if id(value) in self._first:
-                self._again.append((self._first[id(value)], "" if self._outside else text))
+                self._repeats.append((self._first[id(value)], "" if self._outside else text))
             return
         self._seen.add(id(value))
         if not self._outside:
@@ -205,7 +205,7 @@ class Reach:
 
     def _visit_container(self, value: Any, text: str, depth: int) -> None:
         items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # not a subclass's own iteration
-        if len(items) > LARGEST:
+        if len(items) > MAX_ENTRIES:
             return
         if not isinstance(value, tuple):
             self._add(text, value)
@@ -215,7 +215,7 @@ class Reach:
 
     def _visit_attributes(self, value: Any, text: str, depth: int) -> None:
         attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and attributes is not value and not is_of_others(type(value).__module__):
+        if isinstance(attributes, dict) and attributes is not value and not has_no_user_data(type(value).__module__):
             self._add(text, attributes, attributes=True)
             for key, item in list(attributes.items()):
                 self._visit(item, f"{text}.{key}", depth - 1)
@@ -228,30 +228,30 @@ class Reach:
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
                 self._visit(contents(cell), f"{name}, a variable around {function.__qualname__}", depth - 1)
-        known = function.__globals__
-        module = str(known.get("__name__", ""))
-        if id(known) not in self._seen and not is_of_others(module):
-            self._seen.add(id(known))
+        namespace = function.__globals__
+        module = str(namespace.get("__name__", ""))
+        if id(namespace) not in self._seen and not has_no_user_data(module):
+            self._seen.add(id(namespace))
             before, self._outside = self._outside, True
-            self._add(module, known, attributes=True)
-            for key, item in list(known.items()):
+            self._add(module, namespace, attributes=True)
+            for key, item in list(namespace.items()):
                 if not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
             self._outside = before
 
 
-def in_context() -> list[Holder]:
+def holders_in_context() -> list[Holder]:
     """Return the containers that context variables hold now, such as the lists in which hooks collect what blocks
     return."""
-    found: dict[int, Holder] = {}
+    holders: dict[int, Holder] = {}
     pending = [(variable.name, value) for variable, value in copy_context().items()]
     while pending:
         text, value = pending.pop()
-        if is_container(value) and len(value) <= LARGEST and id(value) not in found:
-            found[id(value)] = Holder(text, value, value.copy())
+        if is_container(value) and len(value) <= MAX_ENTRIES and id(value) not in holders:
+            holders[id(value)] = Holder(text, value, value.copy())
             items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(f"{text}[{key!r}]", item) for key, item in items]
-    return list(found.values())
+    return list(holders.values())
 
 
 def _enclosing(text: str) -> Iterator[str]:
@@ -265,9 +265,9 @@ def is_below(text: str, name: str) -> bool:
     return text == name or text.startswith((f"{name}.", f"{name}["))
 
 
-def is_of_others(module: str) -> bool:
+def has_no_user_data(module: str) -> bool:
     """Whether objects of classes from this Python module hold nothing that the user put there."""
-    return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
+    return not module or (is_library(module) and package_name(module) not in PLAIN_OBJECTS)
 
 
 _KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
@@ -285,11 +285,11 @@ def is_container(value: Any) -> bool:
 
 @functools.cache
 def _is_kind(kind: Any) -> bool:
-    base = next((each for each in kind.__mro__ if each in (list, dict, set)), None)
+    base = next((cls for cls in kind.__mro__ if cls in (list, dict, set)), None)
     if kind in _KINDS or base is None:
         return kind in _KINDS
     methods = vars(base).keys() - _HARMLESS
-    return all(methods.isdisjoint(vars(each)) for each in kind.__mro__[: kind.__mro__.index(base)])
+    return all(methods.isdisjoint(vars(cls)) for cls in kind.__mro__[: kind.__mro__.index(base)])
 
 
 def refill(container: Any, contents: Any) -> None:
@@ -308,22 +308,22 @@ FILES = 3
 """How many files names are followed across."""
 
 
-def named_by(model: nn.Module) -> list[Any]:
+def find_named_code(model: nn.Module) -> list[Any]:
     """Classes, functions (including those that `functools.cache` wraps) and, as dicts, the globals of files."""
-    return _named(tuple(dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)))
+    return _search_named(tuple(dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)))
 
 
 @functools.lru_cache(maxsize=8)  # a model is recorded several times, and its code does not change
-def _named(kinds: tuple[type, ...]) -> list[Any]:
+def _search_named(kinds: tuple[type, ...]) -> list[Any]:
     """Search breadth first, so that everything is reached by its shortest path."""
     pending: list[tuple[Any, int]] = [(kind, FILES) for kind in kinds]
     seen = {id(kind) for kind in kinds}
     for value, files in pending:
         for item in _named_in(value):
-            left = files - (type(value) is dict)
-            if left > 0 and id(item) not in seen and (isinstance(item, _CODE) or type(item) is dict):
+            files_left = files - (type(value) is dict)
+            if files_left > 0 and id(item) not in seen and (isinstance(item, _CODE) or type(item) is dict):
                 seen.add(id(item))
-                pending.append((item, left))
+                pending.append((item, files_left))
     return [value for value, _ in pending]
 
 
@@ -335,15 +335,14 @@ def _named_in(value: Any) -> Iterable[Any]:
         return () if is_library(value.__module__) else [item for item in vars(value).values() if type(item) is not dict]
     if not isinstance(value, FunctionType):
         return [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
-    around = [item for cell in value.__closure__ or () if type(item := contents(cell)) is not dict]
-    return around if is_library(value.__module__) else [*around, value.__globals__]
+    closure_items = [item for cell in value.__closure__ or () if type(item := contents(cell)) is not dict]
+    return closure_items if is_library(value.__module__) else [*closure_items, value.__globals__]
 
 
 class CachedFunctions:
-    """The caching functions among those that a model's code names (see `named_by`). A table of positions with fake
-    tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a tensor
-    passed behind the model's back. Entries are looked at only if there are new ones.
-    """
+    """The caching functions among those that a model's code names (see `find_named_code`). A table of positions with
+    fake tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a
+    tensor passed behind the model's back. Entries are looked at only if there are new ones."""
 
     def __init__(self, named: Iterable[Any]) -> None:
         cached = [value for value in named if type(value) is CACHED]
@@ -351,10 +350,10 @@ class CachedFunctions:
 
     def forget(self) -> None:
         """Empty those that have cached something new that contains a tensor."""
-        for function, before in self._misses.items():
-            now = function.cache_info().misses
-            if now != before:
+        for function, old_misses in self._misses.items():
+            misses = function.cache_info().misses
+            if misses != old_misses:
                 if hides_tensors(function):
                     function.cache_clear()
-                    now = 0
-                self._misses[function] = now
+                    misses = 0
+                self._misses[function] = misses

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import PartitionError
-from penstock._base.trees import Flat, flatten, unflatten
-from penstock.partition.source import functions_of, package_of
+from penstock._base.pytree import Flat, flatten, unflatten
+from penstock.partition.source import iter_functions, package_name
 from penstock.partition.state.reach import Holder
 from penstock.partition.values.objects import tensors_in
 
@@ -70,9 +70,9 @@ def refuse_apart(remembered: Remembered, stages: Collection[int]) -> None:
 
 def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) -> None:
     """Raise PartitionError if a stage with several copies remembers something."""
-    for each in remembered:
+    for entry in remembered:
         raise PartitionError(
-            f"{each.text} of stage {index} carries something over from one microbatch to the next, but this schedule "
+            f"{entry.text} of stage {index} carries something over from one microbatch to the next, but this schedule "
             f"runs {pipelines} copies of the stage, each of which would see only part of the batch; use a schedule "
             "with one copy (dualpipe-v for dualpipe)"
         )
@@ -84,10 +84,10 @@ def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection
     Args:
         units: the units that are rerun; None: the whole stage.
     """
-    for each in remembered:
-        if units is None or each.unit in units:
+    for entry in remembered:
+        if units is None or entry.unit in units:
             raise PartitionError(
-                f"recompute: {each.text} of stage {index} carries something over from one microbatch to the next, so "
+                f"recompute: {entry.text} of stage {index} carries something over from one microbatch to the next, so "
                 f"that running a forward again would give something else; choose recompute={{{index}: 'never'}}"
             )
 
@@ -99,10 +99,10 @@ def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> No
     Args:
         sizes: how many samples each microbatch has.
     """
-    for each in remembered if len(sizes) > 1 else ():
-        if not each.follows.isdisjoint(sizes):
+    for entry in remembered if len(sizes) > 1 else ():
+        if not entry.follows.isdisjoint(sizes):
             raise PartitionError(
-                f"{each.text} holds tensors with a row for each of a microbatch's samples, with which the next "
+                f"{entry.text} holds tensors with a row for each of a microbatch's samples, with which the next "
                 "microbatch, of other samples, would begin. Pass such state in and out: take it as an input, which is "
                 "cut like the batch, and return it with the result; or set microbatches=1"
             )
@@ -121,39 +121,39 @@ class CarriedOver:
     read_at: str
 
 
-def carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
+def find_carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
     """Return those in the code of these classes, by name. One that is only counted, and never read, is none."""
-    return _carried(
-        frozenset(base for kind in kinds for base in kind.__mro__ if package_of(base.__module__) != "torch")
+    return _find_carried(
+        frozenset(base for kind in kinds for base in kind.__mro__ if package_name(base.__module__) != "torch")
     )
 
 
 @cache
-def _carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
+def _find_carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
     counts: dict[tuple[str, type], bool] = {}
     reads: dict[str, str] = {}
-    begun: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
+    first: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
     for kind in sorted(classes, key=lambda kind: kind.__qualname__):
-        for name, code in ((name, f.__code__) for name, member in vars(kind).items() for f in functions_of(member)):
+        for name, code in ((name, f.__code__) for name, member in vars(kind).items() for f in iter_functions(member)):
             lines: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
-            own: set[str] = set()
+            attrs: set[str] = set()
             for attribute, line, sets, of_self in _accesses(code) if name != "__init__" else ():
-                own |= {attribute} if of_self and attribute not in lines else set()
+                attrs |= {attribute} if of_self and attribute not in lines else set()
                 lines[attribute].append((line, sets))
             for attribute, accesses in lines.items():
-                loads, stores = ({line for line, is_store in accesses if is_store is kind} for kind in (False, True))
+                loads, stores = ({line for line, is_store in accesses if is_store is s} for s in (False, True))
                 if accesses[0][1]:
-                    begun |= {(attribute, kind if attribute in own else object)} if name == "forward" else set()
+                    first |= {(attribute, kind if attribute in attrs else object)} if name == "forward" else set()
                 elif stores:
                     counts[attribute, kind] = counts.get((attribute, kind), False) or bool(loads & stores)
                 for line in sorted(loads - stores):
                     reads.setdefault(attribute, f"{code.co_filename}:{line}")
-    for each in begun:
-        for other in [other for other in counts if other[0] == each[0]]:
-            if issubclass(each[1], other[1]) or issubclass(other[1], each[1]):
-                del counts[other]
+    for key in first:
+        for attr in [attr for attr in counts if attr[0] == key[0]]:
+            if issubclass(key[1], attr[1]) or issubclass(attr[1], key[1]):
+                del counts[attr]
     return {
-        name: CarriedOver(any(made for (other, _), made in counts.items() if other == name), reads[name])
+        name: CarriedOver(any(flag for (attr, _), flag in counts.items() if attr == name), reads[name])
         for name in {name for name, _ in counts} & reads.keys()
     }
 
@@ -172,11 +172,11 @@ def _accesses(code: CodeType) -> Iterator[tuple[str, int, bool, bool]]:
             yield from _accesses(constant)
 
 
-SMALL = 1024
+MAX_CARRIED = 1024
 """The most elements that a value may have to be carried to the last stage in case the loss function reads it."""
 
 
-EVERY = "*"
+ALL_UNITS = "*"
 """If this is among the names of shut units, nothing is carried at all."""
 
 SCALARS = (bool, int, float, str)
@@ -243,14 +243,14 @@ class Left:
     def text(self) -> str:
         return self.place.name(self.key)
 
-    def recorded(self, index_of: Callable[[Tensor], int]) -> Left:
-        """Return the same with its tensors replaced. `index_of` returns the index of the output that carries a
+    def recorded(self, find_output: Callable[[Tensor], int]) -> Left:
+        """Return the same with its tensors replaced. `find_output` returns the index of the output that carries a
         tensor."""
-        wanted, flat = {id(t) for t in self.small}, flatten(self.value)
+        carried_ids, flat = {id(t) for t in self.small}, flatten(self.value)
         leaves: list[Any] = []
         for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-            if id(leaf) in wanted:
-                leaves.append(Carried(index_of(leaf)))
+            if id(leaf) in carried_ids:
+                leaves.append(Carried(find_output(leaf)))
             else:
                 leaves.append(Absent.at(self.text + path) if any(True for _ in tensors_in(leaf)) else leaf)
         return replace(self, value=flat._replace(leaves=leaves), small=(), is_carried=bool(self.small))
@@ -259,17 +259,17 @@ class Left:
 @contextmanager
 def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
     """Put what the forward left into its places, built from a microbatch's outputs; restore everything afterwards."""
-    before = [(entry.place, entry.place.copied()) for entry in left]
+    snapshots = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
-            entry.place.replace(entry.key, _filled(entry.value, outputs))
+            entry.place.replace(entry.key, _fill_template(entry.value, outputs))
         yield
     finally:
-        for place, entries in reversed(before):
-            place.put(entries)
+        for holder, entries in reversed(snapshots):
+            holder.put(entries)
 
 
-def _filled(template: Flat, outputs: Sequence[Tensor]) -> Any:
+def _fill_template(template: Flat, outputs: Sequence[Tensor]) -> Any:
     leaves = [outputs[leaf.index] if isinstance(leaf, Carried) else leaf for leaf in template.leaves]
     return unflatten(leaves, template.structure)
 
@@ -304,13 +304,13 @@ def taken(result: Any, attribute: Attribute) -> Tensor:
     return attribute.take()
 
 
-def attributes_of(block: nn.Module, name: str, taken: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
+def find_attributes(block: nn.Module, name: str, taken_names: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
     """Yield the attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
 
-    These are tensors that require a gradient, and the attributes in `taken`, which did so in another recording: the
-    loss of an evaluation reads them too.
+    These are tensors that require a gradient, and the attributes in `taken_names`, which did so in another recording:
+    the loss of an evaluation reads them too.
     """
     for inner, module in block.named_modules(prefix=name):
         for key, value in vars(module).items():
-            if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in taken):
+            if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in taken_names):
                 yield Attribute(f"{inner}.{key}", module, key), value

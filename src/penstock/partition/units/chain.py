@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import shortened
+from penstock._base.formatting import list_names
 
 
 class Chain(nn.Module):
@@ -28,16 +28,16 @@ class Chain(nn.Module):
             self.add_module(str(index), layer if isinstance(layer, nn.Module) else Function(layer))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        value, unknown = args, {*kwargs}
+        value, unused = args, {*kwargs}
         for layer in self._modules.values():
             assert layer is not None
-            given = value if isinstance(value, tuple) else (value,)
-            given = given if _accepts(layer, *given) or not _accepts(layer, given) else (given,)
-            own = {name: kwargs[name] for name in kwargs if _accepts(layer, *given, **{name: None})}
-            value, unknown = layer(*given, **own), unknown - own.keys()
-        if unknown:
+            call_args = value if isinstance(value, tuple) else (value,)
+            call_args = call_args if _accepts(layer, *call_args) or not _accepts(layer, call_args) else (call_args,)
+            layer_kwargs = {name: kwargs[name] for name in kwargs if _accepts(layer, *call_args, **{name: None})}
+            value, unused = layer(*call_args, **layer_kwargs), unused - layer_kwargs.keys()
+        if unused:
             raise ArgumentError(
-                f"kwargs: no layer accepts {shortened(sorted(unknown))}; omit what the layers do not take"
+                f"kwargs: no layer accepts {list_names(sorted(unused))}; omit what the layers do not take"
             )
         return value
 
@@ -106,12 +106,12 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 def known_names(model: nn.Module) -> dict[str, str]:
     """Map every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
     know it."""
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    for name, tensor in every:
+    for name, tensor in tensors:
         first.setdefault(id(tensor), name)
     public = public_names(model, list(first.values()))
-    return {each: public[first[id(tensor)]] for name, tensor in every for each in (name, unwrapped(name))}
+    return {alias: public[first[id(tensor)]] for name, tensor in tensors for alias in (name, unwrapped(name))}
 
 
 def default_kwargs(
@@ -124,13 +124,13 @@ def default_kwargs(
     """
     if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
         return {}
-    taken = _signature(model)
-    if "use_cache" in taken.parameters:
-        given = "use_cache" in taken.bind_partial(*args, **(kwargs or {})).arguments
-        return {} if given else {"use_cache": False}
+    model_signature = _signature(model)
+    if "use_cache" in model_signature.parameters:
+        is_passed = "use_cache" in model_signature.bind_partial(*args, **(kwargs or {})).arguments
+        return {} if is_passed else {"use_cache": False}
     # A wrapper, such as that of `peft` or of a vision-language model, passes keyword arguments on to the model inside.
-    hands_on = any(p.kind is p.VAR_KEYWORD for p in taken.parameters.values())
-    return {"use_cache": False} if hands_on else {}
+    forwards_kwargs = any(p.kind is p.VAR_KEYWORD for p in model_signature.parameters.values())
+    return {"use_cache": False} if forwards_kwargs else {}
 
 
 def _keeps_a_cache(model: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from penstock._base.errors import PartitionError
 from penstock.partition.units.chain import Chain, unwrapped
 
-Call = Callable[..., Any]
+UnitCall = Callable[..., Any]
 
 LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: always opened
 STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # torch's own, but made of repeated blocks
@@ -47,7 +47,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Grain:
+class UnitSpec:
     """What was learned about a model's units by running its forward, beyond what follows from its structure.
 
     Attributes:
@@ -69,14 +69,14 @@ class Grain:
     taken: frozenset[str] = frozenset()
     functions: frozenset[FunctionType] = frozenset()
 
-    def __or__(self, other: Grain) -> Grain:
-        return Grain(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
+    def __or__(self, more: UnitSpec) -> UnitSpec:
+        return UnitSpec(*(getattr(self, field.name) | getattr(more, field.name) for field in fields(self)))
 
 
-NO_GRAIN = Grain()
+NO_SPEC = UnitSpec()
 
 
-class Learned(BaseException):
+class RecordAgain(BaseException):
     """The forward has shown what must be recorded otherwise: record again.
 
     Not an Exception, so that the model's own `except` clauses do not catch it.
@@ -84,10 +84,10 @@ class Learned(BaseException):
     Args:
         refusal: what to say if that is impossible.
         needed: whether the model is then refused; otherwise it is recorded with the opened modules shut.
-        stays: the name of a module that was opened for balance, but cannot be recorded call by call; empty for all.
+        keep_whole: the name of a module that was opened for balance but cannot be recorded call by call; empty for all.
         unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
             written into them later; negative ones are inputs.
-        more: what to add to the `Grain`.
+        additions: what to add to the `UnitSpec`.
     """
 
     def __init__(
@@ -95,29 +95,29 @@ class Learned(BaseException):
         refusal: str = "",
         *,
         needed: bool = True,
-        stays: str | None = None,
+        keep_whole: str | None = None,
         unknown: frozenset[int] | None = None,
-        **more: Iterable[Any],
+        **additions: Iterable[Any],
     ) -> None:
         super().__init__(refusal)
-        self.refusal, self.needed, self.stays, self.unknown = refusal, needed, stays, unknown
-        self.more = Grain(**{name: frozenset(added) for name, added in more.items()})
+        self.refusal, self.needed, self.keep_whole, self.unknown = refusal, needed, keep_whole, unknown
+        self.additions = UnitSpec(**{name: frozenset(added) for name, added in additions.items()})
 
 
 def find_units(
-    model: nn.Module, leaves: Sequence[str] = (), grain: Grain = NO_GRAIN, apart: Collection[str] = ()
+    model: nn.Module, leaves: Sequence[str] = (), spec: UnitSpec = NO_SPEC, apart: Collection[str] = ()
 ) -> dict[int, Unit]:
     """Return the units of a model, by `id` of the module.
 
     Args:
         leaves: names of modules that are units, whatever they contain.
-        grain: see `Grain`.
+        spec: see `UnitSpec`.
         apart: names of further modules that are not units; see `Opening`.
 
     Raises PartitionError for a name in `leaves` that is not a module.
     """
-    opens = {id(model.get_submodule(name)) for name in apart}
-    named = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(grain.whole))}
+    opened_ids = {id(model.get_submodule(name)) for name in apart}
+    leaf_ids = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(spec.whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
@@ -128,14 +128,14 @@ def find_units(
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            of_torch = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
-            whole = (in_block or container or of_torch) and not _is_opened(child, parent)
-            opened = id(child) in opens or name in grain.opened
-            opened |= any(type(inner) in grain.exposed for inner in child.modules() if inner is not child)
-            if id(child) in named or (whole and not opened):
+            is_torch_layer = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
+            is_whole = (in_block or container or is_torch_layer) and not _is_opened(child, parent)
+            is_opened = id(child) in opened_ids or name in spec.opened
+            is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
+            if id(child) in leaf_ids or (is_whole and not is_opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
-                descend(child, name + ".", in_block=whole)
+                descend(child, name + ".", in_block=is_whole)
 
     descend(model, "")
     return units
@@ -178,8 +178,8 @@ def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called. Lists and other pure containers cannot."""
     if "forward" in vars(module):
         return True
-    held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be read from its class
-    return next((names["forward"] for names in held if "forward" in names), None) is not nn.Module.forward
+    namespaces = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be read from its class
+    return next((names["forward"] for names in namespaces if "forward" in names), None) is not nn.Module.forward
 
 
 def repeats(module: nn.Module) -> bool:
@@ -193,7 +193,7 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in reversed(list(model.named_modules()))}
 
 
-_SHOWN = 4
+_MAX_LISTED = 4
 """How many modules a message lists if no name is close."""
 
 
@@ -206,28 +206,28 @@ def public_name(model: nn.Module, name: str) -> str:
 
 def real_name(model: nn.Module, name: str) -> str:
     """Return the name in `named_modules()` of what has this name without the wrappers around it."""
-    names = [known for known, _ in model.named_modules(remove_duplicate=False)]
+    names = [path for path, _ in model.named_modules(remove_duplicate=False)]
     plain = public_name(model, name)
-    return name if name in names else next((known for known in names if known and unwrapped(known) == plain), plain)
+    return name if name in names else next((path for path in names if path and unwrapped(path) == plain), plain)
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
     """Return the module with this name. Raise PartitionError with the closest name if there is none."""
-    known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     name = real_name(model, name)
-    if name and name in known:
-        return known[name]
-    near = get_close_matches(name, [k for k in known if k], n=1)
-    own = [child for child, _ in model.named_children()]
-    some = f"{', '.join(map(repr, own[:_SHOWN]))}{' and more' if len(own) > _SHOWN else ''}"
-    hint = f"; the nearest is {near[0]!r}" if near else f"; it begins with {some}" if own else ""
+    if name and name in modules:
+        return modules[name]
+    matches = get_close_matches(name, [k for k in modules if k], n=1)
+    children = [child for child, _ in model.named_children()]
+    listed = f"{', '.join(map(repr, children[:_MAX_LISTED]))}{' and more' if len(children) > _MAX_LISTED else ''}"
+    hint = f"; the nearest is {matches[0]!r}" if matches else f"; it begins with {listed}" if children else ""
     raise PartitionError(
         f"{argument}: the model has no module named {name!r}{hint}. Names are those of named_modules()"
     )
 
 
 @contextmanager
-def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[None]:
+def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
 
     This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
@@ -235,9 +235,9 @@ def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module
     """
     classes = list(dict.fromkeys(type(m) for m in modules))
     originals = {cls: cls.__call__ for cls in classes}  # looked up before any is replaced
-    own = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
+    own_calls = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
 
-    def replacement(original: Call) -> Call:
+    def replacement(original: UnitCall) -> UnitCall:
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it stands in for the method
             return handler(original, self, args, kwargs)
 
@@ -249,8 +249,8 @@ def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module
         yield
     finally:
         for cls in classes:
-            if cls in own:
-                cls.__call__ = own[cls]  # type: ignore[method-assign]
+            if cls in own_calls:
+                cls.__call__ = own_calls[cls]  # type: ignore[method-assign]
             elif "__call__" in cls.__dict__:
                 del cls.__call__
 
@@ -288,16 +288,17 @@ class Opening:
         """Return the same for modules that are opened because a cut lies inside."""
         return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
-    def refusal(self, name: str, why: str) -> str:
+    def refusal(self, name: str, reason: str) -> str:
         """Build the message for a module with a cut inside that cannot be opened."""
         return (
-            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {why}. Or cut at {name!r}"
+            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {reason}. "
+            f"Or cut at {name!r}"
         )
 
     def refuse_draw(self, scope: str, source_line: str) -> None:
         """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
-            raise Learned(stays=name)
+            raise RecordAgain(keep_whole=name)
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "

@@ -8,7 +8,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from penstock._base.compat import storage_of
+from penstock._base.compat import storage_id
 from penstock._base.stages import TensorMeta
 
 
@@ -25,30 +25,30 @@ def meta_bytes(meta: TensorMeta) -> int:
     return prod(meta.shape) * dtype.itemsize
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
+def overlap(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors have an element at the same address. Different columns of one tensor do not."""
-    if one is other:
+    if tensor is other:
         return True
-    if one.layout != torch.strided or other.layout != torch.strided:
-        return storage_of(one) == storage_of(other)
-    if one.device != other.device or one.is_meta or not (one.numel() and other.numel()):
+    if tensor.layout != torch.strided or other.layout != torch.strided:
+        return storage_id(tensor) == storage_id(other)
+    if tensor.device != other.device or tensor.is_meta or not (tensor.numel() and other.numel()):
         return False
-    first, second = _addresses(one), _addresses(other)
+    first, second = _addresses(tensor), _addresses(other)
     if first.stop <= second.start or second.stop <= first.start:
         return False
-    start, unit = min(first.start, second.start), gcd(one.itemsize, other.itemsize, first.start - second.start)
+    start, unit = min(first.start, second.start), gcd(tensor.itemsize, other.itemsize, first.start - second.start)
     touched = torch.zeros((max(first.stop, second.stop) - start) // unit, dtype=torch.bool)
-    _view(touched, one, first.start - start, unit).fill_(True)
+    _view(touched, tensor, first.start - start, unit).fill_(True)
     return bool(_view(touched, other, second.start - start, unit).any())
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same values, NaNs included. True if they are on the meta device, or sparse."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if one.is_meta or other.is_meta or one.layout != torch.strided:
+    if tensor.is_meta or other.is_meta or tensor.layout != torch.strided:
         return True
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, other)))
 
 
 def _addresses(tensor: Tensor) -> range:

@@ -1,8 +1,8 @@
 """What a value holds: tensors inside tuples, lists, dicts and registered pytrees, and inside opaque objects.
 
-Objects, lists and dicts that are passed to a block are values (`Passed`): a stage rebuilds them for each call from the
-tensors that it has, and then extracts what the call left in them. So a cache that every block writes to crosses cuts
-like any other value.
+Objects, lists and dicts that are passed to a block are values (`MutableArguments`): a stage rebuilds them for each call
+from the tensors that it has, and then extracts what the call left in them. So a cache that every block writes to
+crosses cuts like any other value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from penstock._base.compat import FakeTensor, FakeTensorMode
-from penstock._base.trees import LEAF, Flat, Leaf, TreeSpec, flatten, overwrite, unflatten
+from penstock._base.pytree import LEAF, Flat, Leaf, TreeSpec, flatten, overwrite, unflatten
 
 CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),
@@ -31,7 +31,7 @@ HIDDEN = 2000
 """How many objects to search inside one that cannot be taken apart."""
 
 
-class OfNode(Leaf):
+class NodeValue(Leaf):
     """Stands for the value of a node that is no tensor: a random number, say."""
 
     node: fx.Node
@@ -132,52 +132,52 @@ def _referents(value: Any) -> Sequence[Any]:
 def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors for which autograd would accumulate gradients from these results."""
     pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None]
-    found = [t for t in results if t.grad_fn is None and t.requires_grad]
+    leaves = [t for t in results if t.grad_fn is None and t.requires_grad]
     seen = set(pending)
     while pending:
         node = pending.pop()
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            found.append(variable)
+            leaves.append(variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
-    return found
+    return leaves
 
 
-class Passed:
+class MutableArguments:
     """The containers among a call's arguments, as they are before the call.
 
     Attributes:
         containers: the outermost objects, lists and dicts.
     """
 
-    def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
-        """`kept`: ids of what the model keeps between calls; what holds no tensor is passed on as it is."""
+    def __init__(self, args: Any, kwargs: Any, model_objects: Collection[int] = ()) -> None:
+        """`model_objects`: ids of what the model keeps between calls; what holds no tensor is passed on as it is."""
         self.containers = tuple(_outermost((*args, *kwargs.values())))
-        self._kept = kept
-        self._shown, self._every = self._state()
+        self._model_objects = model_objects
+        self._with_tensors, self._all_opened = self._state()
 
     def _state(self) -> tuple[Flat, Flat]:
         """Flatten all containers twice: with only the objects that hold tensors opened, and with all opened."""
         if not self.containers:
             return flatten(()), flatten(())
-        return flatten(self.containers), flatten(self.containers, empty=True, closed=self._kept)
+        return flatten(self.containers), flatten(self.containers, empty=True, closed=self._model_objects)
 
     def changed(self) -> list[int]:
         """Return which of the containers have changed."""
         if not self.containers:
             return []
-        before, after = _by_container(self._every), _by_container(self._state()[1])
-        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _alike(*pair)]
+        before, after = _by_container(self._all_opened), _by_container(self._state()[1])
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _is_same(*pair)]
 
-    def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
+    def to_rebuild(self, changed: Collection[int]) -> tuple[list[int], Flat]:
         """Return which containers must be rebuilt for the call, and all containers as they were before it,
         flattened."""
-        plans = self._shown.structure.children  # type: ignore[attr-defined]
-        made = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
-        return made, self._every if changed else self._shown
+        plans = self._with_tensors.structure.children  # type: ignore[attr-defined]
+        indices = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
+        return indices, self._all_opened if changed else self._with_tensors
 
     def write_back(self, changed: Collection[int], new: Any) -> None:
         """Give the containers the contents of those that went through a call in their place."""
@@ -185,7 +185,7 @@ class Passed:
             overwrite(self.containers[index], new[index])
 
 
-def kept_by(model: nn.Module) -> dict[int, object]:
+def find_model_objects(model: nn.Module) -> dict[int, object]:
     """Return the modules' attributes other than tensors and constants, by id."""
     values = (value for module in model.modules() for value in vars(module).values())
     return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
@@ -205,20 +205,20 @@ def _outermost(values: Any) -> Iterator[Any]:
 def _by_container(flat: Flat) -> Iterator[tuple[TreeSpec, list[Any]]]:
     start = 0
     for plan in flat.structure.children:  # type: ignore[attr-defined]
-        count = _leaves(plan)
+        count = _count_leaves(plan)
         yield plan, flat.leaves[start : start + count]
         start += count
 
 
-def _leaves(plan: TreeSpec) -> int:
-    return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
+def _count_leaves(plan: TreeSpec) -> int:
+    return 1 if plan.op == LEAF.op else sum(map(_count_leaves, plan.children))
 
 
-def _alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+def _is_same(first: tuple[Hashable, list[Any]], second: tuple[Hashable, list[Any]]) -> bool:
     """Whether two values, as structure and leaves, hold the same objects and equal constants."""
-    if one[0] != other[0]:
+    if first[0] != second[0]:
         return False
-    pairs = zip(one[1], other[1], strict=True)
+    pairs = zip(first[1], second[1], strict=True)
     return all(a is b or (type(a) in CONSTANTS and type(a) is type(b) and a == b) for a, b in pairs)
 
 

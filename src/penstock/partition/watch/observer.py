@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._base.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
+from penstock._base.compat import WeakStorage, storage_bytes, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition.source import Obstacle, current_line
-from penstock.partition.watch.work import RUNNING, Operation, Traits, argument_names, tensors_of, traits_of, work_of
+from penstock.partition.watch.work import RUNNING, OpCall, Traits, argument_names, count_work, get_traits, list_tensors
 
 SEED = 0x2D1B6A0F93C5E847
 """A seed that no forward would set. The same for every recording, so that made-up values are too."""
@@ -37,13 +37,13 @@ class Call:
         number: its node's number; negative if it is only tried.
         scope: the name of the module that it is in; for a unit, the unit's own name.
         is_unit: whether it is a unit.
-        given: the memory of its arguments, and of what its own module holds.
+        inputs: the memory of its arguments, and of what its own module holds.
     """
 
     number: int
     scope: str = ""
     is_unit: bool = False
-    given: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
 
     @property
     def unit(self) -> str:
@@ -56,7 +56,7 @@ OUTSIDE = Call(-1)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where something happened: in a recorded call, on a line."""
 
     call: Call
@@ -68,14 +68,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """A call read a tensor that it was not given: the parameter or buffer `held`, or one that was made at `made`."""
+class ForeignRead:
+    """A call read a tensor that it was not given: the parameter or buffer `held`, or one that was made at `origin`."""
 
-    at: Place
+    reader: Location
     storage: int
     shape: tuple[int, ...]
     held: str | None
-    made: Place | None
+    origin: Location | None
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,18 +84,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         registered: ids of the model's modules; draws in a module made by the forward count as its caller's.
         held: the name of each parameter and buffer, by its memory.
-        own: the memory of the real parameters and buffers, for which those in `held` stand in.
+        real: the memory of the real parameters and buffers, for which those in `held` stand in.
 
     Attributes:
         stack: the modules whose forward is running, outermost first.
         calls: every module called so far, with the value of `position` at that time.
         returned: for the `id` of each tensor that a module returned, the tensor and the innermost module to return it.
         position: set by the owner: the index of the node that is being recorded.
-        work: the work since the owner last set it to 0; see `work_of`.
+        work: the work since the owner last set it to 0; see `count_work`.
         call: the recorded call that is running.
         touched: the names of the parameters and buffers that any operator took.
         foreign: what was read besides arguments, once for each call and memory.
-        looked_at: the memory whose contents were taken before anything overwrote them.
+        contents_read: the memory whose contents were taken before anything overwrote them.
         generators: generators of the model's own, each kept alive so that its id is not reused, and their units.
     """
 
@@ -105,10 +105,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         registered: Collection[int] = (),
         held: Mapping[int, str] | None = None,
-        own: frozenset[int] = frozenset(),
+        real: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registered, self.held, self._own = registered, held or {}, own
+        self._registered, self.held, self._real = registered, held or {}, real
         self.stack: list[nn.Module] = []
         self.calls: list[tuple[nn.Module, int]] = []
         self.returned: dict[int, tuple[Tensor, nn.Module]] = {}
@@ -116,18 +116,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self.call = OUTSIDE
         self.touched: set[str] = set()
-        self.foreign: dict[tuple[int, int], Foreign] = {}
-        self.looked_at: set[int] = set()
+        self.foreign: dict[tuple[int, int], ForeignRead] = {}
+        self.contents_read: set[int] = set()
         self.generators: dict[int, tuple[object, str]] = {}
         self._inside_function = False
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
-        self._kept: list[Any] = []  # what holds memory whose number must not be used again
-        self._made: dict[int, Place] = {}
-        self._same: dict[int, int] = {}  # memory that stands for other memory
+        self._alive: list[Any] = []  # what holds memory whose number must not be used again
+        self._makers: dict[int, Location] = {}
+        self._roots: dict[int, int] = {}  # memory that stands for other memory
         self._fixed: set[int] = set()
         self._steady: set[int] = set()
-        self._before: dict[int, tuple[Any, Any]] = {}  # older tensors that the forward writes to: memory, and a copy
+        self._backups: dict[int, tuple[Any, Any]] = {}  # older tensors that the forward writes to: memory, and a copy
         self._overwritten: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,24 +137,24 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         is_plain = isinstance(func, torch._ops.OpOverload)
-        traits = traits_of(func)
+        traits = get_traits(func)
         writing = self._effects(func, traits, args, kwargs) if is_plain and (traits.draws or traits.writes) else []
-        given = tensors_of((*args, *kwargs.values()))
-        taken = self.read(given)
+        tensors = list_tensors((*args, *kwargs.values()))
+        roots = self.read(tensors)
         if not traits.is_view:
             if traits.overwrites:
-                self._overwritten |= self.roots(t for t in writing if t.numel() * t.itemsize == size_of(t))
-            self.looked_at |= {*taken} - self._overwritten
+                self._overwritten |= self.roots(t for t in writing if t.numel() * t.itemsize == storage_bytes(t))
+            self.contents_read |= {*roots} - self._overwritten
         for tensor in writing:
             self._keep_contents(tensor)
-        sets = is_plain and func._opname == "set_"
-        with self.exchanging(args[0]) if sets else nullcontext():
+        is_set = is_plain and func._opname == "set_"
+        with self.exchanging(args[0]) if is_set else nullcontext():
             result = func(*args, **kwargs)
-        made = tensors_of(result if isinstance(result, (list, tuple)) else (result,))
-        self._note_made(func, traits, taken, made)
+        results = list_tensors(result if isinstance(result, (list, tuple)) else (result,))
+        self._note_made(func, traits, roots, results)
         if is_plain:
             trains = self._inside_function or torch.is_grad_enabled()
-            self.work += work_of(Operation(func, args, kwargs, result), given, made, trains)
+            self.work += count_work(OpCall(func, args, kwargs, result), tensors, results, trains)
         return result
 
     # -- what is drawn and written ----------------------------------------------------------------------------------
@@ -163,15 +163,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that an operator draws, and return the tensors that it writes to."""
         writing: list[Tensor] = []
         names = argument_names(func)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if traits.draws and ("dropout_p" not in names or given.get("dropout_p")):
-            self._check_generator(given.get("generator"))
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if traits.draws and ("dropout_p" not in names or arguments.get("dropout_p")):
+            self._check_generator(arguments.get("generator"))
             self.draw()
         for name in traits.writes:
-            value = given.get(name)
+            value = arguments.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
-                    self._written[storage_of(tensor)] = tensor
+                if isinstance(tensor, Tensor) and (name not in RUNNING or arguments.get("training", True)):
+                    self._written[storage_id(tensor)] = tensor
                     writing.append(tensor)
         return writing
 
@@ -180,14 +180,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         registered = (m for m in reversed(self.stack) if not self._registered or id(m) in self._registered)
         self._drew.append(next(registered, None))
 
-    def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
+    def take_effects(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
         """Return and forget the modules that drew and the memory that was written since the last call.
 
         `keep`: keep that memory alive, so that its number cannot be reused later.
         """
         drew, written = self._drew, frozenset(self._written)
         if keep:
-            self._kept += self._written.values()
+            self._alive += self._written.values()
         self._drew, self._written = [], {}
         return drew, written
 
@@ -197,21 +197,21 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory, root = tensor.untyped_storage(), self.root(tensor)
         yield
         self._written[root] = memory
-        self._made.pop(storage_of(tensor), None)
+        self._makers.pop(storage_id(tensor), None)
         self._alias(tensor, root)
 
     def _keep_contents(self, tensor: Tensor) -> None:
         """Keep what a tensor that is older than the forward holds, before an operator writes to it."""
-        root = storage_of(tensor)
-        if root in self._same or any(root in known for known in (self._made, self.held, self._own, self._before)):
+        root = storage_id(tensor)
+        if root in self._roots or any(root in table for table in (self._makers, self.held, self._real, self._backups)):
             return
         memory = tensor.untyped_storage()
         with unset_fake_temporarily():
-            self._before[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
+            self._backups[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Undoe what the forward wrote to tensors that existed before."""
-        for memory, copy in self._before.values():
+        for memory, copy in self._backups.values():
             memory.copy_(copy)
 
     # -- seeds and generators ---------------------------------------------------------------------------------------
@@ -227,14 +227,14 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own."""
         if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
             return
-        where, unit = Place(self.call), self.call.unit
+        caller, unit = Location(self.call), self.call.unit
         if not unit:
             scope = self.call.scope
-            raise Obstacle(f"{where} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
+            raise Obstacle(f"{caller} draws from a torch.Generator of its own, which stages cannot keep in step", scope)
         user = self.generators.setdefault(id(generator), (generator, unit))[1]
         if user != unit:
             raise PartitionError(
-                f"{where} draws from the same torch.Generator as {user!r}: on stages of their "
+                f"{caller} draws from the same torch.Generator as {user!r}: on stages of their "
                 "own they would draw in another order. Give each a generator of its own, or none"
             )
 
@@ -242,23 +242,23 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def root(self, tensor: Tensor) -> int:
         """Return the number of a tensor's memory; for a fake that stands in for a real tensor, the real one's."""
-        number = storage_of(tensor)
-        return self._same.get(number, number)
+        number = storage_id(tensor)
+        return self._roots.get(number, number)
 
     def roots(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         return frozenset(map(self.root, tensors))
 
     def add_input(self, tensor: Tensor) -> None:
         """Note a tensor that enters the model."""
-        self._made[storage_of(tensor)] = Place(OUTSIDE)
+        self._makers[storage_id(tensor)] = Location(OUTSIDE)
 
     def stands_in(self, fake: Tensor, real: Tensor) -> None:
         """Note that the mode uses `fake` wherever `real` is meant."""
         self._alias(fake, self.root(real))
 
-    def maker(self, tensor: Tensor) -> Place | None:
+    def maker(self, tensor: Tensor) -> Location | None:
         """Return what made a tensor during this forward; None for others."""
-        return self._made.get(self.root(tensor))
+        return self._makers.get(self.root(tensor))
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor was made from numbers in the program alone, and so is the same in every forward."""
@@ -274,19 +274,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the tensors that an operator takes, and return their memory."""
         call, roots = self.call, [self.root(tensor) for tensor in tensors]
         for root, tensor in zip(roots, tensors, strict=True):
-            name, made = self.held.get(root), self._made.get(root)
+            name, maker = self.held.get(root), self._makers.get(root)
             if name is not None:
                 self.touched.add(name)
-            if call is OUTSIDE or root in call.given or (made.call is call if made is not None else name is None):
+            if call is OUTSIDE or root in call.inputs or (maker.call is call if maker is not None else name is None):
                 continue
             if (call.number, root) not in self.foreign:
-                where = Place(call, current_line())
-                self.foreign[call.number, root] = Foreign(where, root, tuple(tensor.shape), name, made)
+                location = Location(call, current_line())
+                self.foreign[call.number, root] = ForeignRead(location, root, tuple(tensor.shape), name, maker)
         return roots
 
     def forget_contents(self) -> None:
         """Begin to note anew whose contents are taken."""
-        self.looked_at, self._overwritten = set(), set()
+        self.contents_read, self._overwritten = set(), set()
 
     def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
         """Note what an operator that took `roots` returned."""
@@ -301,19 +301,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (roots and traits.aliases) or self._is_cached_cast(operator, roots):
                 self._alias(tensor, roots[0])
                 continue
-            number = storage_of(tensor)
-            self._same.pop(number, None)
-            self._made[number] = Place(self.call, current_line() if self.call.is_unit else "")
-            self._kept.append(WeakStorage(tensor))
+            number = storage_id(tensor)
+            self._roots.pop(number, None)
+            self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
+            self._alive.append(WeakStorage(tensor))
 
     def _is_steady_source(self, root: int) -> bool:
-        return self.is_steady(root) or root in self.held or root in self._own
+        return self.is_steady(root) or root in self.held or root in self._real
 
     def _alias(self, tensor: Tensor, root: int) -> None:
-        number = storage_of(tensor)
+        number = storage_id(tensor)
         if number != root:
-            self._same[number] = root
-            self._kept.append(WeakStorage(tensor))
+            self._roots[number] = root
+            self._alive.append(WeakStorage(tensor))
 
     def _is_cached_cast(self, operator: Any, roots: list[int]) -> bool:
         """Whether this is autocast's half-precision copy of a parameter, which it keeps for the next use."""
@@ -334,12 +334,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the modules, calls, draws, writes and work that come from here on. Where
         tensors come from and which modules returned them stays known: hooks may have kept them."""
-        depth, called, kept = len(self.stack), len(self.calls), len(self._kept)
+        depth, num_calls, num_kept = len(self.stack), len(self.calls), len(self._alive)
         drew, written, work = self._drew.copy(), self._written.copy(), self.work
 
         def rollback() -> None:
-            del self.stack[depth:], self.calls[called:]
-            self._kept[kept:] = [one for one in self._kept[kept:] if isinstance(one, WeakStorage)]
+            del self.stack[depth:], self.calls[num_calls:]
+            self._alive[num_kept:] = [item for item in self._alive[num_kept:] if isinstance(item, WeakStorage)]
             self._drew, self._written, self.work = drew, written, work
 
         return rollback
@@ -348,7 +348,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trial(self) -> Iterator[None]:
         """Surround operators that do not belong to the forward."""
         rollback, returned = self.mark(), self.returned.copy()
-        self.take()
+        self.take_effects()
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter", "_em
 Group = Literal["free", "lookup", "product", "other"]
 
 
-class Operation(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an operator, and what it returned."""
 
     func: Any
@@ -35,29 +35,29 @@ class Operation(NamedTuple):
     result: Any
 
 
-def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], trains: bool) -> int:
+def count_work(call: OpCall, inputs: Sequence[Tensor], outputs: Sequence[Tensor], trains: bool) -> int:
     """Return the work of one call of an operator, including its backward.
 
     Args:
         call: the call and its result.
-        given, made: the tensors among its arguments and in its result.
+        inputs, outputs: the tensors among its arguments and in its result.
         trains: whether gradients are recorded; if so, those of arguments that require one count too.
     """
-    group = group_of(call.func)
+    group = find_group(call.func)
     if group == "free":
         return 0
-    taking = [tensor for tensor in given if trains and tensor.requires_grad]
+    trained = [tensor for tensor in inputs if trains and tensor.requires_grad]
     if group == "lookup":  # reads only the requested rows, but its backward writes a gradient for all of them
-        moved = 2 * _bytes(made) + (_bytes(made) + 2 * _bytes(taking))
+        moved = 2 * _bytes(outputs) + (_bytes(outputs) + 2 * _bytes(trained))
         return OPERATIONS_PER_BYTE * moved
-    moved = (_bytes(given) + _bytes(made)) * (3 if taking else 1)
-    operations = operations_of(call) if group == "product" else 0
-    factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is not a factor
+    moved = (_bytes(inputs) + _bytes(outputs)) * (3 if trained else 1)
+    operations = count_operations(call) if group == "product" else 0
+    factors = sum(tensor.ndim > 1 for tensor in trained)  # a bias is not a factor
     return operations * (1 + min(factors, 2)) + OPERATIONS_PER_BYTE * moved
 
 
 @functools.cache
-def group_of(func: Any) -> Group:
+def find_group(func: Any) -> Group:
     """Return what kind of work an operator does."""
     packet = func.overloadpacket
     name = packet.__name__
@@ -68,7 +68,7 @@ def group_of(func: Any) -> Group:
     return "product" if packet in flop_registry or name in _FORMULAS else "other"
 
 
-def operations_of(call: Operation) -> int:
+def count_operations(call: OpCall) -> int:
     """Return the floating-point operations of a product; 0 if there is no formula for it."""
     packet = call.func.overloadpacket
     try:
@@ -79,15 +79,15 @@ def operations_of(call: Operation) -> int:
         return 0
 
 
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+def list_tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return tensors
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
@@ -105,15 +105,15 @@ def _grouped(first: Tensor, second: Tensor, *_: Any) -> int:
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
-def _recurrent(given: Tensor, *weights: Any) -> int:
+def _recurrent(x: Tensor, *weights: Any) -> int:
     """Count a recurrent layer: each row of the input, at each time step, meets each weight once."""
-    rows = prod(given.shape[:-1])
-    return 2 * rows * sum(tensor.numel() for tensor in tensors_of(weights) if tensor.ndim == 2)
+    rows = prod(x.shape[:-1])
+    return 2 * rows * sum(tensor.numel() for tensor in list_tensors(weights) if tensor.ndim == 2)
 
 
-def _recurrent_backward(given: Tensor, *weights: Any) -> int:
+def _recurrent_backward(x: Tensor, *weights: Any) -> int:
     """Count the gradients of the input and of the weights of a recurrent layer."""
-    return 2 * _recurrent(given, *weights[:4])
+    return 2 * _recurrent(x, *weights[:4])
 
 
 _FORMULAS: Mapping[str, Callable[..., int]] = {
@@ -174,7 +174,7 @@ class Traits(NamedTuple):
 
 
 @functools.cache
-def traits_of(operator: Any) -> Traits:
+def get_traits(operator: Any) -> Traits:
     if not isinstance(operator, torch._ops.OpOverload):
         return Traits(is_seeded(operator))
     schema, name = operator._schema, operator._opname

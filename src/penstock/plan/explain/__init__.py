@@ -14,10 +14,10 @@ Pure values and functions, but for `load_trace`, which reads files; no torch.
 
 from __future__ import annotations
 
-from penstock._base.lazy import old_names
-from penstock.plan.explain.case import Change
+from penstock._base.lazy import find_old_names
 from penstock.plan.explain.explanation import Explanation, explain
 from penstock.plan.explain.predicted import Prediction
+from penstock.plan.explain.replay import Change
 from penstock.trace.event import Event, TraceData
 from penstock.trace.files import load_trace
 from penstock.trace.measured import TraceSteps, steps_of_trace
@@ -34,4 +34,4 @@ __all__ = [
     "steps_of_trace",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

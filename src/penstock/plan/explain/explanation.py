@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain.case import Change, case_of
-from penstock.plan.explain.changes import LEAST_GAIN, WhatIfContext, suggestions, what_if
-from penstock.plan.explain.factors import seconds_of
+from penstock.plan.explain.breakdown import Bubble, TimeBreakdown, break_down, find_largest_bubble
+from penstock.plan.explain.changes import MIN_GAIN, WhatIfContext, suggestions, what_if
+from penstock.plan.explain.factors import action_seconds
 from penstock.plan.explain.predicted import Prediction
+from penstock.plan.explain.replay import Change, build_replay
 from penstock.plan.explain.schedules import MAX_ACTIONS
-from penstock.plan.explain.stragglers import Slowdowns, StepSummary, in_words, slowdowns_of, summaries
-from penstock.plan.explain.where import Bubble, TimeBreakdown, breakdown_of, bubble_of
+from penstock.plan.explain.stragglers import Slowdowns, StepSummary, describe, find_slowdowns, summarize_steps
 from penstock.schedule.timeline import Timeline
 from penstock.trace.event import TraceData
 from penstock.trace.measured import Step, TraceSteps, steps_of_trace
@@ -22,19 +22,19 @@ _CROWDED = (
     "ranks had fewer cores than they compute with: what one of them leaves idle another one uses, so a better order or "
     "cut may bring nothing"
 )
-_TURNS = (
+_SERIALIZED = (
     "no two ranks compute at once, though their order would let them: if one process ran them in turns, the waits "
-    "below are no pipeline's; record a run with a process per rank"
+    "below are not the pipeline's; record a run with a process per rank"
 )
-_EXACT = 1e-7
-"""What was measured is never replayed so well."""
-_FAR = 0.25
-"""A prediction that is wrong by such a share is said to be, first of all."""
+_EXACT_ERROR = 1e-7
+"""Measured steps are never replayed with a smaller error."""
+_LARGE_ERROR = 0.25
+"""A prediction that is wrong by this fraction is reported in the first note."""
 _MAX_ADVICE = 6
-_APART, _IN_TURNS_AT = 0.01, 0.8
-_STEPS = 5
-"""A gain has to show in so many steps, if there are as many."""
-_UNKNOWN = "nobody knows which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
+_MIN_OVERLAP, _SERIAL = 0.01, 0.8
+_MAX_STEPS = 5
+"""A gain is confirmed in up to this many steps."""
+_UNKNOWN_GROUP = "it is unknown which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StageTime:
     Attributes:
         seconds: F + B.
         of_mean: how many times the mean of all stages that is.
-        predicted_seconds: what the plan or profile said; None if there is none.
+        predicted_seconds: what the plan or profile predicted; None if there is none.
     """
 
     stage: int
@@ -97,12 +97,12 @@ class Explanation:
 
     @property
     def error(self) -> float:
-        """The worst that the replay of a pipeline was, as a share of the step."""
+        """The largest error of a replayed pipeline, as a fraction of the step."""
         return max(abs(self.replay_error), self.worst_error)
 
     @property
     def change_error(self) -> float:
-        """By how much of the step a predicted gain may be wrong: the worst that any replay was."""
+        """The largest error of any replay, as a fraction of the step: predicted gains may be wrong by this much."""
         return max(self.error, self.whole_error)
 
     @property
@@ -112,10 +112,10 @@ class Explanation:
 
     @property
     def nothing(self) -> str:
-        """What is said where there is no advice."""
-        if self.change_error > LEAST_GAIN:
+        """The text to show where there is no advice."""
+        if self.change_error > MIN_GAIN:
             return f"no significant improvement: every change is within the replay's error, {self.change_error:.1%}"
-        return f"no imbalance above {LEAST_GAIN:.1%} of a step"
+        return f"no imbalance above {MIN_GAIN:.1%} of a step"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the metrics, for JSON."""
@@ -123,15 +123,15 @@ class Explanation:
         if self.bubble is not None and bubble is not None:
             blocked_by = self.bubble.blocked_by
             bubble |= {"before": str(self.bubble.before), "blocked_by": None if blocked_by is None else str(blocked_by)}
-        each = [asdict(replace(one, slowest=None)) for one in self.steps]
-        for one, slow in zip(each, (one.slowest for one in self.steps), strict=True):
+        steps = [asdict(replace(summary, slowest=None)) for summary in self.steps]
+        for entry, slow in zip(steps, (summary.slowest for summary in self.steps), strict=True):
             if slow is not None:
-                one["slowest"] = {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
+                entry["slowest"] = {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
         schedule = slowest.schedule
         return {
             "schedule": schedule.name,
             "ranks": schedule.ranks,
-            "stages": [asdict(one) for one in self.stages],
+            "stages": [asdict(stage) for stage in self.stages],
             "microbatches": schedule.microbatches,
             "replicas": len(self.step.replicas),
             "step": self.step.number,
@@ -146,14 +146,14 @@ class Explanation:
             "even_seconds": self.where.even_seconds,
             "added_seconds": dict(self.where.added_seconds),
             "slowest_replica": slowest.number,
-            "by_rank": [asdict(one) for one in self.where.ranks],
+            "by_rank": [asdict(rank) for rank in self.where.ranks],
             "largest_bubble": bubble,
-            "changes": [one.to_dict() for one in self.advice],
-            "what_ifs": [one.to_dict() for one in self.what_ifs],
+            "changes": [change.to_dict() for change in self.advice],
+            "what_ifs": [change.to_dict() for change in self.what_ifs],
             "whole_replay_error": self.whole_error,
             "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
-            "steps_in_words": list(in_words(self.steps)),
-            "each_step": each,
+            "steps_in_words": list(describe(self.steps)),
+            "each_step": steps,
             "nothing": "" if self.advice else self.nothing,
             "notes": list(self.run.notes),
         }
@@ -178,89 +178,93 @@ def explain(
         ArgumentError: the trace has no complete step (says what is missing), not this one, or a what-if is unknown.
     """
     run = steps_of_trace(recording) if isinstance(recording, TraceData) else recording
-    chosen = run.typical if step is None else next((one for one in run.steps if one.number == step), None)
+    chosen = run.typical if step is None else next((s for s in run.steps if s.number == step), None)
     if chosen is None:
-        known = ", ".join(str(one.number) for one in run.steps)
-        raise ArgumentError(f"step={step}: the trace has complete steps {known}")
+        numbers = ", ".join(str(s.number) for s in run.steps)
+        raise ArgumentError(f"step={step}: the trace has complete steps {numbers}")
     if predicted is not None and len(predicted.stage_seconds) != chosen.slowest.schedule.placement.depth:
         raise ArgumentError(
             f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
             f"{chosen.slowest.schedule.placement.depth}"
         )
-    trial = WhatIfContext.of(chosen, predicted)
+    trial = WhatIfContext.from_step(chosen, predicted)
     factors, replay, slowest = trial.factors, trial.replay, chosen.slowest
     # Whether no two ranks compute at once, though their order would let them.
-    in_turns = chosen.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * chosen.pipeline_seconds
-    trial = replace(trial, shared=in_turns if run.crowded is None else run.crowded)
-    even = replay.free.timeline(slowest.schedule, factors.even[chosen.replicas.index(slowest)])
+    serialized = (
+        chosen.overlap < _MIN_OVERLAP and replay.without_gaps.pipeline_seconds < _SERIAL * chosen.pipeline_seconds
+    )
+    trial = replace(trial, shared=serialized if run.crowded is None else run.crowded)
+    even = replay.without_gaps.timeline(slowest.schedule, factors.even[chosen.replicas.index(slowest)])
     planned = None if predicted is None else predicted.timeline(replay.schedules[0])
-    ahead = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
+    forecast = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
-    alike = [one for one in run.steps if one is not chosen and one.slowest.schedule == slowest.schedule]
-    like = sorted(alike, key=lambda one: abs(one.seconds - chosen.seconds))[: _STEPS - 1]
+    alike = [s for s in run.steps if s is not chosen and s.slowest.schedule == slowest.schedule]
+    similar = sorted(alike, key=lambda s: abs(s.seconds - chosen.seconds))[: _MAX_STEPS - 1]
     worst = 0.0
-    for one in (chosen, *like):
-        pairs = zip(case_of(one, seconds_of(one.replicas)).spans, one.replicas, strict=True)
-        worst = max([worst, *(abs(span - own.span_seconds) / one.seconds for span, own in pairs if one.seconds)])
-    outside = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
-    error = max(abs(replay_error), worst, outside)
-    shared = _CROWDED if run.crowded else _TURNS if trial.shared else ""
-    doubts = [] if predicted is None or ahead is None else _doubts(predicted, trial, ahead)
-    unknown = _UNKNOWN.format(chosen.unknown[0]) if chosen.unknown else ""
+    for other in (chosen, *similar):
+        pairs = zip(build_replay(other, action_seconds(other.replicas)).spans, other.replicas, strict=True)
+        worst = max([worst, *(abs(span - r.span_seconds) / other.seconds for span, r in pairs if other.seconds)])
+    whole_error = 0.0 if replay.around is None else abs(replay.step_seconds - chosen.seconds) / chosen.seconds
+    error = max(abs(replay_error), worst, whole_error)
+    shared = _CROWDED if run.crowded else _SERIALIZED if trial.shared else ""
+    warnings = [] if predicted is None or forecast is None else _prediction_notes(predicted, trial, forecast)
+    unknown = _UNKNOWN_GROUP.format(chosen.unknown[0]) if chosen.unknown else ""
     return Explanation(
-        replace(run, notes=tuple(filter(None, [shared, *doubts, *run.notes, unknown]))),
+        replace(run, notes=tuple(filter(None, [shared, *warnings, *run.notes, unknown]))),
         chosen,
         replay_error,
         worst,
-        _stages(trial),
-        ahead,
-        breakdown_of(chosen, factors, replay),
-        bubble_of(slowest, even),
-        suggestions([trial, *_others(trial, like)], error),
+        _stage_times(trial),
+        forecast,
+        break_down(chosen, factors, replay),
+        find_largest_bubble(slowest, even),
+        suggestions([trial, *_confirming_trials(trial, similar)], error),
         tuple(what_if(trial, text, error) for text in what_ifs),
-        outside,
-        slowdowns_of(run, chosen),
-        summaries(run),
+        whole_error,
+        find_slowdowns(run, chosen),
+        summarize_steps(run),
         even,
         planned,
-        "measured" if error > _EXACT or replay.host.any() else "simulated",
+        "measured" if error > _EXACT_ERROR or replay.host.any() else "simulated",
     )
 
 
-def _others(trial: WhatIfContext, like: Sequence[Step]) -> list[WhatIfContext]:
+def _confirming_trials(trial: WhatIfContext, similar: Sequence[Step]) -> list[WhatIfContext]:
     """Return the trials in which a certain change must save time, too: the step without outliers, and the steps like
     it, or if there are none its own microbatches in other orders."""
     step, schedule, predicted = trial.step, trial.slowest.schedule, trial.predicted
-    if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
+    if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _MAX_STEPS:
         return []
-    rolls = [] if like else [schedule.microbatches * part // _STEPS for part in range(1, _STEPS)]
+    rolls = [] if similar else [schedule.microbatches * part // _MAX_STEPS for part in range(1, _MAX_STEPS)]
     return [
-        WhatIfContext.of(step, predicted, usual=True),
-        *(WhatIfContext.of(one, predicted) for one in like),
-        *(WhatIfContext.of(step, predicted, rolled=rolled) for rolled in rolls),
+        WhatIfContext.from_step(step, predicted, typical=True),
+        *(WhatIfContext.from_step(other, predicted) for other in similar),
+        *(WhatIfContext.from_step(step, predicted, rolled=rolled) for rolled in rolls),
     ]
 
 
-def _doubts(predicted: Prediction, trial: WhatIfContext, seconds: float) -> list[str]:
+def _prediction_notes(predicted: Prediction, trial: WhatIfContext, seconds: float) -> list[str]:
     """Return the notes on how far off the prediction is, or why it may be of another run."""
-    took, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
-    if seconds and took and abs(seconds / took - 1) >= _FAR:
-        why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
-        found.insert(0, f"the pipeline took {took / seconds:.2f} times what was predicted{why}")
+    measured_seconds, notes = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
+    if seconds and measured_seconds and abs(seconds / measured_seconds - 1) >= _LARGE_ERROR:
+        reason = "" if notes else ": it was made with other threads, rows or devices, or other work ran on the machine"
+        notes.insert(0, f"the pipeline took {measured_seconds / seconds:.2f} times what was predicted{reason}")
     if not predicted.guessed:
-        return found
+        return notes
     names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
     guess = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
     measured = [float(total) for total in trial.totals]
     if predicted.unlikely(measured):
-        ratios = [real / was for real, was in zip(measured, predicted.stage_seconds, strict=False) if was]
+        ratios = [
+            actual / expected for actual, expected in zip(measured, predicted.stage_seconds, strict=False) if expected
+        ]
         wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
         guess += f". They were probably others: stages take {wrong}, so the prediction below is not of this run"
-    return [*found, guess]
+    return [*notes, guess]
 
 
-def _stages(trial: WhatIfContext) -> tuple[StageTime, ...]:
-    totals, known = trial.totals, trial.predicted
+def _stage_times(trial: WhatIfContext) -> tuple[StageTime, ...]:
+    totals, prediction = trial.totals, trial.predicted
     mean, placement = float(totals.mean()), trial.slowest.schedule.placement
     return tuple(
         StageTime(
@@ -268,7 +272,7 @@ def _stages(trial: WhatIfContext) -> tuple[StageTime, ...]:
             placement.rank_of[stage],
             float(total),
             float(total) / mean if mean else 1.0,
-            None if known is None else known.stage_seconds[stage % placement.depth],
+            None if prediction is None else prediction.stage_seconds[stage % placement.depth],
         )
         for stage, total in enumerate(totals)
     )

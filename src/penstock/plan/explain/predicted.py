@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import Profile, UnitCost, best_cuts
-from penstock.costs.links import link_of
-from penstock.costs.stage_costs import priced, problem_of
+from penstock.costs.links import link_for
+from penstock.costs.stage_costs import build_cut_problem, price_stages
 from penstock.plan.explain.schedules import Price
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
 from penstock.simulate.computations import Floats
 
-_LEAST = 1e-12
+_TINY = 1e-12
 _TIMES = "forward_seconds", "input_gradient_seconds", "weight_gradient_seconds"
-_ALIKE = 1.5
+_ALIKE_FACTOR = 1.5
 """By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
 
 
@@ -36,7 +36,7 @@ class Prediction:
         link: what a message costs.
         action_seconds: what the runtime adds to an action.
         starts: the unit with which each stage begins, by its place.
-        guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
+        guessed: whether the starts are the profile's own best, because the run's cuts are unknown.
         price: what splitting the stages' backwards costs, if it was measured.
         note: why it may be a prediction of something else.
     """
@@ -76,19 +76,19 @@ class Prediction:
         Raises:
             ArgumentError: a cut is no unit, or they are not as many as the stages need.
         """
-        sizes, notes = {one.rows: one for one in profile.each_size}, []
+        sizes, notes = {size.rows: size for size in profile.each_size}, []
         if rows is None and len(sizes) > 1:
             notes.append(f"the run does not say how many rows a microbatch has; the profile's {profile.rows} are taken")
         elif rows and any(sizes) and rows not in sizes:
             notes.append(f"microbatches have {rows} rows, and the profile is of {', '.join(map(str, sizes))}")
         if threads not in (0, profile.threads) and profile.device == "cpu":
-            notes.append(f"ranks had {counted(threads, 'thread')}, and the profile was made with {profile.threads}")
+            notes.append(f"ranks had {pluralize(threads, 'thread')}, and the profile was made with {profile.threads}")
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
         units = tuple(unit.split if splits else unit for unit in profile.units)
-        link = link_of(profile)
+        link = link_for(profile)
         if cuts is None:
-            starts = best_cuts(problem_of(units, link), stages)
+            starts = best_cuts(build_cut_problem(units, link), stages)
         else:
             if unknown := [name for name in cuts if name not in names]:
                 raise ArgumentError(
@@ -101,20 +101,20 @@ class Prediction:
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
         action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
-        costs = priced(units, starts, action)
-        price = _price(profile, starts)
+        costs = price_stages(units, starts, action)
+        price = _split_price(profile, starts)
         return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Simulate a step with these costs. If only sums per stage are known, F, I and W take the same time: a rough
         estimate, without messages."""
-        costs = self.costs or [StageCost(one / 3, one / 3, one / 3) for one in self.stage_seconds]
+        costs = self.costs or [StageCost(seconds / 3, seconds / 3, seconds / 3) for seconds in self.stage_seconds]
         return simulate(schedule, costs, self.link)
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
-        ratios = [took / was for took, was in zip(measured, self.stage_seconds, strict=False) if was]
-        return self.guessed and bool(ratios) and max(ratios) > _ALIKE * min(ratios)
+        ratios = [took / expected for took, expected in zip(measured, self.stage_seconds, strict=False) if expected]
+        return self.guessed and bool(ratios) and max(ratios) > _ALIKE_FACTOR * min(ratios)
 
     def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
         """Return the best cuts, and what each stage then takes under two assumptions: the ratio of measured to
@@ -124,38 +124,38 @@ class Prediction:
             measured: F + I + W of each stage, as it ran.
         """
         ends = [*self.starts[1:], len(self.units)]
-        times = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
+        ratios = [took / plan if plan else 1.0 for took, plan in zip(measured, self.stage_seconds, strict=True)]
         scaled = [
-            replace(unit, **{name: getattr(unit, name) * by for name in _TIMES})
-            for by, start, end in zip(times, self.starts, ends, strict=True)
+            replace(unit, **{name: getattr(unit, name) * ratio for name in _TIMES})
+            for ratio, start, end in zip(ratios, self.starts, ends, strict=True)
             for unit in self.units[start:end]
         ]
-        starts = best_cuts(problem_of(scaled, self.link), len(self.starts))
-        of_rank = 2 * self.action_seconds  # of F, and of B or I
-        units = _seconds(priced(scaled, starts))
-        stages = _seconds(priced(self.units, starts, self.action_seconds))
-        by_unit = tuple(seconds + of_rank * by for seconds, by in zip(units, times, strict=True))
-        return tuple(starts), by_unit, tuple(seconds * by for seconds, by in zip(stages, times, strict=True))
+        starts = best_cuts(build_cut_problem(scaled, self.link), len(self.starts))
+        overhead = 2 * self.action_seconds  # of F, and of B or I
+        units = _seconds(price_stages(scaled, starts))
+        stages = _seconds(price_stages(self.units, starts, self.action_seconds))
+        by_unit = tuple(seconds + overhead * ratio for seconds, ratio in zip(units, ratios, strict=True))
+        return tuple(starts), by_unit, tuple(seconds * ratio for seconds, ratio in zip(stages, ratios, strict=True))
 
 
 def _seconds(costs: Sequence[StageCost]) -> tuple[float, ...]:
     return tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
 
 
-def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
+def _split_price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     """Return the cost of splitting the backward of each stage, with bounds; None if it was not measured."""
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
-    each, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0
-    whole, split = (priced(units, starts, action) for units in each)
+    variants, action = (profile.units, [unit.split for unit in profile.units]), profile.action_seconds or 0.0
+    unsplit, split = (price_stages(units, starts, action) for units in variants)
 
-    def shares(part: str, of: str) -> Floats:
-        return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])
+    def shares(part: str, base: str) -> Floats:
+        return np.array([getattr(a, part) / max(getattr(b, base), _TINY) for a, b in zip(split, unsplit, strict=True)])
 
     times = shares("forward_seconds", "forward_seconds")
     inputs, weights = (shares(f"backward_{part}_seconds", "backward_seconds") for part in ("input", "weight"))
     spread = np.add.reduceat([unit.seconds * unit.spread for unit in profile.units], starts)
-    spread /= [max(cost.forward_seconds + cost.backward_seconds, _LEAST) for cost in whole]
-    best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _LEAST))  # both parts are no less than the whole
+    spread /= [max(cost.forward_seconds + cost.backward_seconds, _TINY) for cost in unsplit]
+    best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _TINY))  # both parts are no less than the whole
     bounds = (np.ones_like(spread), best, 1 + spread / 2)
-    return tuple(Price(np.maximum(times * by, 1.0), inputs * by, weights * by) for by in bounds)
+    return tuple(Price(np.maximum(times * factor, 1.0), inputs * factor, weights * factor) for factor in bounds)

@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
-from penstock.plan.explain.case import case_of_traced
-from penstock.plan.explain.factors import SLOW, Factors, factors_of
+from penstock._base.formatting import pluralize
+from penstock.plan.explain.factors import SLOW_FACTOR, Factors, fit_factors
+from penstock.plan.explain.replay import replay_traced
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Floats
-from penstock.trace.around import BACKWARD, FORWARD, Among, Around, Durations, traced
 from penstock.trace.measured import Step, TraceSteps
+from penstock.trace.outside_pipeline import BACKWARD, FORWARD, Among, Durations, OutsidePipeline, measure_ops
 
 _MAX_SIMULATED = 5_000_000
-"""Actions that are simulated to tell slowdowns, at most."""
+"""The maximum number of actions to simulate for slowdowns."""
 
 
-def slowdowns_of(run: TraceSteps, step: Step) -> Slowdowns | None:
+def find_slowdowns(run: TraceSteps, step: Step) -> Slowdowns | None:
     """Return what stragglers cost a step, if every op usually takes what it does in all steps of the run.
 
     None where that cannot be told: a single replica, whose stages may be unlike each other; several stages a rank,
@@ -33,32 +33,32 @@ def slowdowns_of(run: TraceSteps, step: Step) -> Slowdowns | None:
     simulated = sum(map(len, schedule.rows)) * replicas * (schedule.ranks + replicas + 8)
     if replicas == 1 or not plain or schedule.splits or step.unknown or simulated > _MAX_SIMULATED:
         return None
-    own = _traced(step)
-    if own is None:
+    traced_step = _traced(step)
+    if traced_step is None:
         return None
-    joints = own.before, own.after
-    others = [_traced(one) for one in run.steps if one.slowest.schedule == schedule]
-    alike = [one.durations for one in others if one is not None and (one.before, one.after) == joints]
-    return slowdowns(schedule, own, usual(alike, own))
+    joints = traced_step.before, traced_step.after
+    traces = [_traced(s) for s in run.steps if s.slowest.schedule == schedule]
+    alike = [trace.durations for trace in traces if trace is not None and (trace.before, trace.after) == joints]
+    return compute_slowdowns(schedule, traced_step, typical_seconds(alike, traced_step))
 
 
-def _traced(step: Step) -> Around | None:
+def _traced(step: Step) -> OutsidePipeline | None:
     if not step.events:
         return None
     try:
-        return traced(step.slowest.schedule, step.numbered)
+        return measure_ops(step.slowest.schedule, step.numbered)
     except ArgumentError:
         return None
 
 
-def usual(steps: Sequence[Durations], joints: Around) -> dict[str, float]:
+def typical_seconds(steps: Sequence[Durations], joints: OutsidePipeline) -> dict[str, float]:
     """Return the usual seconds of each op: the mean of a rank's own work, the median of the others."""
-    alone = {FORWARD, BACKWARD, *(one.name for one in (*joints.before, *joints.after) if one.among is Among.NOBODY)}
-    every = {name: np.concatenate([step[name].ravel() for step in steps]) for name in steps[0]}
-    known = {name: given[~np.isnan(given)] for name, given in every.items()}
+    alone = {FORWARD, BACKWARD, *(j.name for j in (*joints.before, *joints.after) if j.among is Among.NOBODY)}
+    all_values = {name: np.concatenate([step[name].ravel() for step in steps]) for name in steps[0]}
+    measured = {name: values[~np.isnan(values)] for name, values in all_values.items()}
     return {
-        name: float((np.mean if name in alone else np.median)(given)) if len(given) else 0.0
-        for name, given in known.items()
+        name: float((np.mean if name in alone else np.median)(values)) if len(values) else 0.0
+        for name, values in measured.items()
     }
 
 
@@ -77,28 +77,28 @@ class Slowdowns:
     by_op: Mapping[str, float]
 
 
-def slowdowns(schedule: Schedule, own: Around, seconds: Mapping[str, float]) -> Slowdowns:
+def compute_slowdowns(schedule: Schedule, outside: OutsidePipeline, seconds: Mapping[str, float]) -> Slowdowns:
     """Compute whose slowness costs how much. `seconds`: the usual time of each op."""
-    replicas, ranks, _ = own.durations[FORWARD].shape
-    replica_of, rank_of = np.indices((replicas, ranks))
+    replicas, ranks, _ = outside.durations[FORWARD].shape
+    replica_index, rank_index = np.indices((replicas, ranks))
 
     def took(real: NDArray[np.bool_], only: str = "") -> float:
         """Return the step with real durations on some ranks, of one op or of all."""
 
-        def mixed(name: str, given: Floats) -> Floats:
+        def mix(name: str, values: Floats) -> Floats:
             chosen = real & (only in ("", name))
-            even = np.where(np.isnan(given), np.nan, seconds[name])
-            return np.where(chosen[..., None] if given.ndim == 3 else chosen, given, even)
+            typical = np.where(np.isnan(values), np.nan, seconds[name])
+            return np.where(chosen[..., None] if values.ndim == 3 else chosen, values, typical)
 
-        durations = {name: mixed(name, given) for name, given in own.durations.items()}
-        return case_of_traced(schedule, replace(own, durations=durations)).step_seconds
+        durations = {name: mix(name, values) for name, values in outside.durations.items()}
+        return replay_traced(schedule, replace(outside, durations=durations)).step_seconds
 
-    everywhere, least = rank_of >= 0, took(rank_of < 0)
+    everywhere, baseline = rank_index >= 0, took(rank_index < 0)
     return Slowdowns(
-        took(everywhere) / least,
-        tuple(took(rank_of == rank) / least for rank in range(ranks)),
-        tuple(took(replica_of == replica) / least for replica in range(replicas)),
-        {name: took(everywhere, name) / least for name in own.durations},
+        took(everywhere) / baseline,
+        tuple(took(rank_index == rank) / baseline for rank in range(ranks)),
+        tuple(took(replica_index == replica) / baseline for replica in range(replicas)),
+        {name: took(everywhere, name) / baseline for name in outside.durations},
     )
 
 
@@ -126,17 +126,17 @@ class SlowRank:
 def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
     """Return the slow ranks of a step, by lost time. Ranks are compared with their replicas, since a stage alone may be
     long."""
-    lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
-    found = []
-    for place, replica in enumerate(step.replicas):
+    lost_seconds = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
+    ranks = []
+    for index, replica in enumerate(step.replicas):
         for rank, stages in enumerate(replica.schedule.placement.by_rank):
             slow = np.zeros_like(factors.typical, bool)
-            slow[:, list(stages)] = factors.rank[place][:, list(stages)] >= SLOW
+            slow[:, list(stages)] = factors.rank[index][:, list(stages)] >= SLOW_FACTOR
             if slow.any():
-                times = float(factors.rank[place][slow].max())
-                seconds = float(lost[place][slow].sum())
-                found.append(SlowRank(replica.number, rank, times, seconds, slow))
-    return sorted(found, key=lambda one: -one.lost_seconds)
+                times = float(factors.rank[index][slow].max())
+                seconds = float(lost_seconds[index][slow].sum())
+                ranks.append(SlowRank(replica.number, rank, times, seconds, slow))
+    return sorted(ranks, key=lambda entry: -entry.lost_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,63 +159,67 @@ class StepSummary:
     longest: float
 
 
-def summaries(run: TraceSteps) -> tuple[StepSummary, ...]:
+def summarize_steps(run: TraceSteps) -> tuple[StepSummary, ...]:
     """Summarize all steps of a run."""
     median = run.typical.seconds or 1.0
-    found = []
+    summaries = []
     for step in run.steps:
-        factors = factors_of(step.replicas)
+        factors = fit_factors(step.replicas)
         totals = np.nansum(factors.typical, axis=0)
         stage = int(np.argmax(totals))
         slow = slow_ranks(step, factors)
         of_mean = float(totals[stage] / totals.mean()) if totals.mean() else 1.0
-        found.append(
+        summaries.append(
             StepSummary(
                 step.number, step.seconds, step.seconds / median, slow[0] if slow else None, stage, of_mean,
                 float(factors.microbatch.max()),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(summaries)
 
 
-_OFTEN = 0.8
-"""Who is slow in such a share of the steps is slow always."""
-_HEAVY = 1.05
-"""A stage that takes so many times the mean is worth a word."""
+_STEADY_SHARE = 0.8
+"""A rank that is slow in this fraction of the steps is always slow."""
+_HEAVY_FACTOR = 1.05
+"""A stage that takes this many times the mean is reported."""
 _ODD = 1.1
-"""A step that takes so many times the median is told apart."""
+"""A step that takes this many times the median is reported."""
 
 
-def in_words(found: Sequence[StepSummary]) -> tuple[str, ...]:
+def describe(summaries: Sequence[StepSummary]) -> tuple[str, ...]:
     """Whether it is always the same rank, and which steps are unlike the others; a sentence each."""
     slow: defaultdict[str, list[StepSummary]] = defaultdict(list)
-    for one in found:
-        if one.slowest is not None:
-            slow[one.slowest.who].append(one)
-    said = []
-    for who, steps in sorted(slow.items(), key=lambda item: -len(item[1]))[:1]:
-        times = sorted(one.slowest.times for one in steps if one.slowest is not None)
+    for summary in summaries:
+        if summary.slowest is not None:
+            slow[summary.slowest.who].append(summary)
+    sentences = []
+    for name, steps in sorted(slow.items(), key=lambda item: -len(item[1]))[:1]:
+        times = sorted(summary.slowest.times for summary in steps if summary.slowest is not None)
         spread = f"{times[0]:.1f}x" if times[-1] - times[0] < 0.1 else f"{times[0]:.1f} to {times[-1]:.1f}x"
-        if len(steps) >= _OFTEN * len(found):
-            said.append(f"steady: {who} is the slowest in {_often(steps, found)} ({spread})")
+        if len(steps) >= _STEADY_SHARE * len(summaries):
+            sentences.append(f"steady: {name} is the slowest in {_count(steps, summaries)} ({spread})")
         elif len(steps) > 1:
-            said.append(f"not steady: {who} is the slowest most often, in {_often(steps, found)} ({spread})")
+            sentences.append(f"not steady: {name} is the slowest most often, in {_count(steps, summaries)} ({spread})")
         else:
-            said.append(f"not steady: no rank is the slowest twice; {who} is in step {steps[0].number} ({spread})")
-    stage, count = Counter(one.stage for one in found).most_common(1)[0]
-    heavy = [one for one in found if one.stage == stage and one.of_mean >= _HEAVY]
-    if count >= _OFTEN * len(found) and len(heavy) == count:
-        said.append(
-            f"stage {stage} is the heaviest in {_often(heavy, found)} ({max(one.of_mean for one in heavy):.2f}x)"
+            sentences.append(
+                f"not steady: no rank is the slowest twice; {name} is in step {steps[0].number} ({spread})"
+            )
+    stage, count = Counter(summary.stage for summary in summaries).most_common(1)[0]
+    heavy = [summary for summary in summaries if summary.stage == stage and summary.of_mean >= _HEAVY_FACTOR]
+    if count >= _STEADY_SHARE * len(summaries) and len(heavy) == count:
+        sentences.append(
+            f"stage {stage} is the heaviest in {_count(heavy, summaries)} ({max(s.of_mean for s in heavy):.2f}x)"
         )
-    odd = [one for one in found if one.of_median >= _ODD]
+    odd = [summary for summary in summaries if summary.of_median >= _ODD]
     if odd:
-        worst = max(odd, key=lambda one: one.of_median)
-        why = f", where {worst.slowest.who} is slow ({worst.slowest.times:.1f}x)" if worst.slowest else ""
-        most = f"step {worst.number} most ({worst.of_median:.2f}x{why})"
-        said.append(f"{len(odd)} of {counted(len(found), 'step')} over {_ODD} times the median, {most}")
-    return tuple(said)
+        worst = max(odd, key=lambda summary: summary.of_median)
+        reason = f", where {worst.slowest.who} is slow ({worst.slowest.times:.1f}x)" if worst.slowest else ""
+        extreme = f"step {worst.number} most ({worst.of_median:.2f}x{reason})"
+        sentences.append(f"{len(odd)} of {pluralize(len(summaries), 'step')} over {_ODD} times the median, {extreme}")
+    return tuple(sentences)
 
 
-def _often(some: Sequence[StepSummary], found: Sequence[StepSummary]) -> str:
-    return "every step" if len(some) == len(found) else f"{len(some)} of {counted(len(found), 'step')}"
+def _count(matching: Sequence[StepSummary], summaries: Sequence[StepSummary]) -> str:
+    return (
+        "every step" if len(matching) == len(summaries) else f"{len(matching)} of {pluralize(len(summaries), 'step')}"
+    )

@@ -6,7 +6,7 @@
 Pure values and functions without torch: jobs can be planned that no machine at hand could hold.
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.plan.transformer.job import ClusterSpec, TrainingConfig
 from penstock.plan.transformer.model import NAMED, TransformerConfig, transformer
 from penstock.plan.transformer.step import ParallelLayout, StepEstimate, predict_step, profile_of, units_of
@@ -24,4 +24,4 @@ __all__ = [
     "units_of",
 ]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

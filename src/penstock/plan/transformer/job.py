@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.second_names import formerly
 from penstock.costs.hardware import DEFAULT_EFFICIENCY, DeviceSpec, Efficiency, Interconnect
 from penstock.plan.transformer.model import TransformerConfig
 from penstock.simulate import LinkCost
@@ -19,7 +19,7 @@ PARAMETER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of each parameter in mixed precision with Adam: 16 bits; a sum in float32; a copy and two moments in float32."""
 
 
-@formerly(sequence="seq_length", fused_attention="flash_attention")
+@accept_old_names(sequence="seq_length", fused_attention="flash_attention")
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
     """Training of a transformer in mixed precision on groups of devices that share each layer.
@@ -64,12 +64,12 @@ class TrainingConfig:
         for name, value in shared.items():
             if value % self.tensor_parallel:
                 raise ArgumentError(
-                    f"tensor_parallel={self.tensor_parallel} does not divide {name}={value}: each device has as much "
-                    "of it as any other"
+                    f"tensor_parallel={self.tensor_parallel} does not divide {name}={value}: every device needs an "
+                    "equal part"
                 )
 
 
-_FRACTION = 0.8
+_LINK_FRACTION = 0.8
 """Of a cable's rate, what large collectives reach: round figures. (nccl-tests on eight A100: 230 of 300 GB/s.)"""
 
 
@@ -89,8 +89,8 @@ class ClusterSpec:
 
     device: DeviceSpec
     efficiency: Efficiency = DEFAULT_EFFICIENCY
-    link_fraction: float = _FRACTION
-    network_fraction: float = _FRACTION
+    link_fraction: float = _LINK_FRACTION
+    network_fraction: float = _LINK_FRACTION
     devices_per_host: int = 8
 
     def __post_init__(self) -> None:
@@ -101,12 +101,12 @@ class ClusterSpec:
     @property
     def link(self) -> LinkCost:
         """Between devices of a host, at the rate that is reached. Raises ArgumentError if there is none."""
-        return self._reached(self.device.link, "within a host", self.link_fraction)
+        return self._effective_link(self.device.link, "within a host", self.link_fraction)
 
     @property
     def network(self) -> LinkCost:
         """Between devices of two hosts, a device's share, at the rate that is reached. Raises as `link` does."""
-        return self._reached(self.device.network, "between hosts", self.network_fraction)
+        return self._effective_link(self.device.network, "between hosts", self.network_fraction)
 
     def all_reduce_seconds(self, size: float, devices: int, *, stride: int = 1) -> float:
         """Return the seconds of an all-reduce of this many bytes over neighbors, or every stride-th device.
@@ -116,18 +116,18 @@ class ClusterSpec:
         """
         if devices == 1:
             return 0.0
-        inside = min(devices, max(1, self.devices_per_host // stride))
-        if inside == devices:
+        in_host = min(devices, max(1, self.devices_per_host // stride))
+        if in_host == devices:
             return _ring(size, devices, self.link)
         return max(
-            _ring(size, inside, self.link) if inside > 1 else 0.0,
-            _ring(size, devices, self.network, inside),
+            _ring(size, in_host, self.link) if in_host > 1 else 0.0,
+            _ring(size, devices, self.network, in_host),
         )
 
-    def _reached(self, cable: Interconnect | None, where: str, fraction: float) -> LinkCost:
-        if cable is None:
-            raise ArgumentError(f"device {self.device.key!r}: nothing is known of what joins two of them {where}")
-        return LinkCost(cable.latency_seconds, cable.bytes_per_second * fraction)
+    def _effective_link(self, interconnect: Interconnect | None, location: str, fraction: float) -> LinkCost:
+        if interconnect is None:
+            raise ArgumentError(f"device {self.device.key!r}: its interconnect {location} is unknown")
+        return LinkCost(interconnect.latency_seconds, interconnect.bytes_per_second * fraction)
 
 
 def _ring(size: float, devices: int, link: LinkCost, ports: int = 1) -> float:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError
-from penstock._base.second_names import formerly
-from penstock._base.words import did_you_mean
+from penstock._base.formatting import did_you_mean
 
 Style = Literal["gpt", "llama"]
 """What the numbers leave open: "gpt" has biases, LayerNorm, learned positions, dropout, GELU and an output layer that
 shares the embedding's matrix; "llama" has none of these, but RMSNorm, rotary positions, a gated feed-forward and a
 matrix of its own for the output."""
 
-_MAX_LAYERS, _MAX_OF_ANYTHING = 1_000, 1_000_000_000
+_MAX_LAYERS, _MAX_NUMBER = 1_000, 1_000_000_000
 
 _NUMBERS = (
     *("layers", "hidden_size", "num_attention_heads", "vocab_size"),
@@ -22,7 +22,7 @@ _NUMBERS = (
 )
 
 
-@formerly(
+@accept_old_names(
     hidden="hidden_size",
     last_norm="final_norm",
     heads="num_attention_heads",
@@ -56,17 +56,17 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            value, most = getattr(self, name), _MAX_LAYERS if name == "layers" else _MAX_OF_ANYTHING
-            if value is not None and not (isinstance(value, int) and 1 <= value <= most):
-                raise ArgumentError(f"{name}={value!r}: expected an integer from 1 to {most:,}")
+            value, limit = getattr(self, name), _MAX_LAYERS if name == "layers" else _MAX_NUMBER
+            if value is not None and not (isinstance(value, int) and 1 <= value <= limit):
+                raise ArgumentError(f"{name}={value!r}: expected an integer from 1 to {limit:,}")
         if self.style not in ("gpt", "llama"):
             raise ArgumentError(f"style={self.style!r}: expected 'gpt' or 'llama'")
-        for name, whole, parts in (
+        for name, total, parts in (
             ("hidden_size", self.hidden_size, self.num_attention_heads),
             ("num_attention_heads", self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads),
         ):
-            if whole % parts:
-                raise ArgumentError(f"{name}={whole} cannot be divided into {parts} equal parts, one for each head")
+            if total % parts:
+                raise ArgumentError(f"{name}={total} cannot be divided into {parts} equal parts, one for each head")
 
     @property
     def gated(self) -> bool:
@@ -171,9 +171,9 @@ def transformer(text: str) -> TransformerConfig:
         ArgumentError: the name or a key is unknown, a value is no number, or one that is needed is missing.
     """
     values: dict[str, Any] = {}
-    for place, part in enumerate(filter(None, (part.strip() for part in text.split(",")))):
+    for index, part in enumerate(filter(None, (part.strip() for part in text.split(",")))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals and place == 0:
+        if not equals and index == 0:
             if part not in NAMED:
                 raise ArgumentError(
                     f"transformer {part!r}: not known; {did_you_mean(part, NAMED)}expected one of {', '.join(NAMED)}; "

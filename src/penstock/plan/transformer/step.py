@@ -1,4 +1,4 @@
-"""A job on paper: its units as `penstock.plan` cuts them, a whole step of a known layout, and a job to be planned."""
+"""A job without hardware: its units as `penstock.plan` cuts them, a step of a known layout, and a job to be planned."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.costs import Profile, UnitCost
 from penstock.costs.hardware import seconds_of
-from penstock.costs.stage_costs import priced
+from penstock.costs.stage_costs import price_stages
 from penstock.plan import Cluster, Plan, Sizes
-from penstock.plan.keeping import Transient, transient_of_ranks
+from penstock.plan.activation_policy import Transient, transient_by_rank
 from penstock.plan.transformer import memory, operations
 from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, ClusterSpec, TrainingConfig
-from penstock.plan.transformer.memory import Held
+from penstock.plan.transformer.memory import UnitMemory
 from penstock.plan.transformer.operations import Work
 from penstock.schedule import generate
 from penstock.simulate import peaks, simulate
@@ -26,11 +26,11 @@ EMBEDDING, _LAYER, HEAD = "embedding", "layers.{}", "head"
 def units_of(job: TrainingConfig, machine: ClusterSpec, rows: int) -> tuple[UnitCost, ...]:
     """Return the cost of each unit on one device of a tensor-parallel group, for a microbatch of this size."""
     boundary, processors = round(memory.boundary_bytes(job, rows)), machine.device.processors
-    first = _unit(job, machine, EMBEDDING, operations.embedding_work(job, rows), memory.embedding_held(job, rows), 0)
-    layer = operations.layer_work(job, rows, processors), memory.layer_held(job, rows), boundary
-    head = operations.head_work(job, rows, processors), memory.head_held(job, rows), boundary
-    layers = (_unit(job, machine, _LAYER.format(number), *layer) for number in range(job.model.layers))
-    return (first, *layers, _unit(job, machine, HEAD, *head))
+    first = _cost(job, machine, EMBEDDING, operations.embedding_work(job, rows), memory.embedding_memory(job, rows), 0)
+    layer = operations.layer_work(job, rows, processors), memory.layer_memory(job, rows), boundary
+    head = operations.head_work(job, rows, processors), memory.head_memory(job, rows), boundary
+    layers = (_cost(job, machine, _LAYER.format(number), *layer) for number in range(job.model.layers))
+    return (first, *layers, _cost(job, machine, HEAD, *head))
 
 
 def profile_of(job: TrainingConfig, machine: ClusterSpec, rows: int) -> Profile:
@@ -55,33 +55,35 @@ def profile_of(job: TrainingConfig, machine: ClusterSpec, rows: int) -> Profile:
     )
 
 
-def _unit(job: TrainingConfig, machine: ClusterSpec, name: str, work: Work, held: Held, boundary: int) -> UnitCost:
+def _cost(
+    job: TrainingConfig, machine: ClusterSpec, name: str, work: Work, usage: UnitMemory, boundary: int
+) -> UnitCost:
     """Return the cost of a unit on each device of a tensor-parallel group. Collectives do not overlap with anything; if
     everything is recomputed before the input's gradient, they are, too."""
     recompute = job.recompute if name not in (EMBEDDING, HEAD) else "none"
-    forward, inputs, weights, repeated = (
+    forward, inputs, weights, selective = (
         seconds_of(operations, machine.device, machine.efficiency)
-        for operations in (work.forward, work.input_gradient, work.weight_gradient, work.repeated)
+        for operations in (work.forward, work.input_gradient, work.weight_gradient, work.recomputed)
     )
-    sums, back = (
+    forward_reduce, backward_reduce = (
         math.fsum(machine.all_reduce_seconds(size, job.tensor_parallel) for size in sizes)
-        for sizes in (work.forward_sums, work.backward_sums)
+        for sizes in (work.forward_reduces, work.backward_reduces)
     )
-    forward += sums
-    again = {"none": 0.0, "selective": repeated, "full": forward}[recompute]
+    forward += forward_reduce
+    in_backward = {"none": 0.0, "selective": selective, "full": forward}[recompute]
     return UnitCost(
         name,
         forward,
-        inputs + back + again,
+        inputs + backward_reduce + in_backward,
         weights,
-        round(held.activations),
-        round(held.parameters),
-        round(held.gradients),
-        round(held.optimizer),
+        round(usage.activations),
+        round(usage.parameters),
+        round(usage.gradients),
+        round(usage.optimizer),
         boundary,
         boundary,
-        recompute_seconds=forward - again,
-        working_bytes=held.working,
+        recompute_seconds=forward - in_backward,
+        working_bytes=usage.working,
     )
 
 
@@ -139,28 +141,28 @@ def predict_step(job: TrainingConfig, machine: ClusterSpec, layout: ParallelLayo
     units = units_of(job, machine, layout.rows)
     layers = _layers(job, layout)
     bounds = [0, *(end + 1 for end in [*accumulate(layers)][:-1]), len(units)]
-    stages = priced(units, bounds[:-1])
+    stages = price_stages(units, bounds[:-1])
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
     # Replicas lie between two ranks, so that a host has one rank only, unless there is but one host.
-    inside = job.tensor_parallel * layout.replicas * layout.ranks <= machine.devices_per_host
-    timeline = simulate(schedule, stages, machine.link if inside else machine.network)
-    held = peaks(schedule, stages, timeline)
-    parameters = max(one.parameters for one in held) / PARAMETER_BYTES
+    in_host = job.tensor_parallel * layout.replicas * layout.ranks <= machine.devices_per_host
+    timeline = simulate(schedule, stages, machine.link if in_host else machine.network)
+    usage = peaks(schedule, stages, timeline)
+    parameters = max(peak.parameters for peak in usage) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
-    running = transient_of_ranks(schedule.placement, layout.microbatches, [Transient.of(piece) for piece in pieces])
-    unread = [
-        memory.dummies(job, layers=any(layers[stage] for stage in own), head=len(layers) - 1 in own)
-        for own in schedule.placement.by_rank
+    transients = transient_by_rank(schedule.placement, layout.microbatches, [Transient.from_units(p) for p in pieces])
+    dummies = [
+        memory.dummy_gradient_bytes(job, layers=any(layers[stage] for stage in ids), head=len(layers) - 1 in ids)
+        for ids in schedule.placement.by_rank
     ]
     return StepEstimate(
         timeline.makespan_seconds,
         # replicas are neighbors once tensor-parallel groups are taken
         machine.all_reduce_seconds(parameters * PARAMETER_BYTES, layout.replicas, stride=job.tensor_parallel),
         optimizer_seconds(job, machine, parameters),
-        tuple(most.at_once + one.working + more for most, one, more in zip(held, running, unread, strict=True)),
-        tuple(one.activations for one in held),
+        tuple(p.at_once + t.working + dummy for p, t, dummy in zip(usage, transients, dummies, strict=True)),
+        tuple(peak.activations for peak in usage),
     )
 
 
@@ -182,13 +184,13 @@ def _layers(job: TrainingConfig, layout: ParallelLayout) -> tuple[int, ...]:
     return tuple(layers * (k + 1) // stages - layers * k // stages for k in range(stages))
 
 
-ROWS = (1, 2, 4, 8)
-"""Of microbatches. Estimates cost nothing, so each size has its own."""
+SIZES = (1, 2, 4, 8)
+"""Microbatch sizes to estimate. Estimates cost nothing, so each size has its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
-    """A job on paper."""
+class AnalyticJob:
+    """A job that is planned from numbers alone, without hardware."""
 
     job: TrainingConfig
     machine: ClusterSpec
@@ -198,35 +200,36 @@ class Paper:
 
     def sizes(self) -> Sizes:
         """Return the cost of its layers, by microbatch size."""
-        return Sizes({rows: profile_of(self.job, self.machine, rows) for rows in ROWS}, self.shares_optimizer)
+        return Sizes({rows: profile_of(self.job, self.machine, rows) for rows in SIZES}, self.shares_optimizer)
 
     def cluster(self) -> Cluster:
         """Groups of devices that share every layer, each as one device."""
-        machine, shared = self.machine, self.job.tensor_parallel
-        groups, in_host = self.devices // shared, max(1, machine.devices_per_host // shared)
-        memory = self.memory_bytes if self.memory_bytes < math.inf else machine.device.memory_bytes
+        machine, group_size = self.machine, self.job.tensor_parallel
+        groups, in_host = self.devices // group_size, max(1, machine.devices_per_host // group_size)
+        memory_bytes = self.memory_bytes if self.memory_bytes < math.inf else machine.device.memory_bytes
         link = machine.link if in_host > 1 else machine.network
         update = optimizer_seconds(self.job, machine, 1.0) * self.job.optimizer_shards / OPTIMIZER_BYTES
         if in_host == 1 or groups <= in_host:
-            return Cluster(groups, memory, link, optimizer_byte_seconds=update)
-        return Cluster(groups, memory, link, in_host, machine.network, optimizer_byte_seconds=update)
+            return Cluster(groups, memory_bytes, link, optimizer_byte_seconds=update)
+        return Cluster(groups, memory_bytes, link, in_host, machine.network, optimizer_byte_seconds=update)
 
-    def told(self, best: Plan) -> str:
+    def describe(self, best: Plan) -> str:
         """Explain what the numbers of a table of plans mean here, and what each device computes."""
         job, choice = self.job, best.choice
         rows = choice.replicas * choice.microbatches * choice.rows
         flops = job.model.flops(rows * job.seq_length, job.seq_length) / best.step_seconds / self.devices
         share = flops / self.machine.device.peak(job.dtype)
         origin = profile_of(job, self.machine, 1).notes[0]
-        said: tuple[str, ...] = (
+        lines: tuple[str, ...] = (
             f"An estimate {origin}.",
-            f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
-            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak, of the model's own operations: "
-            "6 per parameter of a matrix and token and those of attention, none computed again.",
+            f"{job.model.parameters:,} parameters. dp and pp count groups of "
+            f"{pluralize(job.tensor_parallel, 'device')}. The first: {flops / 1e12:.0f} TFLOP/s per device, "
+            f"{share:.0%} of its peak, of the model's own operations: 6 per parameter of a matrix and token and those "
+            "of attention, without recomputation.",
         )
         if job.optimizer_shards > choice.replicas:
-            said += (
-                f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
+            lines += (
+                f"Its memory is too low: {pluralize(choice.replicas, 'replica')} cannot share the optimizer's state "
                 f"{job.optimizer_shards} ways. Pass --optimizer-shards {choice.replicas} or fewer.",
             )
-        return "\n".join(said)
+        return "\n".join(lines)

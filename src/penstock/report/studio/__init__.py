@@ -1,5 +1,5 @@
 """A local page to play with schedules, to open runs, plans and traces, and to watch a run: `penstock studio`.
 
 The page computes nothing: `answers` has a function for each of its questions, which the command line answers alike.
-`guard` says who may ask, `library` which files can be opened, `app` puts them behind addresses, `serve` runs it.
+`guard` checks requests, `library` finds the files that can be opened, `app` has the routes and the server.
 """

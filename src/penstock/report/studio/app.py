@@ -1,4 +1,4 @@
-"""The studio's addresses: each asks the guard, reads its question, and gives one answer. And its server."""
+"""The studio's routes, each of which asks the guard, parses its query and answers it; and its server."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.files import finite
 from penstock.report.frame import base_style
 from penstock.report.studio import answers, background, live
-from penstock.report.studio.guard import ENTER, HEADERS, Guard, in_address
+from penstock.report.studio.guard import ENTER, HEADERS, Guard, format_host
 from penstock.report.studio.library import Library
-from penstock.report.studio.question import Question, number, whole
+from penstock.report.studio.query import SimulationQuery, parse_integer, parse_number
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 PAGE = "penstock-page"
-"""A header of the page's own questions: what cannot be answered is then an answer as others are."""
-_LONGEST = 4000
-"""Characters of an address's question."""
+"""A header of the page's own queries: an error then has status 200, like other answers."""
+_MAX_ADDRESS = 4000
+"""Maximum length of the query in an address."""
 _MAX_WAITING = 8
-"""Each page asks one question of a kind at a time."""
+"""Maximum length of a queue. Each page sends one query of a kind at a time."""
 
 
 @cache
 def assets() -> Mapping[str, tuple[str, str]]:
     """Return the scripts and styles of the page, with their types, by folder and name. Nothing else is served from
     here."""
-    found = {"studio/base.css": ("text/css", base_style())}
+    contents = {"studio/base.css": ("text/css", base_style())}
     for folder in ("web", "studio"):
         for file in files(f"penstock.report.{folder}").joinpath("static").iterdir():
             kind = _TYPES.get(file.name[file.name.rfind(".") :])
             if kind is not None:
-                found[f"{folder}/{file.name}"] = (kind, file.read_text(encoding="utf-8"))
-    return found
+                contents[f"{folder}/{file.name}"] = (kind, file.read_text(encoding="utf-8"))
+    return contents
 
 
 class Studio:
@@ -61,52 +61,52 @@ class Studio:
 
     Args:
         library: the runs folder.
-        guard: who may ask.
+        guard: the checks of every request.
     """
 
     def __init__(self, library: Library, guard: Guard) -> None:
         self.library, self.guard = library, guard
 
     def app(self) -> ASGIApp:
-        playing, searching = Lane(), Lane()
+        simulations, searches = WorkQueue(), WorkQueue()
         routes = [
             Route("/", _page),
             Route(ENTER, self.enter),
             Route("/static/{folder}/{name}", _static),
-            _answering("/api/catalog", lambda given: answers.catalog()),
-            _answering("/api/simulate", lambda given: answers.simulate(Question.of(given)), playing),
-            _answering("/api/walk", lambda given: answers.walk(Question.of(given)), playing),
-            _answering("/api/search", _search, searching),
-            _answering("/api/library", lambda given: self._entries()),
-            _answering("/api/open", self._open, Lane()),
-            _answering("/api/live", self._live),
-            _answering("/export/{kind}", _export, playing, searching),
-            _answering("/report", self._report, Lane()),
+            _route("/api/catalog", lambda parameters: answers.catalog()),
+            _route("/api/simulate", lambda parameters: answers.simulate(SimulationQuery.of(parameters)), simulations),
+            _route("/api/walk", lambda parameters: answers.walk(SimulationQuery.of(parameters)), simulations),
+            _route("/api/search", _search, searches),
+            _route("/api/library", lambda parameters: self._entries()),
+            _route("/api/open", self._open, WorkQueue()),
+            _route("/api/live", self._live),
+            _route("/export/{kind}", _export, simulations, searches),
+            _route("/report", self._report, WorkQueue()),
         ]
         return Guarded(Starlette(routes=routes), self.guard)
 
     async def enter(self, request: Request) -> Response:
-        entered = _json({})
-        entered.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
-        return entered
+        response = _json({})
+        response.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
+        return response
 
     def _entries(self) -> Any:
         return {"folder": self.library.root.name, "entries": self.library.entries()}
 
-    def _open(self, given: dict[str, str]) -> Any:
-        name, step = given.pop("name", ""), _step(given)
-        what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
-        _refuse(given)
-        return self.library.read(name, lambda path: background.read("opened", path, name, step, what_ifs))
+    def _open(self, parameters: dict[str, str]) -> Any:
+        name, step = parameters.pop("name", ""), _pop_step(parameters)
+        what_ifs = [change for change in parameters.pop("what_if", "").split("|") if change]
+        _reject_unknown(parameters)
+        return self.library.read(name, lambda path: background.read("open_view", path, name, step, what_ifs))
 
-    def _live(self, given: dict[str, str]) -> Any:
-        name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
-        _refuse(given)
-        return self.library.read(name, lambda path: live.live(path, place), live.PARTS)
+    def _live(self, parameters: dict[str, str]) -> Any:
+        name, offset = parameters.pop("name", ""), parse_integer("place", parameters.pop("place", "0"))
+        _reject_unknown(parameters)
+        return self.library.read(name, lambda path: live.live(path, offset), live.PARTS)
 
-    def _report(self, given: dict[str, str]) -> Response:
-        name, step = given.pop("name", ""), _step(given)
-        _refuse(given)
+    def _report(self, parameters: dict[str, str]) -> Response:
+        name, step = parameters.pop("name", ""), _pop_step(parameters)
+        _reject_unknown(parameters)
         text = self.library.read(name, lambda path: background.read("report", path, step))
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy(text)})
 
@@ -131,9 +131,9 @@ class Guarded:
             await send(message)
 
         request = Request(scope)
-        refusal = self._guard.refuses(request.method, scope["path"], request.headers, request.cookies)
-        if refusal is None and len(scope["query_string"]) > _LONGEST:
-            answer: ASGIApp = _json({"error": f"the address is longer than {_LONGEST} characters"}, 414)
+        refusal = self._guard.refusal(request.method, scope["path"], request.headers, request.cookies)
+        if refusal is None and len(scope["query_string"]) > _MAX_ADDRESS:
+            answer: ASGIApp = _json({"error": f"the address is longer than {_MAX_ADDRESS} characters"}, 414)
         elif refusal is not None:
             answer = _json({"error": refusal[1]}, refusal[0])
         else:
@@ -141,61 +141,64 @@ class Guarded:
         await answer(scope, receive, with_headers)
 
 
-def _answering(
-    path: str, answer: Callable[[dict[str, str]], Any], usual: Lane | None = None, searching: Lane | None = None
+def _route(
+    path: str,
+    answer: Callable[[dict[str, str]], Any],
+    queue: WorkQueue | None = None,
+    search_queue: WorkQueue | None = None,
 ) -> Route:
-    """Build the route that answers queries of a kind: with a response, a value for JSON, or an error. Without a lane it
-    is quick, and waits for nothing; queries about a search's schedule may use the searches' own lane."""
+    """Build the route that answers queries of a kind: with a response, a value for JSON, or an error. Without a queue
+    it is quick, and waits for nothing; queries about a search's schedule may use the searches' own queue."""
 
-    async def answered(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         def act() -> Response:
-            made = answer(_given(request))
-            return made if isinstance(made, Response) else _json(made)
+            result = answer(_parameters(request))
+            return result if isinstance(result, Response) else _json(result)
 
         is_search = request.query_params.get("schedule") == answers.SEARCHED
-        lane = searching if searching is not None and is_search else usual
+        chosen_queue = search_queue if search_queue is not None and is_search else queue
         try:
-            return await (run_in_threadpool(act) if lane is None else lane.run(request, act))
-        except (PenstockError, CrowdedError) as error:
-            status = 503 if isinstance(error, CrowdedError) else 400
+            return await (run_in_threadpool(act) if chosen_queue is None else chosen_queue.run(request, act))
+        except (PenstockError, QueueFullError) as error:
+            status = 503 if isinstance(error, QueueFullError) else 400
             return _json({"error": str(error)}, 200 if request.headers.get(PAGE) else status)
 
-    return Route(path, answered)
+    return Route(path, respond)
 
 
-def _given(request: Request) -> dict[str, str]:
+def _parameters(request: Request) -> dict[str, str]:
     """Return the parameters of an address. Raise ArgumentError if one is repeated."""
-    given = request.query_params.multi_items()
-    if len(found := dict(given)) < len(given) or found.keys() & request.path_params.keys():
-        raise ArgumentError("a parameter is there twice; pass each once")
-    return found | request.path_params
+    items = request.query_params.multi_items()
+    if len(parameters := dict(items)) < len(items) or parameters.keys() & request.path_params.keys():
+        raise ArgumentError("a parameter is repeated; pass each once")
+    return parameters | request.path_params
 
 
-def _refuse(given: Mapping[str, str]) -> None:
-    if given:
-        raise ArgumentError(f"{min(given)!r} is no parameter of this address")
+def _reject_unknown(parameters: Mapping[str, str]) -> None:
+    if parameters:
+        raise ArgumentError(f"{min(parameters)!r} is not a parameter of this address")
 
 
-def _step(given: dict[str, str]) -> int | None:
-    return whole("step", step) if (step := given.pop("step", "")) else None
+def _pop_step(parameters: dict[str, str]) -> int | None:
+    return parse_integer("step", step) if (step := parameters.pop("step", "")) else None
 
 
-def _where(given: dict[str, str]) -> tuple[str, float]:
-    """Return where and for how long to search."""
-    return given.pop("placement", "loop"), number("seconds", given.pop("seconds", "1"))
+def _pop_search(parameters: dict[str, str]) -> tuple[str, float]:
+    """Remove and return the placement and the seconds of a search."""
+    return parameters.pop("placement", "loop"), parse_number("seconds", parameters.pop("seconds", "1"))
 
 
-def _search(given: dict[str, str]) -> Any:
-    where, seconds = _where(given)
-    return answers.search_for(Question.of(given), where, seconds)
+def _search(parameters: dict[str, str]) -> Any:
+    shape, seconds = _pop_search(parameters)
+    return answers.search_for(SimulationQuery.of(parameters), shape, seconds)
 
 
-def _export(given: dict[str, str]) -> Response:
-    kind, name, (where, seconds) = given.pop("kind"), given.pop("schedule", ""), _where(given)
-    question = Question.of(given)
-    searched = name == answers.SEARCHED
-    figures = answers.searched(question, where, seconds)[1] if searched else answers.named(question, name)
-    file, media_type, text = answers.export(figures, kind)
+def _export(parameters: dict[str, str]) -> Response:
+    kind, name, (shape, seconds) = parameters.pop("kind"), parameters.pop("schedule", ""), _pop_search(parameters)
+    query = SimulationQuery.of(parameters)
+    is_search = name == answers.SEARCHED
+    summary = answers.search_cached(query, shape, seconds)[1] if is_search else answers.simulate_named(query, name)
+    file, media_type, text = answers.export(summary, kind)
     return Response(text, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{file}"'})
 
 
@@ -208,10 +211,10 @@ async def _static(request: Request) -> Response:
 
 
 def _asset(name: str) -> Response:
-    found = assets().get(name)
-    if found is None:
+    asset = assets().get(name)
+    if asset is None:
         return _json({"error": f"there is no file {name[:80]!r}"}, 404)
-    return Response(found[1], media_type=found[0])
+    return Response(asset[1], media_type=asset[0])
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -232,41 +235,41 @@ def policy(text: str) -> str:
     style = text.partition("<style>")[2].partition("</style>")[0]
     script = text.rpartition('<script type="module">')[2].rpartition("</script>")[0]
     return (
-        f"default-src 'none'; script-src {_hashed(script)}; style-src-elem {_hashed(style)}; "
+        f"default-src 'none'; script-src {_hash_source(script)}; style-src-elem {_hash_source(style)}; "
         "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     )
 
 
-def _hashed(content: str) -> str:
+def _hash_source(content: str) -> str:
     return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-# -- who computes when -------------------------------------------------------------------------------------------------
+# -- work queues -------------------------------------------------------------------------------------------------------
 
 
-class CrowdedError(Exception):
-    """Too many wait already."""
+class QueueFullError(Exception):
+    """Too many queries are waiting."""
 
 
-class Lane:
-    """Computes one answer at a time, in the order of asking, so that several pages take no more of the machine than
-    one, and none that nobody waits for any more. Each kind of question has a lane, so that none waits for
-    another's; what is quick needs none."""
+class WorkQueue:
+    """Computes one answer at a time, in the order of requests, so that several pages take no more of the machine than
+    one, and skips answers that no client waits for any more. Each kind of query has a queue, so that none waits for
+    another's; quick ones need none."""
 
     def __init__(self) -> None:
         self._turn, self._waiting = asyncio.Lock(), 0
 
     async def run(self, request: Request, act: Callable[[], Response]) -> Response:
         """Return the answer of `act`, which is skipped if the client has disconnected while others had their turn.
-        Raise CrowdedError if too many are waiting already."""
+        Raise QueueFullError if too many are waiting already."""
         if self._waiting >= _MAX_WAITING:
-            raise CrowdedError("server busy; retry in a moment")
+            raise QueueFullError("server busy; retry in a moment")
         self._waiting += 1
         try:
             async with self._turn:
                 if await request.is_disconnected():
-                    return Response(status_code=499)  # goes to nobody
+                    return Response(status_code=499)  # the client is gone
                 return await run_in_threadpool(act)
         finally:
             self._waiting -= 1
@@ -287,10 +290,10 @@ class Server:
 
     @property
     def link(self) -> str:
-        """What to open: the token is in the fragment, which no browser sends or logs on its way."""
+        """The link to open: the token is in the fragment, which no browser sends or logs."""
         return f"{self.address}#token={self.guard.token}"
 
-    def made(self) -> uvicorn.Server:
+    def build(self) -> uvicorn.Server:
         """Build the server, to be run with `sockets=[self.socket]`."""
         config = uvicorn.Config(
             Studio(self.library, self.guard).app(),
@@ -306,7 +309,7 @@ class Server:
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM. The socket takes connections from the beginning."""
         try:
-            self.made().run(sockets=[self.socket])
+            self.build().run(sockets=[self.socket])
         except KeyboardInterrupt:
             pass  # uvicorn has ended everything, and then raises what it caught
         finally:
@@ -324,11 +327,11 @@ def bind(host: str, port: int, runs: Path) -> Server:
     Raises:
         ArgumentError: the address is in use, or not one of this machine's.
     """
-    bound = _bound(host, port)
+    bound = _bind(host, port)
     port = bound.getsockname()[1]
     shown = host if host not in ("0.0.0.0", "::") else socket.gethostname()
     guard = Guard.of(host, port, secrets.token_urlsafe(24))
-    return Server(bound, guard, f"http://{in_address(shown)}:{port}/", Library(runs))
+    return Server(bound, guard, f"http://{format_host(shown)}:{port}/", Library(runs))
 
 
 @contextlib.contextmanager
@@ -341,20 +344,20 @@ def redirecting(link: str) -> Iterator[str]:
         yield file.as_uri()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
     except OSError as error:
         raise ArgumentError(f"--host {host}: {error.strerror or error}; pass an address of this machine") from None
-    made = socket.socket(family, kind)
+    bound = socket.socket(family, kind)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(64)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(64)
     except OSError as error:
-        made.close()
+        bound.close()
         hint = "pass another with --port, or 0 for any that is free" if port else "pass an address of this machine"
         raise ArgumentError(f"--host {host} --port {port}: {error.strerror or error}; {hint}") from None
-    return made
+    return bound

@@ -1,8 +1,8 @@
-"""Who may ask: the checks that every request passes before anything is looked up.
+"""The checks that every request passes before anything is looked up.
 
 A page elsewhere can make a reader's browser send requests here. It cannot read answers, as none allows another origin,
 but it could keep the machine busy, or be taken for this server by a name that it makes point here (DNS rebinding). So a
-request names exactly this server and its port in `Host`, comes from its own pages if it says from where, and only
+request names exactly this server and its port in `Host`, comes from its own pages if it has an origin, and only
 reads. Other users of the machine can connect, too, so a request carries the token, unless it is for the page itself or
 its scripts. These read the token in the fragment of the link, which no browser sends; `ENTER` leaves it in a cookie.
 """
@@ -29,7 +29,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every response. No other origin is allowed anything, and no page may run or load what is not served here."""
+"""Headers of every response: no other origin is allowed anything, and pages run and load only what is served here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Guard:
     """The rules of one server.
 
     Attributes:
-        host: what it is bound to.
-        port: where.
+        host: the address it is bound to.
+        port: its port.
         token: what requests must carry.
-        names: what `Host` may say before the port.
+        names: the allowed names in `Host`, without the port.
     """
 
     host: str
@@ -52,14 +52,14 @@ class Guard:
     def of(cls, host: str, port: int, token: str) -> Guard:
         """Build the guard of a server on this machine, which is also called by its own names unless it is bound to
         loopback."""
-        own = [] if is_loopback(host) else [socket.gethostname(), socket.getfqdn()]
-        return cls(host, port, token, frozenset(map(in_address, [host, "localhost", "127.0.0.1", "::1", *own])))
+        own_names = [] if is_loopback(host) else [socket.gethostname(), socket.getfqdn()]
+        return cls(host, port, token, frozenset(map(format_host, [host, "localhost", "127.0.0.1", "::1", *own_names])))
 
     @property
     def cookie(self) -> str:
         return f"{COOKIE}-{self.port}"
 
-    def refuses(
+    def refusal(
         self, method: str, path: str, headers: Mapping[str, str], cookies: Mapping[str, str]
     ) -> tuple[int, str] | None:
         """Return the status and the reason with which a request is refused; None if it is allowed.
@@ -68,9 +68,9 @@ class Guard:
             headers: by name in lower case.
         """
         host = headers.get("host", "")
-        if not self._is_own(host):
-            way = f"open it by its address and port {self.port}, or by the name given to --host"
-            return 421, f"Host {host[:80]!r} is not this server: {way}"
+        if not self._is_this_server(host):
+            hint = f"open it by its address and port {self.port}, or by the name given to --host"
+            return 421, f"Host {host[:80]!r} is not this server: {hint}"
         if method not in ("GET", "HEAD"):
             return 405, f"{method[:20]}: the studio only reads; use GET"
         origin = headers.get("origin")
@@ -87,10 +87,10 @@ class Guard:
 
     def _has_token(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = (cookies.get(self.cookie, ""), bearer if scheme.lower() == "bearer" else "")
-        return any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given)
+        tokens = (cookies.get(self.cookie, ""), bearer if scheme.lower() == "bearer" else "")
+        return any(hmac.compare_digest(token.encode(), self.token.encode()) for token in tokens)
 
-    def _is_own(self, host: str) -> bool:
+    def _is_this_server(self, host: str) -> bool:
         name = host.lower().removesuffix(f":{self.port}")
         if name == host.lower() and self.port != 80:
             return False
@@ -107,14 +107,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def in_address(host: str) -> str:
+def format_host(host: str) -> str:
     """Format a host for an address: IPv6 in brackets."""
     return f"[{host}]".lower() if ":" in host else host.lower()
 
 
 def _is_address(name: str) -> bool:
-    """An address is what no other can make point here."""
+    """Whether a name is an IP address, which no other site can make point here."""
     try:
-        return in_address(str(ipaddress.ip_address(name.strip("[]")))) == name
+        return format_host(str(ipaddress.ip_address(name.strip("[]")))) == name
     except ValueError:
         return False

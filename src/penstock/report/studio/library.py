@@ -1,4 +1,4 @@
-"""The runs folder: what is in it, and the path that a name from an address stands for. Nothing outside is reached."""
+"""The runs folder: its entries, and the paths of names from addresses. Nothing outside is reached."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.trace.runs.folder import ABOUT
 from penstock.trace.runs.summary import Summary
 
 _MAX_ENTRIES = 500
-_DEEPEST = 4
-_MAX_SEEN = 20_000
+_MAX_DEPTH = 4
+_MAX_FILES = 20_000
 MAX_BYTES = 64 << 20
-"""Of a file that the studio opens, packed or not."""
+"""Maximum size of a file that the studio opens, packed or not."""
 _MAX_ABOUT = 2 << 20
-"""Of the file that says what a run is: of each run, whenever the list is asked for."""
+"""Maximum size of run.json, which is read for each run whenever the list is requested."""
 _NUMBER = re.compile(r"\d+")
 _Read = TypeVar("_Read")
 
@@ -42,37 +42,37 @@ class Library:
         """Return the entries that can be opened, newest first, as plain values for JSON.
 
         `name` is its path in the runs folder, with slashes; `kind` "run", "file", or "folder": of files whose names
-        differ by a number, which are opened together; `modified` in seconds since 1970. Of a run `damage` says why it
-        cannot be read, and `summary` has its figures, as `runs.summary.Summary.to_dict` gives them, if it can.
+        differ by a number, which are opened together; `modified` in seconds since 1970. For a run, `damage` is why it
+        cannot be read, and `summary` has its metrics, as `runs.summary.Summary.to_dict` gives them, if it can.
         """
-        return sorted(self._found(), key=lambda one: -one["modified"])[:_MAX_ENTRIES]
+        return sorted(self._scan(), key=lambda entry: -entry["modified"])[:_MAX_ENTRIES]
 
-    def _found(self) -> Iterator[dict[str, Any]]:
-        root, seen = self._real_root, 0
-        for place, folders, files in os.walk(root):  # follows no links
-            folder = Path(place)
+    def _scan(self) -> Iterator[dict[str, Any]]:
+        root, count = self._real_root, 0
+        for directory, folders, files in os.walk(root):  # follows no links
+            folder = Path(directory)
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             depth = len(folder.relative_to(root).parts)
-            seen += 1 + len(files)
-            if seen > _MAX_SEEN or depth >= _DEEPEST:
+            count += 1 + len(files)
+            if count > _MAX_FILES or depth >= _MAX_DEPTH:
                 folders.clear()
-            if (found := self._run(folder)) is not None:
-                yield self._entry(folder, "run", **found)
+            if (run := self._read_run(folder)) is not None:
+                yield self._entry(folder, "run", **run)
                 folders.clear()
                 continue
-            there = [name for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
-            there = [name for name in there if self._is_file(folder / name)]
-            if folder != root and len(there) > 1 and len({_NUMBER.sub("#", name) for name in there}) == 1:
+            names = [name for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
+            names = [name for name in names if self._is_file(folder / name)]
+            if folder != root and len(names) > 1 and len({_NUMBER.sub("#", name) for name in names}) == 1:
                 yield self._entry(folder, "folder")  # of a file for each rank, or each step
             else:
-                yield from (self._entry(folder / name, "file") for name in there)
+                yield from (self._entry(folder / name, "file") for name in names)
 
     def _is_file(self, path: Path) -> bool:
         """Whether a file is one that may be opened: none that a link leads to elsewhere."""
         inside = not os.path.islink(path) or Path(os.path.realpath(path)).is_relative_to(self._real_root)
         return inside and os.path.isfile(path)  # neither raises, as Path's do in a folder that may not be searched
 
-    def _run(self, folder: Path) -> dict[str, Any] | None:
+    def _read_run(self, folder: Path) -> dict[str, Any] | None:
         """Return the summary of the run in a folder, or its damage; None if there is no run of this tool."""
         about = folder / ABOUT
         if not self._is_file(about):
@@ -80,13 +80,13 @@ class Library:
         try:
             if about.stat().st_size > _MAX_ABOUT:
                 raise _too_large(ABOUT)
-            given = read_json(about, ABOUT)
-            if not (isinstance(given, dict) and given.get("format") == FORMAT):
+            data = read_json(about, ABOUT)
+            if not (isinstance(data, dict) and data.get("format") == FORMAT):
                 return None
         except ArgumentError as error:
             return {"damage": str(error)}
-        found = Summary.of_one(folder)
-        return {"damage": self._hidden(found)} if isinstance(found, str) else {"summary": found.to_dict()}
+        summary = Summary.from_folder(folder)
+        return {"damage": self._hide_root(summary)} if isinstance(summary, str) else {"summary": summary.to_dict()}
 
     def _entry(self, path: Path, kind: str, damage: str = "", summary: Any = None) -> dict[str, Any]:
         try:
@@ -101,7 +101,7 @@ class Library:
 
         Raises:
             ArgumentError: there is none, the reader refused, or the file is gone. Names are those in the runs folder,
-                so that none says where that is.
+                so that none reveals its path.
         """
         path = self.path(name, parts)
         try:
@@ -109,9 +109,9 @@ class Library:
         except OSError as error:
             raise ArgumentError(f"{name[:80]!r} cannot be read: {error.strerror or error}") from error
         except PenstockError as error:
-            raise ArgumentError(self._hidden(str(error))) from error
+            raise ArgumentError(self._hide_root(str(error))) from error
 
-    def _hidden(self, text: str) -> str:
+    def _hide_root(self, text: str) -> str:
         """Remove the location of the runs folder from a message."""
         return text.replace(f"{self._real_root}{os.sep}", "")
 
@@ -134,7 +134,7 @@ class Library:
             path = self.root.joinpath(*steps).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             raise ArgumentError(f"there is no {name[:80]!r} in the runs folder") from None
-        self._inside(path, name, self._real_root)
+        self._check_inside(path, name, self._real_root)
         if path.is_dir():
             self._check_folder(path, name, parts)
         elif not path.is_file():
@@ -147,25 +147,28 @@ class Library:
         """Check that every file of a folder may be read: none leads elsewhere or waits for a writer."""
         tops = [folder] if parts is None else [folder / part for part in parts]
         within = (
-            Path(place, each) for top in tops for place, folders, files in os.walk(top) for each in (*folders, *files)
+            Path(directory, entry)
+            for top in tops
+            for directory, folders, files in os.walk(top)
+            for entry in (*folders, *files)
         )
-        root, size = self._real_root, 0
-        for seen, path in enumerate(chain(tops, within)):  # what is at the top is checked before it is looked into
+        root, total_bytes = self._real_root, 0
+        for count, path in enumerate(chain(tops, within)):  # what is at the top is checked before it is looked into
             try:
                 real = path.resolve(strict=True) if path.is_symlink() else path
-                self._inside(real, name, root)
-                own = real.stat().st_size if real.is_file() else 0
-                if path == folder / ABOUT and own > _MAX_ABOUT:
+                self._check_inside(real, name, root)
+                file_bytes = real.stat().st_size if real.is_file() else 0
+                if path == folder / ABOUT and file_bytes > _MAX_ABOUT:
                     raise _too_large(name)
-                size += own
+                total_bytes += file_bytes
                 if not (real.is_file() or real.is_dir()) and real.exists():
-                    raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
+                    raise ArgumentError(f"{name[:80]!r} contains something that is neither a file nor a folder")
             except OSError:
-                continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
-            if seen > _MAX_SEEN or size > 16 * MAX_BYTES:
+                continue  # a file that is being replaced, or a broken link, which cannot be read either
+            if count > _MAX_FILES or total_bytes > 16 * MAX_BYTES:
                 raise _too_large(name)
 
-    def _inside(self, path: Path, name: str, root: Path) -> None:
+    def _check_inside(self, path: Path, name: str, root: Path) -> None:
         if not path.is_relative_to(root):
             raise ArgumentError(f"{name[:80]!r} leads out of the runs folder, so it is not opened")
 

@@ -1,4 +1,4 @@
-"""How a run stands just now: its steps, its progress, and what each of its ranks does."""
+"""The live state of a run: its steps, its progress, and what each of its ranks does."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from penstock._base.errors import ScheduleError
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.walkthrough import WORK
 from penstock.schedule import Action
 from penstock.trace.runs import RankState, read_run
 from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
 from penstock.trace.runs.progress import Progress
-from penstock.trace.runs.reader import joined
+from penstock.trace.runs.reader import merge_steps
 from penstock.trace.runs.records import with_text_loss
 from penstock.trace.runs.summary import Health, health
 
 _MAX_STEPS = 5_000
-"""In one answer."""
+"""Maximum number of steps in one answer."""
 PARTS = (ABOUT, STEPS, RANKS)
-"""Of a run's folder, what is read here; of timelines only the names."""
+"""The parts of a run's folder that are read here; of timelines only the names."""
 _RECENT_BYTES = 16_000
-"""Of the file of steps, which progress is known from."""
+"""How much of the end of the file of steps is read for the progress."""
 
 
-def live(path: Path, place: int = 0) -> dict[str, Any]:
+def live(path: Path, offset: int = 0) -> dict[str, Any]:
     """Return the state of a run: its steps from an offset in their file on, and what each of its ranks does now. Raise
     ArgumentError if it is not a run."""
     run, now = read_run(path), time.time()
     about = run.about
-    added, end = run.steps_after(place)
-    several = f" in each of {counted(about.replicas, 'replica')}" if about.replicas > 1 else ""
-    counts = f"{counted(about.ranks, 'rank')}{several}", counted(about.microbatches, "microbatch")
+    added, end = run.steps_after(offset)
+    replicas = f" in each of {pluralize(about.replicas, 'replica')}" if about.replicas > 1 else ""
+    counts = f"{pluralize(about.ranks, 'rank')}{replicas}", pluralize(about.microbatches, "microbatch")
     headline = about.model, about.schedule, *counts, about.device
     progress = Progress.of(run.steps(_RECENT_BYTES), about.total_steps)
     return {
@@ -42,26 +42,26 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
         "headline": ", ".join(headline),
         "ranks": about.ranks,
         "alone": about.processes == about.replicas,
-        "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MAX_STEPS:]],
+        "steps": [with_text_loss(asdict(record)) for record in merge_steps([], added)[-_MAX_STEPS:]],
         "place": end,
         "recorded": max(run.traced_steps(), default=None),
         "progress": None if progress is None else progress.to_dict(),
         "states": [
-            one.to_dict()
+            state.to_dict()
             | {
-                "health": (how := health(one, now)),
-                "doing": in_words(one, how),
-                "action_seconds": max(0.0, one.written - one.since) if one.action else 0.0,
-                "silent_seconds": max(0.0, now - one.written),
+                "health": (status := health(state, now)),
+                "doing": describe_state(state, status),
+                "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
+                "silent_seconds": max(0.0, now - state.written),
             }
-            for one in run.ranks()
+            for state in run.ranks()
         ],
     }
 
 
-def in_words(state: RankState, how: Health) -> str:
+def describe_state(state: RankState, status: Health) -> str:
     """Describe what a rank does, in plain words."""
-    match how:
+    match status:
         case "failed":
             return f"failed: {state.failure}"
         case "interrupted":
@@ -75,12 +75,12 @@ def in_words(state: RankState, how: Health) -> str:
         case "waits":
             return f"waits for a message of rank {' and '.join(map(str, state.waits_for))} ({state.action})"
         case "computes":
-            return _work(state.action)
+            return _describe_action(state.action)
     return "is between steps"
 
 
-def _work(text: str) -> str:
-    with contextlib.suppress(ScheduleError):  # it has words for what is no action: the building of the pipeline
+def _describe_action(text: str) -> str:
+    with contextlib.suppress(ScheduleError):  # other activities have texts: building the pipeline, say
         action = Action.parse(text)
         if action.op.is_compute:
             return f"{WORK[action.op]} microbatch {action.microbatch} on stage {action.stage}"

@@ -1,128 +1,136 @@
-"""A measured step, explained -> what a report shows."""
+"""An explained step -> the contents of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
-from penstock.report.web.contents import Contents, Figure, Held, duration
-from penstock.report.web.idle import idle_of
+from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
+from penstock.report.web.idle import explain_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title
 
 
-def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Contents:
+def from_explanation(explanation: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Contents:
     """Build the report of an explained step.
 
     Args:
         name: of the file or folder.
-        costs: what each stage keeps; empty: nobody knows.
+        costs: what each stage keeps; empty: unknown.
     """
-    step = found.step
+    step = explanation.step
     slowest = step.slowest
-    held = memory(slowest.schedule, costs, slowest.timeline) if costs else []
-    what = f"{found.origin}, step {step.number}" if len(found.run.steps) > 1 else found.origin
-    measured = band(what, slowest.timeline, slowest.schedule, memory=_curves(held))
-    several = [counted(len(found.run.steps), "step")] if len(found.run.steps) > 1 else []
-    more = [f"{counted(len(step.replicas), 'replica')}; the slowest is shown"] if len(step.replicas) > 1 else []
+    memories = memory(slowest.schedule, costs, slowest.timeline) if costs else []
+    label = f"{explanation.origin}, step {step.number}" if len(explanation.run.steps) > 1 else explanation.origin
+    measured_band = band(label, slowest.timeline, slowest.schedule, memory=_curves(memories))
+    step_count = [pluralize(len(explanation.run.steps), "step")] if len(explanation.run.steps) > 1 else []
+    replicas = [f"{pluralize(len(step.replicas), 'replica')}; the slowest is shown"] if len(step.replicas) > 1 else []
     return Contents(
         title=title(slowest.schedule),
-        headings=(name, *several, *more),
-        warnings=found.run.notes,
-        figures=tuple(figures_of(found)),
-        bands=(measured, *compared(found, costs)),
-        idle=idle_of(found),
-        improvements=found.advice,
-        nothing_better=found.nothing,
-        memory=tuple(Held(rank, one.peak, None, "predicted") for rank, one in enumerate(held)),
-        memory_note="Predicted by what the profile says that stages keep." if held else "",
-        numbers=found.to_dict(),
-        explanation=found,
+        headings=(name, *step_count, *replicas),
+        warnings=explanation.run.notes,
+        metrics=tuple(step_metrics(explanation)),
+        bands=(measured_band, *comparison_bands(explanation, costs)),
+        idle=explain_idle(explanation),
+        improvements=explanation.advice,
+        no_suggestion_reason=explanation.nothing,
+        memory=tuple(PeakMemory(rank, m.peak, None, "predicted") for rank, m in enumerate(memories)),
+        memory_note="Predicted from the activations that the profile records." if memories else "",
+        numbers=explanation.to_dict(),
+        explanation=explanation,
     )
 
 
-def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
+def comparison_bands(explanation: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
     """Return the timelines beside the measured one: what-ifs, the prediction, or else the same order with everything
     alike."""
-    schedule = found.step.slowest.schedule
-    if found.what_ifs:
-        place = found.step.replicas.index(found.step.slowest)
+    schedule = explanation.step.slowest.schedule
+    if explanation.what_ifs:
+        index = explanation.step.replicas.index(explanation.step.slowest)
         return [
             band(
                 f"what if {change.text}",
-                case.timeline(case.schedules[place], case.seconds[place]),
-                case.schedules[place],
+                case.timeline(case.schedules[index], case.seconds[index]),
+                case.schedules[index],
                 note=f"simulated; the step {change.claim}",
             )
-            for change in found.what_ifs
+            for change in explanation.what_ifs
             for case in change.cases[:1]
         ]
-    if found.predicted is not None:
-        held = memory(schedule, costs, found.predicted) if costs else []
-        rough = "" if found.predicted_seconds == found.predicted.makespan_seconds else "; roughly, without messages"
+    if explanation.predicted is not None:
+        memories = memory(schedule, costs, explanation.predicted) if costs else []
+        caveat = (
+            ""
+            if explanation.predicted_seconds == explanation.predicted.makespan_seconds
+            else "; roughly, without messages"
+        )
         return [
             band(
                 "predicted",
-                found.predicted,
+                explanation.predicted,
                 schedule,
-                memory=_curves(held),
-                note=f"by what the plan or profile said of each stage{rough}",
+                memory=_curves(memories),
+                note=f"from the stage times of the plan or profile{caveat}",
             )
         ]
-    return [band("if perfectly balanced", found.even, schedule, note="stages, ranks and microbatches alike")]
+    return [band("if perfectly balanced", explanation.even, schedule, note="stages, ranks and microbatches alike")]
 
 
-def _curves(held: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
-    return [curve(one, label="predicted") for one in held] or None
+def _curves(memories: Sequence[Memory]) -> list[dict[str, Any] | None] | None:
+    return [curve(m, label="predicted") for m in memories] or None
 
 
-def figures_of(found: Explanation) -> list[Figure]:
+def step_metrics(explanation: Explanation) -> list[Metric]:
     """Return the summary of a step."""
-    step = found.step
-    several = f"step {step.number}, the median of {len(found.run.steps)}" if len(found.run.steps) > 1 else ""
+    step = explanation.step
+    detail = f"step {step.number}, the median of {len(explanation.run.steps)}" if len(explanation.run.steps) > 1 else ""
     outside = step.seconds - step.pipeline_seconds
     if outside > 0.001 * step.seconds:
-        several = "; ".join(filter(None, [several, f"{duration(outside)} outside the pipeline"]))
-    return [Figure("a step takes", duration(step.seconds), several), *reasons(found), *predicted_of(found)]
-
-
-def reasons(found: Explanation) -> list[Figure]:
-    """Why a step takes as long as it does."""
-    idle, pipeline = idle_of(found), duration(found.step.pipeline_seconds)
+        detail = "; ".join(filter(None, [detail, f"{duration(outside)} outside the pipeline"]))
     return [
-        Figure("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
-        Figure("if perfectly balanced", duration(found.where.even_seconds), f"of the pipeline's {pipeline}"),
+        Metric("a step takes", duration(step.seconds), detail),
+        *idle_metrics(explanation),
+        *prediction_metrics(explanation),
     ]
 
 
-def predicted_of(found: Explanation) -> list[Figure]:
+def idle_metrics(explanation: Explanation) -> list[Metric]:
+    """Return the idle share, and the time if perfectly balanced."""
+    idle, pipeline = explain_idle(explanation), duration(explanation.step.pipeline_seconds)
+    return [
+        Metric("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
+        Metric("if perfectly balanced", duration(explanation.where.even_seconds), f"of the pipeline's {pipeline}"),
+    ]
+
+
+def prediction_metrics(explanation: Explanation) -> list[Metric]:
     """Return the explanation's prediction, if it has one."""
-    seconds = found.predicted_seconds
-    return [] if seconds is None else [against("pipeline, predicted", seconds, found.step.pipeline_seconds)]
+    seconds = explanation.predicted_seconds
+    return [] if seconds is None else [vs_prediction("pipeline, predicted", seconds, explanation.step.pipeline_seconds)]
 
 
-def against(name: str, predicted: float, measured: float) -> Figure:
+def vs_prediction(name: str, predicted: float, measured: float) -> Metric:
     """Show a prediction beside the measurement."""
-    wrong = f"; {predicted / measured - 1:+.1%}" if measured else ""
-    return Figure(name, duration(predicted), f"measured {duration(measured)}{wrong}")
+    difference = f"; {predicted / measured - 1:+.1%}" if measured else ""
+    return Metric(name, duration(predicted), f"measured {duration(measured)}{difference}")
 
 
-def in_turns(timelines: Sequence[Timeline], name: str) -> Contents:
-    """Timelines of ranks that took turns in one process: their durations are real, their starts cannot be compared."""
+def from_serialized(timelines: Sequence[Timeline], name: str) -> Contents:
+    """Build the page of ranks that took turns in one process: durations are real, starts not comparable."""
     timeline = timelines[-1]
     busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
     return Contents(
         title=name,
-        headings=(counted(timeline.ranks, "rank"), "in one process"),
+        headings=(pluralize(timeline.ranks, "rank"), "in one process"),
         warnings=(TURNS_NOTE,),
-        figures=(
-            Figure("a step takes", duration(timeline.makespan_seconds), "all ranks, one after another"),
-            Figure("the longest rank computes", duration(max(busy, default=0.0)), "the least that a step can take"),
+        metrics=(
+            Metric("a step takes", duration(timeline.makespan_seconds), "all ranks, one after another"),
+            Metric("the longest rank computes", duration(max(busy, default=0.0)), "the least that a step can take"),
         ),
         bands=(band("measured, in turns", timeline, note="starts cannot be compared"),),
         numbers={"makespan": timeline.makespan_seconds, "busy": busy},
@@ -130,4 +138,4 @@ def in_turns(timelines: Sequence[Timeline], name: str) -> Contents:
 
 
 TURNS_NOTE = f"One process ran all ranks in turn. Durations are valid; start times and bubbles are not: {TURNS}."
-"""What is said of ranks that took turns."""
+"""The warning for ranks that took turns."""

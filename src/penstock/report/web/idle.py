@@ -1,4 +1,4 @@
-"""Why ranks are idle, for each rank: what `templates/idle_table.html` shows."""
+"""Idle time of each rank by cause, for `templates/idle_table.html`."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ class Idle:
     @property
     def names(self) -> list[str]:
         """The causes that make any rank wait for a thousandth of its time or more."""
-        every = dict.fromkeys(name for one in self.causes for name in one)
-        return [name for name in every if any(one.get(name, 0.0) > 0.001 * self.longest for one in self.causes)]
+        names = dict.fromkeys(name for causes in self.causes for name in causes)
+        return [name for name in names if any(causes.get(name, 0.0) > 0.001 * self.longest for causes in self.causes)]
 
     def total(self, rank: int) -> float:
         return self.computes[rank] + sum(self.causes[rank].values())
 
     @property
     def longest(self) -> float:
-        """The most time that a rank has."""
+        """The longest total time of a rank."""
         return max(map(self.total, range(len(self.computes))), default=0.0)
 
     @property
     def share(self) -> float:
         """The share of all ranks' time in which they do not compute; 0 if nothing took any time."""
-        whole = sum(map(self.total, range(len(self.computes))))
-        return 1 - sum(self.computes) / whole if whole else 0.0
+        total_seconds = sum(map(self.total, range(len(self.computes))))
+        return 1 - sum(self.computes) / total_seconds if total_seconds else 0.0
 
     @property
     def worst(self) -> str:
         """The cause that costs most; empty if none costs anything."""
-        sums = {name: sum(one.get(name, 0.0) for one in self.causes) for name in self.names}
+        sums = {name: sum(causes.get(name, 0.0) for causes in self.causes) for name in self.names}
         return max(sums, key=sums.__getitem__, default="")
 
 
-def idle_of(found: Explanation) -> Idle:
-    """Why ranks are idle, by `penstock explain`."""
-    ranks = found.where.ranks
-    causes = tuple({str(reason): value for reason, value in one.idle_seconds.items()} for one in ranks)
-    return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
+def explain_idle(explanation: Explanation) -> Idle:
+    """Return why ranks are idle, as `penstock explain` does."""
+    ranks = explanation.where.ranks
+    causes = tuple({str(reason): value for reason, value in rank.idle_seconds.items()} for rank in ranks)
+    return Idle(tuple(rank.compute_seconds for rank in ranks), causes, _IDLE_NOTE)

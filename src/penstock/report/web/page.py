@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from penstock._base.errors import require
 from penstock._base.files import finite
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.report.frame import frame
 from penstock.report.web.contents import Contents, duration
 from penstock.report.web.timeline_data import timeline_data
@@ -34,16 +34,16 @@ def asset(name: str) -> str:
 @cache
 def bundle(name: str) -> str:
     """Bundle a module and all its imports into one module without imports. Names at the top of modules are unique."""
-    return "".join(_EXPORT.sub("", _IMPORT.sub("", asset(each))) for each in _in_order(name, []))
+    return "".join(_EXPORT.sub("", _IMPORT.sub("", asset(module))) for module in _order_modules(name, []))
 
 
-def _in_order(name: str, found: list[str]) -> list[str]:
+def _order_modules(name: str, ordered: list[str]) -> list[str]:
     """Return the modules that a module needs, each after those that it needs itself, and the module last."""
-    for _, needed in _IMPORT.findall(asset(name)):
-        if needed not in found:
-            _in_order(needed, found)
-    found.append(name)
-    return found
+    for _, imported in _IMPORT.findall(asset(name)):
+        if imported not in ordered:
+            _order_modules(imported, ordered)
+    ordered.append(name)
+    return ordered
 
 
 def embedded(name: str, value: Any) -> Markup:
@@ -55,7 +55,7 @@ def embedded(name: str, value: Any) -> Markup:
 
 
 _MAX_RANKS = 32
-"""Ranks of which each has a line."""
+"""Maximum number of ranks that all have a line."""
 
 
 def page(contents: Contents) -> str:
@@ -74,19 +74,19 @@ def page(contents: Contents) -> str:
     body = templates.get_template("report.html").render(
         contents=contents,
         duration=duration,
-        sized=sized,
+        sized=format_bytes,
         percent=_percent,
         ranks_shown=_ranks,
         data=embedded("timeline-data", timeline_data(contents.bands, unit=contents.unit)),
         numbers=embedded("numbers", finite(dict(contents.numbers))),
-        courses=embedded("course-data", [asdict(one) for one in contents.courses]),
+        series_data=embedded("course-data", [asdict(series) for series in contents.series]),
     )
     style = asset("timeline.css") + asset("report.css")
     return frame(f"{contents.title} - Penstock", body, style=style, script=bundle("report.js"))
 
 
-def _percent(value: float, whole: float) -> str:
-    return f"{100 * min(1.0, value / whole):.3f}%" if whole > 0 else "0%"
+def _percent(value: float, total: float) -> str:
+    return f"{100 * min(1.0, value / total):.3f}%" if total > 0 else "0%"
 
 
 def _ranks(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A plan, or a schedule with costs -> what a report shows: a prediction only."""
+"""A plan -> the contents of a report: a prediction only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from penstock._base.words import counted, sized
+from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan import Plan
 from penstock.plan.explain import Prediction
-from penstock.plan.predict import order_of_plan
-from penstock.report.web.contents import Contents, Figure, Held, duration
+from penstock.plan.predict import schedule_for_plan
+from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
 from penstock.report.web.idle import Idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
@@ -30,49 +30,49 @@ _CURVE = (
 )
 
 
-def of_plan(plan: Plan, name: str) -> Contents:
+def from_plan(plan: Plan, name: str) -> Contents:
     """Build the report of a plan.
 
     Args:
         name: of its file.
     """
-    choice, schedule = plan.choice, order_of_plan(plan)
+    choice, schedule = plan.choice, schedule_for_plan(plan)
     timeline = Prediction(plan.stage_seconds).timeline(schedule)
     curves = _memory(plan, schedule, timeline)
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
-    held = tuple(
-        Held(rank, peak, limit, "predicted")
+    peaks = tuple(
+        PeakMemory(rank, peak, limit, "predicted")
         for rank, (peak, limit) in enumerate(zip(plan.memory_bytes, limits, strict=True))
     )
-    fullest, limit = held[plan.fullest], limits[plan.fullest]
-    of = f"of {sized(limit)}" if limit is not None else "no limit"
+    fullest, limit = peaks[plan.fullest], limits[plan.fullest]
+    limit_text = f"of {format_bytes(limit)}" if limit is not None else "no limit"
     idle = None
     if plan.idle:  # of all ranks together: a plan does not keep those of each
-        whole = plan.pipeline_seconds
-        causes = {cause: share * whole for cause, share in plan.idle.items()}
-        idle = Idle((whole * (1 - plan.bubble),), (causes,), "On average over all ranks.")
-    facts = [("microbatches", f"{choice.microbatches} of {counted(choice.rows, 'row')}, on each replica")]
+        pipeline_seconds = plan.pipeline_seconds
+        causes = {cause: share * pipeline_seconds for cause, share in plan.idle.items()}
+        idle = Idle((pipeline_seconds * (1 - plan.bubble),), (causes,), "On average over all ranks.")
+    facts = [("microbatches", f"{choice.microbatches} of {pluralize(choice.rows, 'row')}, on each replica")]
     if plan.cuts:
         facts.append(("stages begin with", ", ".join(("the input", *plan.cuts))))
-    for what, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
+    for label, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
         if stages:
-            facts.append((f"{what} stages", ", ".join(map(str, stages))))
+            facts.append((f"{label} stages", ", ".join(map(str, stages))))
     worst = max(plan.idle, key=plan.idle.__getitem__, default="")
     return Contents(
         title=title(schedule),
-        headings=(name, "plan (prediction only)", counted(choice.replicas, "replica")),
-        figures=(
-            Figure("a step takes", duration(plan.step_seconds), "predicted"),
-            Figure("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{counted(choice.devices, 'device')}"),
-            Figure("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
-            Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, the fullest"),
+        headings=(name, "plan (prediction only)", pluralize(choice.replicas, "replica")),
+        metrics=(
+            Metric("a step takes", duration(plan.step_seconds), "predicted"),
+            Metric("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{pluralize(choice.devices, 'device')}"),
+            Metric("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
+            Metric("memory", format_bytes(fullest.peak), f"{limit_text}, rank {fullest.rank}, the fullest"),
         ),
         warnings=(_NOTE,),
         bands=(band("predicted", timeline, schedule, memory=curves, note="roughly, without messages"),),
         idle=idle,
-        memory=held,
+        memory=peaks,
         memory_note=f"Predicted: the most that a rank needs at once.{_CURVE if curves else ''}",
-        facts_head="What is planned",
+        facts_heading="What is planned",
         facts=tuple(facts),
         numbers=plan.to_dict(),
         plan=plan,
@@ -84,12 +84,12 @@ def _memory(plan: Plan, schedule: Schedule, timeline: Timeline) -> list[dict[str
     that it holds: a plan does not record how large each is. None if it does not record the static memory either."""
     if len(plan.held_bytes) != schedule.ranks:
         return None
-    alike = StageCost(1.0, 1.0, 1.0, activation_bytes=1.0, weight_gradient_bytes=1.0)
-    made = []
-    for rank, held in enumerate(memory(schedule, alike, timeline)):
-        constant, most = plan.held_bytes[rank], max(held.activations, default=0.0)
-        each = max(0.0, plan.memory_bytes[rank] - constant) / most if most else 0.0
-        scaled = tuple(each * number for number in held.activations)
+    unit_cost = StageCost(1.0, 1.0, 1.0, activation_bytes=1.0, weight_gradient_bytes=1.0)
+    curves = []
+    for rank, unit_memory in enumerate(memory(schedule, unit_cost, timeline)):
+        constant, max_held = plan.held_bytes[rank], max(unit_memory.activations, default=0.0)
+        bytes_each = max(0.0, plan.memory_bytes[rank] - constant) / max_held if max_held else 0.0
+        scaled = tuple(bytes_each * number for number in unit_memory.activations)
         limit = plan.limit_bytes[rank]
-        made.append(curve(replace(held, parameters=constant, activations=scaled), limit, label="predicted"))
-    return [*made]
+        curves.append(curve(replace(unit_memory, parameters=constant, activations=scaled), limit, label="predicted"))
+    return [*curves]

@@ -1,4 +1,4 @@
-"""The folder of a training run -> what a report shows."""
+"""The folder of a training run -> the contents of a report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock._base.words import counted, sized
+from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan.explain import Explanation
-from penstock.report.web.contents import Contents, Course, Figure, Held, date_text, duration
-from penstock.report.web.explained import TURNS_NOTE, against, compared, predicted_of, reasons
-from penstock.report.web.idle import idle_of
+from penstock.report.web.contents import Contents, Metric, PeakMemory, Series, date_text, duration
+from penstock.report.web.explained import TURNS_NOTE, comparison_bands, idle_metrics, prediction_metrics, vs_prediction
+from penstock.report.web.idle import explain_idle
 from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns
@@ -29,11 +29,11 @@ _MEMORY_NOTES = {
 }
 
 
-def of_run(
+def from_run(
     run: RecordedRun,
-    found: Explanation | None,
+    explanation: Explanation | None,
     step: int | None,
-    doubts: Sequence[str] = (),
+    errors: Sequence[str] = (),
     *,
     other_prediction: bool = False,
 ) -> Contents:
@@ -41,19 +41,19 @@ def of_run(
 
     Args:
         run: the folder.
-        found: the explanation of one of its steps; None: nothing can be explained of ranks that took turns, nor of a
-            run without timelines.
+        explanation: of one of its steps; None: there is none for ranks that took turns, nor for a run without
+            timelines.
         step: the step whose timeline is shown; None: no timeline was recorded.
-        doubts: why nothing is explained, if that is not plain.
-        other_prediction: whether the explanation's prediction is to be shown rather than the run's own.
+        errors: why nothing is explained, if that is not obvious.
+        other_prediction: whether the explanation's prediction is shown rather than the run's own.
     """
     about, steps = run.about, run.steps()
-    predicted = None if other_prediction and found is not None else run.predicted()
+    predicted = None if other_prediction and explanation is not None else run.predicted()
     bands: list[dict[str, Any]] = []
-    memory: list[Held] = []
+    memory: list[PeakMemory] = []
     states, damaged = run.ranks_and_damage()
-    warnings = [*doubts, *(found.run.notes if found else ()), *damaged]
-    if step is None and not doubts:
+    warnings = [*errors, *(explanation.run.notes if explanation else ()), *damaged]
+    if step is None and not errors:
         warnings.append("No timeline was recorded: the first is recorded at step 5; trace_every=0 disables them.")
     if step is not None:
         timeline = run.timeline(step)
@@ -61,94 +61,94 @@ def of_run(
             warnings.append(TURNS_NOTE)
         curves, memory = _memory(run, step)
         note = "starts cannot be compared" if timeline.serialized else ""
-        bands.append(band(f"measured, step {step}", timeline, _whole(run, step), memory=curves, note=note))
-    if predicted is not None and not (found and found.what_ifs):
-        bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
-    elif found is not None:
-        bands += compared(found)
-    replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
-    counts = counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas
+        bands.append(band(f"measured, step {step}", timeline, _complete_schedule(run, step), memory=curves, note=note))
+    if predicted is not None and not (explanation and explanation.what_ifs):
+        bands.append(band("predicted", predicted.timeline, _predicted_order(run, step), note=f"by {predicted.source}"))
+    elif explanation is not None:
+        bands += comparison_bands(explanation)
+    replicas = [pluralize(about.replicas, "replica")] if about.replicas > 1 else []
+    counts = pluralize(about.ranks, "rank"), pluralize(about.microbatches, "microbatch"), *replicas
     started = f"started {date_text(about.started)}"
-    headings = about.model, about.schedule, *counts, counted(len(steps), "step"), started
-    numbers = {"explained": found.to_dict() if found else None, "steps": len(steps)}
+    headings = about.model, about.schedule, *counts, pluralize(len(steps), "step"), started
+    numbers = {"explained": explanation.to_dict() if explanation else None, "steps": len(steps)}
     return Contents(
         title=about.name,
         headings=headings,
-        troubles=tuple(failure_messages([(state, health(state)) for state in states])),
+        failures=tuple(failure_messages([(state, health(state)) for state in states])),
         warnings=tuple(warnings),
-        figures=(*_figures(steps, memory), *_of_prediction(predicted, found, steps)),
+        metrics=(*_metrics(steps, memory), *_explained_metrics(predicted, explanation, steps)),
         bands=tuple(bands),
-        idle=idle_of(found) if found else None,
-        improvements=found.advice if found else (),
-        nothing_better=found.nothing if found else "",
+        idle=explain_idle(explanation) if explanation else None,
+        improvements=explanation.advice if explanation else (),
+        no_suggestion_reason=explanation.nothing if explanation else "",
         memory=tuple(memory),
-        memory_note=" ".join(_MEMORY_NOTES[source] for source in dict.fromkeys(one.source for one in memory)),
-        courses=(*_courses(steps), *_peaks(run)),
+        memory_note=" ".join(_MEMORY_NOTES[source] for source in dict.fromkeys(peak.source for peak in memory)),
+        series=(*_training_series(steps), *_peak_series(run)),
         facts=tuple(_facts(run)),
         numbers=numbers,
-        explanation=found,
+        explanation=explanation,
     )
 
 
-def _figures(steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
-    figures = []
-    known = Progress.of(steps)
-    if known is not None and known.seconds and known.rows_per_second:
+def _metrics(steps: Sequence[StepRecord], memory: Sequence[PeakMemory]) -> list[Metric]:
+    metrics = []
+    progress = Progress.of(steps)
+    if progress is not None and progress.seconds and progress.rows_per_second:
         recent = f"median of the last {min(RECENT, len(steps) - 1)}"
-        of = f"from one step's end to the next, {recent}; {known.rows_per_second:,.4g} rows/s"
-        figures.append(Figure("step time", duration(known.seconds), of))
-    if later := steps[1:][-RECENT:] or steps:  # the first step sets things up
-        inside = median(one.seconds for one in later)
-        figures.append(Figure("in Pipeline.step", duration(inside), "of it, without the optimizer and the data"))
-    losses = [one for one in steps if one.loss is not None]
+        detail = f"from one step's end to the next, {recent}; {progress.rows_per_second:,.4g} rows/s"
+        metrics.append(Metric("step time", duration(progress.seconds), detail))
+    if steady := steps[1:][-RECENT:] or steps:  # the first step sets things up
+        inside = median(record.seconds for record in steady)
+        metrics.append(Metric("in Pipeline.step", duration(inside), "of it, without the optimizer and the data"))
+    losses = [record for record in steps if record.loss is not None]
     if losses:
-        figures.append(Figure("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))
+        metrics.append(Metric("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))
     if memory:
-        fullest = max(memory, key=lambda one: one.peak / (one.limit or math.inf) or one.peak)
-        of = "" if fullest.limit is None else f"of {sized(fullest.limit)}, "
-        figures.append(Figure("memory", sized(fullest.peak), f"{of}rank {fullest.rank}, {fullest.source}"))
-    return figures
+        fullest = max(memory, key=lambda peak: peak.peak / (peak.limit or math.inf) or peak.peak)
+        detail = "" if fullest.limit is None else f"of {format_bytes(fullest.limit)}, "
+        metrics.append(Metric("memory", format_bytes(fullest.peak), f"{detail}rank {fullest.rank}, {fullest.source}"))
+    return metrics
 
 
-def _of_prediction(
-    predicted: RecordedPrediction | None, found: Explanation | None, steps: Sequence[StepRecord]
-) -> list[Figure]:
+def _explained_metrics(
+    predicted: RecordedPrediction | None, explanation: Explanation | None, steps: Sequence[StepRecord]
+) -> list[Metric]:
     """Why ranks are idle, and the prediction, which is of a step without the optimizer."""
-    figures = []
-    if found:
-        of_step = reasons(found) + ([] if predicted else predicted_of(found))
-        figures = [one._replace(of=f"{one.of}; step {found.step.number}") for one in of_step]
+    metrics = []
+    if explanation:
+        explained = idle_metrics(explanation) + ([] if predicted else prediction_metrics(explanation))
+        metrics = [metric._replace(detail=f"{metric.detail}; step {explanation.step.number}") for metric in explained]
     if predicted is not None and steps:
-        measured = found.step.pipeline_seconds if found else median(one.seconds for one in steps[1:] or steps)
-        figures.append(against("a step, predicted", predicted.step_seconds, measured))
-    return figures
+        measured = explanation.step.pipeline_seconds if explanation else median(r.seconds for r in steps[1:] or steps)
+        metrics.append(vs_prediction("a step, predicted", predicted.step_seconds, measured))
+    return metrics
 
 
-def _memory(run: RecordedRun, step: int) -> tuple[list[dict[str, Any] | None], list[Held]]:
+def _memory(run: RecordedRun, step: int) -> tuple[list[dict[str, Any] | None], list[PeakMemory]]:
     """Return each rank's memory over a step as curves, and the peaks."""
     timeline, limit = run.timeline(step), run.about.memory_limit
     curves: list[dict[str, Any] | None] = [None] * timeline.ranks
-    held = []
-    for one in run.memory(step):
-        source = "measured" if one.measured else "predicted"
-        moments = np.array(timeline.tracks[one.rank].end)
-        sizes = np.array(one.bytes, np.float64)
-        curves[one.rank] = {"t": moments, "bytes": sizes, "limit": limit, "unit": "bytes", "label": source}
-        held.append(Held(one.rank, float(sizes.max(initial=0.0)), limit, source))
-    return curves, held
+    peaks = []
+    for trace in run.memory(step):
+        source = "measured" if trace.measured else "predicted"
+        times = np.array(timeline.tracks[trace.rank].end)
+        sizes = np.array(trace.bytes, np.float64)
+        curves[trace.rank] = {"t": times, "bytes": sizes, "limit": limit, "unit": "bytes", "label": source}
+        peaks.append(PeakMemory(trace.rank, float(sizes.max(initial=0.0)), limit, source))
+    return curves, peaks
 
 
-def _whole(run: RecordedRun, step: int) -> Schedule | None:
-    """Return the schedule of a step; None if actions are missing from it, so that it is unknown who waited for whom."""
+def _complete_schedule(run: RecordedRun, step: int) -> Schedule | None:
+    """Return the schedule of a step; None if actions are missing from it, so that dependencies are unknown."""
     try:
         schedule = run.schedule(step)
-        Columns.of(schedule)
+        Columns.from_schedule(schedule)
     except (ArgumentError, ScheduleError):
         return None
     return schedule
 
 
-def _fitting(run: RecordedRun, step: int | None) -> Schedule | None:
+def _predicted_order(run: RecordedRun, step: int | None) -> Schedule | None:
     """Return the schedule of the predicted timeline, if it is that of a step."""
     predicted = run.predicted()
     if step is None or predicted is None:
@@ -159,26 +159,24 @@ def _fitting(run: RecordedRun, step: int | None) -> Schedule | None:
         return None
 
 
-def _courses(steps: Sequence[StepRecord]) -> list[Course]:
+def _training_series(steps: Sequence[StepRecord]) -> list[Series]:
     """Return the loss, and the step times."""
-    numbers = [one.step for one in steps]
-    losses = [one.loss if one.loss is not None and math.isfinite(one.loss) else None for one in steps]
-    found = [Course("loss", numbers, losses)] if any(one is not None for one in losses) else []
+    numbers = [record.step for record in steps]
+    losses = [record.loss if record.loss is not None and math.isfinite(record.loss) else None for record in steps]
+    series = [Series("loss", numbers, losses)] if any(loss is not None for loss in losses) else []
     if len(steps) > 1:
-        found.append(Course("seconds in Pipeline.step", numbers, [one.seconds for one in steps], "s"))
-    return found
+        series.append(Series("seconds in Pipeline.step", numbers, [record.seconds for record in steps], "s"))
+    return series
 
 
-def _peaks(run: RecordedRun) -> list[Course]:
+def _peak_series(run: RecordedRun) -> list[Series]:
     """Return each device's peak allocation in every measured step, if there are several."""
-    every = {
-        step: [max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in run.timelines()[0]
-    }
-    found = {step: max(peaks) for step, peaks in every.items() if peaks}
-    if len(found) < 2:
+    all_peaks = {step: [max(m.bytes, default=0) for m in run.memory(step) if m.measured] for step in run.timelines()[0]}
+    peak_by_step = {step: max(peaks) for step, peaks in all_peaks.items() if peaks}
+    if len(peak_by_step) < 2:
         return []
-    size, unit = next((one for one in _SIZES if max(found.values()) >= one[0]), (1.0, "B"))
-    return [Course("peak memory", [*found], [peak / size for peak in found.values()], unit)]
+    size, unit = next((pair for pair in _SIZES if max(peak_by_step.values()) >= pair[0]), (1.0, "B"))
+    return [Series("peak memory", [*peak_by_step], [peak / size for peak in peak_by_step.values()], unit)]
 
 
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -186,12 +184,12 @@ _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 def _facts(run: RecordedRun) -> list[tuple[str, str]]:
     about = run.about
-    found = [
+    facts = [
         ("model", about.model),
         ("device", f"{about.device}, {about.processes:,} process{'es' if about.processes > 1 else ''}"),
         (
             "schedule",
-            f"{about.schedule}, {counted(about.microbatches, 'microbatch')} of a batch of {about.rows:,} rows",
+            f"{about.schedule}, {pluralize(about.microbatches, 'microbatch')} of a batch of {about.rows:,} rows",
         ),
         ("stages on ranks", about.placement),
         ("versions", f"penstock {about.penstock}, torch {about.torch}"),
@@ -199,9 +197,9 @@ def _facts(run: RecordedRun) -> list[tuple[str, str]]:
         ("compared with one device", "verified" if about.verified else "unverified"),
     ]
     if about.resumed:
-        found.append(("resumed", "; ".join(map(date_text, about.resumed))))
-    for stage, units in enumerate(about.units):  # of many modules the first and the last
-        many = len(units) > 3
-        said = f"{units[0]} to {units[-1]}, {counted(len(units), 'module')}" if many else ", ".join(units)
-        found.append((f"stage {stage}", said))
-    return found
+        facts.append(("resumed", "; ".join(map(date_text, about.resumed))))
+    for stage, units in enumerate(about.units):  # if there are many, the first and the last
+        abbreviated = len(units) > 3
+        text = f"{units[0]} to {units[-1]}, {pluralize(len(units), 'module')}" if abbreviated else ", ".join(units)
+        facts.append((f"stage {stage}", text))
+    return facts

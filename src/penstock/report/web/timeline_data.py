@@ -1,4 +1,4 @@
-"""What the timeline of a page shows: timelines as columns, with what each action needs, and memory over time."""
+"""The data of a page's timeline: timelines as columns, with each action's dependencies, and memory over time."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from penstock.simulate.waits import CriticalPath, critical_path
 OPS = [op.value for op in Op]
 """Names by `Op.code`."""
 
-_WHOLE = (np.int8, np.int16, np.int32)
+_INTEGERS = (np.int8, np.int16, np.int32)
 
 
 def timeline_data(bands: Iterable[Mapping[str, Any]], *, unit: str = "s") -> dict[str, Any]:
     """Build the `data` of the component in static/timeline.js, ready for JSON.
 
     Args:
-        bands: what `band` made, from top to bottom.
+        bands: from `band`, from top to bottom.
         unit: of time: "s", or the name of another one.
     """
-    return {"unit": unit, "ops": OPS, "bands": for_page([*bands])}
+    return {"unit": unit, "ops": OPS, "bands": encode([*bands])}
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a band shows of its schedule, whatever actions take.
+    """The part of a band that follows from its schedule alone.
 
     Attributes:
         ranks: for each rank op, stage, microbatch and peer of each action, and what it needs.
-        places: for each rank where an action stands.
+        indices: for each rank the index of each action.
     """
 
     ranks: Sequence[Mapping[str, Any]]
-    places: Sequence[Mapping[Action, int]]
+    indices: Sequence[Mapping[Action, int]]
 
     @classmethod
     def of(cls, rows: Sequence[Row], schedule: Schedule | None) -> Order:
-        """Build the order from what each rank ran. `schedule`: None if it is unknown who waits for whom."""
+        """Build the order from what each rank ran. `schedule`: None if dependencies are unknown."""
         needs = [None] * len(rows) if schedule is None else _needs(schedule.with_rows(rows))
         columns = [
             {
@@ -60,11 +60,11 @@ class Order:
             }
             for row, need in zip(rows, needs, strict=True)
         ]
-        return cls(columns, [{action: place for place, action in enumerate(row)} for row in rows])
+        return cls(columns, [{action: index for index, action in enumerate(row)} for row in rows])
 
-    def packed(self) -> Order:
+    def encode(self) -> Order:
         """Return the same, encoded for a page, for one that is shown again and again."""
-        return replace(self, ranks=for_page(self.ranks))
+        return replace(self, ranks=encode(self.ranks))
 
 
 def band(
@@ -80,13 +80,13 @@ def band(
     """Build one timeline for `timeline_data`.
 
     Args:
-        name: what it shows: "measured", a schedule's name.
+        name: its title: "measured", a schedule's name.
         timeline: simulated or real.
-        schedule: the one that it shows; None: nothing is known of who waits for whom.
-        path: its critical path, if it is known already; otherwise it is found, if there is a schedule.
+        schedule: the one that it shows; None: dependencies are unknown.
+        path: its critical path, if known; by default it is computed from the schedule.
         memory: of each rank, as `curve` makes it; None: not known.
-        note: more to say beside the name.
-        order: of the timeline's actions, if it is known already.
+        note: shown beside the name.
+        order: of the timeline's actions, if known.
     """
     if schedule is not None and path is None and not timeline.serialized and len(timeline):
         path = critical_path(schedule, timeline)
@@ -96,7 +96,7 @@ def band(
     if path is not None:  # for each rank 1 where an action is on it
         critical = marks = [np.zeros(len(track), np.int64) for track in timeline.tracks]
         for span in path.spans:
-            marks[span.rank][order.places[span.rank][span.action]] = 1
+            marks[span.rank][order.indices[span.rank][span.action]] = 1
     ranks = [
         {
             "name": f"rank {rank}",
@@ -112,57 +112,55 @@ def band(
     return {"name": name, "note": note, "said": dict(SENTENCES), "ranks": ranks}
 
 
-def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:
+def curve(memory: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:
     """Build a rank's memory over time for `band`: a step at each change.
 
     Args:
-        held: what `penstock.simulate.memory` found.
+        memory: from `penstock.simulate.memory`.
         limit: of the rank; None or infinite: none.
         unit: of the sizes: "bytes", or the name of another one.
         label: where the curve is from, such as "predicted".
     """
-    constant = held.parameters + held.gradients + held.optimizer
-    moments = np.array([0.0, *held.seconds])
-    sizes = constant + np.array([0.0, *map(sum, zip(held.activations, held.unsharded, strict=True))])
+    constant = memory.parameters + memory.gradients + memory.optimizer
+    times = np.array([0.0, *memory.seconds])
+    sizes = constant + np.array([0.0, *map(sum, zip(memory.activations, memory.unsharded, strict=True))])
     drops = np.append(sizes[1:] < sizes[:-1], True)
-    kept = (
-        np.append(moments[1:] != moments[:-1], True) | drops
-    )  # of several changes at a moment: the highest, and the last
-    bounded = None if limit is None or not math.isfinite(limit) else limit
-    return {"t": moments[kept], "bytes": sizes[kept], "limit": bounded, "unit": unit, "label": label}
+    keep = np.append(times[1:] != times[:-1], True) | drops  # of several changes at a moment: the highest, and the last
+    finite_limit = None if limit is None or not math.isfinite(limit) else limit
+    return {"t": times[keep], "bytes": sizes[keep], "limit": finite_limit, "unit": unit, "label": label}
 
 
 def _needs(schedule: Schedule) -> list[dict[str, NDArray[Any]]]:
     """Return, for each rank, the indices of the actions that each of its actions waits for: those of action i are
     `to[at[i]:at[i + 1]]`, counted over all ranks."""
-    known = Dependencies(schedule)
-    found = []
+    dependencies = Dependencies(schedule)
+    needs = []
     for rank in range(schedule.ranks):
-        each = [known.before(node) for node in range(known.first[rank], known.first[rank + 1])]
-        at = np.cumsum([0, *map(len, each)])
-        found.append({"at": at, "to": np.array([node for nodes in each for node in nodes], np.int64)})
-    return found
+        needed = [dependencies.before(node) for node in range(dependencies.first[rank], dependencies.first[rank + 1])]
+        offsets = np.cumsum([0, *map(len, needed)])
+        needs.append({"at": offsets, "to": np.array([node for nodes in needed for node in nodes], np.int64)})
+    return needs
 
 
-def packed(column: NDArray[Any]) -> dict[str, str]:
+def encode_column(column: NDArray[Any]) -> dict[str, str]:
     """Encode a column as {type, base64}, little-endian, which `bands.js` reads. Integers take the least room."""
     if column.dtype.kind in "iu":
         low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-        kind: Any = next(one for one in _WHOLE if np.iinfo(one).min <= low and high <= np.iinfo(one).max)
+        kind: Any = next(dtype for dtype in _INTEGERS if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max)
     else:
         kind = np.float64
-    made = np.ascontiguousarray(column, np.dtype(kind).newbyteorder("<"))
-    text = base64.b64encode(made.tobytes()).decode("ascii")
-    return {"type": f"{made.dtype.kind}{made.dtype.itemsize}", "base64": text}
+    array = np.ascontiguousarray(column, np.dtype(kind).newbyteorder("<"))
+    text = base64.b64encode(array.tobytes()).decode("ascii")
+    return {"type": f"{array.dtype.kind}{array.dtype.itemsize}", "base64": text}
 
 
-def for_page(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """Convert dicts, lists and columns (numpy arrays) to plain values for JSON: columns as base64 of typed arrays,
     which take a third of the room."""
     if isinstance(value, np.ndarray):
-        return packed(value)
+        return encode_column(value)
     if isinstance(value, dict):
-        return {key: for_page(one) for key, one in value.items()}
+        return {key: encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [for_page(one) for one in value]
+        return [encode(item) for item in value]
     return value

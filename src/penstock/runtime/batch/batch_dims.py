@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
-from penstock._base.trees import Flat, Leaf, flatten
+from penstock._base.pytree import Flat, Leaf, flatten
 
 Dim = int | str | None
 """A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of
@@ -41,66 +41,66 @@ class Dims:
     """The batch's dimension in each leaf of one structure.
 
     Attributes:
-        what: what the dimensions describe, for messages.
+        label: what the dimensions describe, for messages.
         stated: dimensions by the path of a leaf, or of a part of the structure.
         min_rows: the fewest rows that a microbatch has, if the batch has enough.
     """
 
-    what: str
+    label: str
     stated: tuple[tuple[str, Dim], ...] = ()
     min_rows: int = 1
 
-    def of(self, path: str) -> Dim:
+    def get(self, path: str) -> Dim:
         """Return the dimension stated for the leaf at `path`. The most specific statement applies."""
         if not self.stated:
             return 0
-        path = plain(path)
-        found = [(len(part), dim) for part, dim in self.stated if path.startswith(part)]
-        return max(found, key=lambda pair: pair[0])[1] if found else 0
+        path = normalize_path(path)
+        matches = [(len(prefix), dim) for prefix, dim in self.stated if path.startswith(prefix)]
+        return max(matches, key=lambda pair: pair[0])[1] if matches else 0
 
-    def states(self, path: str) -> bool | None:
+    def is_stated(self, path: str) -> bool | None:
         """Whether a dimension is stated for just what is at `path`, rather than for more; None: for parts of it."""
-        path = plain(path)
-        within = {part == path for part, _ in self.stated if part.startswith(path)}
+        path = normalize_path(path)
+        within = {prefix == path for prefix, _ in self.stated if prefix.startswith(path)}
         return None if False in within else bool(within)
 
-    def below(self, path: str, what: str) -> Dims:
-        """Return the dimensions stated within the part of the structure at `path`, which is called `what` itself."""
-        path = plain(path)
-        inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
-        return Dims(what, (("", self.of(path)), *inner))
+    def subtree(self, path: str, label: str) -> Dims:
+        """Return the dimensions stated within the part of the structure at `path`, which is called `label` itself."""
+        path = normalize_path(path)
+        inner = [(prefix.removeprefix(path), dim) for prefix, dim in self.stated if prefix.startswith(path)]
+        return Dims(label, (("", self.get(path)), *inner))
 
-    def at(self, path: str, tensor: Any, where: str) -> int | None:
+    def cut_dim(self, path: str, tensor: Any, label: str) -> int | None:
         """Return the dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
             ShapeError: the tensor has no such dimension.
         """
-        dim = self.of(path)
+        dim = self.get(path)
         if dim is None or not tensor.ndim:
             return None
         assert isinstance(dim, int)  # only outputs are reduced
-        return checked(dim, tensor, where)
+        return check_dim(dim, tensor, label)
 
-    def refuse_unknown(self, paths: Iterable[str]) -> None:
+    def check_paths(self, paths: Iterable[str]) -> None:
         """Raise ArgumentError for a statement about something that is not among the leaves at `paths`."""
-        known = [plain(path) for path in paths]
-        for part, _ in self.stated:
-            if part not in _ALL and not any(path.startswith(part) for path in known):
-                there = ", ".join(self.what + path for path in known) or "none"
-                raise ArgumentError(f"batch_dims speaks of {self.what}{part}, but there is only {there}")
+        existing = [normalize_path(path) for path in paths]
+        for stated_path, _ in self.stated:
+            if stated_path not in _ROOT_PATHS and not any(path.startswith(stated_path) for path in existing):
+                available = ", ".join(self.label + path for path in existing) or "none"
+                raise ArgumentError(f"batch_dims names {self.label}{stated_path}, but there is only {available}")
 
 
-_ALL = ("", "[0]", "[1]")
+_ROOT_PATHS = ("", "[0]", "[1]")
 """Statements about a whole target or output, or about all args or kwargs, may match nothing."""
 
 
-def checked(dim: int, tensor: Any, where: str) -> int:
+def check_dim(dim: int, tensor: Any, label: str) -> int:
     """Return a dimension counted from the front. Raise ShapeError if the tensor has no such dimension."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ShapeError(
-            f"{where} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
-            "state another one for it, or None to give it whole to each microbatch"
+            f"{label} has shape {list(tensor.shape)}, but batch_dims puts the batch in its dimension {dim}; "
+            "pass another one for it, or None to pass it whole to each microbatch"
         )
     return dim % int(tensor.ndim)
 
@@ -109,76 +109,76 @@ FIRST = Dims("input")
 """Every leaf has the batch in its first dimension."""
 
 
-def parse(given: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
+def parse(dims: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
     """Parse `batch_dims`: return the dimensions of (args, kwargs), of the target and of the output.
 
     Raises:
         ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something
             other than dimensions.
     """
-    if given is None:
+    if dims is None:
         return FIRST, Dims("target"), Dims("output")
-    known = BatchDims.__optional_keys__
-    parts: dict[Any, Any] = dict(given) if isinstance(given, Mapping) else dict.fromkeys(known, given)
-    named = {key: parts.pop(key) for key in [*parts] if isinstance(key, str) and key not in known}
+    keys = BatchDims.__optional_keys__
+    parts: dict[Any, Any] = dict(dims) if isinstance(dims, Mapping) else dict.fromkeys(keys, dims)
+    named = {key: parts.pop(key) for key in [*parts] if isinstance(key, str) and key not in keys}
     if named and isinstance(parts.get("kwargs", {}), Mapping):
         parts["kwargs"] = {**parts.get("kwargs", {}), **named}
         named = {}
-    if named or not parts.keys() <= known or (not isinstance(given, Mapping) and isinstance(_dim(given), _Wrong)):
+    if named or not parts.keys() <= keys or (not isinstance(dims, Mapping) and isinstance(_parse_dim(dims), _NotADim)):
         raise ArgumentError(
-            f"batch_dims={given!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target', "
+            f"batch_dims={dims!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target', "
             "'output' and names of inputs by keyword, such as {'args': (1, 0), 'mask': None, 'target': 1, 'output': 1}"
         )
     inputs = {f"[{index}]": parts[key] for index, key in enumerate(("args", "kwargs")) if key in parts}
-    stated = [pair for prefix, tree in inputs.items() for pair in _stated(tree, prefix, ("args", "kwargs"))]
+    stated = [pair for prefix, tree in inputs.items() for pair in _parse_dims(tree, prefix, ("args", "kwargs"))]
     return (
         Dims("input", tuple(stated)),
-        Dims("target", tuple(_stated(parts["target"], "", ("target",))) if "target" in parts else ()),
-        Dims("output", tuple(_stated(parts["output"], "", ("output",))) if "output" in parts else ()),
+        Dims("target", tuple(_parse_dims(parts["target"], "", ("target",))) if "target" in parts else ()),
+        Dims("output", tuple(_parse_dims(parts["output"], "", ("output",))) if "output" in parts else ()),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrong:
+class _NotADim:
     """Something that is not a dimension."""
 
 
-def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, Dim]]:
+def _parse_dims(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, Dim]]:
     flat = flatten(tree)
-    found = []
+    stated = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        dim = _dim(leaf)
-        if isinstance(dim, _Wrong) or (isinstance(dim, str) and names != ("output",)):
+        dim = _parse_dim(leaf)
+        if isinstance(dim, _NotADim) or (isinstance(dim, str) and names != ("output",)):
             name = names[int(prefix[1])] if prefix else names[0]
-            more = ", 'mean' or 'sum'" if name == "output" else ""
+            extra = ", 'mean' or 'sum'" if name == "output" else ""
             raise ArgumentError(
                 f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
-                f"microbatch{more}"
+                f"microbatch{extra}"
             )
-        found.append((plain(prefix + path), dim))
-    return found
+        stated.append((normalize_path(prefix + path), dim))
+    return stated
 
 
-def _dim(leaf: Any) -> Dim | _Wrong:
+def _parse_dim(leaf: Any) -> Dim | _NotADim:
     if leaf is None or is_integer(leaf) or leaf in REDUCED:
         return leaf  # type: ignore[no-any-return]
-    theirs: Any = sys.modules.get(
+    torch_module: Any = sys.modules.get(
         "torch.distributed.pipelining.microbatch"
     )  # if it is not loaded, the leaf is not torch's: saves an import
-    if theirs is not None and isinstance(leaf, theirs.TensorChunkSpec):
+    if torch_module is not None and isinstance(leaf, torch_module.TensorChunkSpec):
         return int(leaf.split_dim)
-    if theirs is not None and (leaf is theirs._Replicate or isinstance(leaf, theirs._Replicate)):
+    if torch_module is not None and (leaf is torch_module._Replicate or isinstance(leaf, torch_module._Replicate)):
         return None
-    return _Wrong()
+    return _NotADim()
 
 
-def plain(path: str) -> str:
+def normalize_path(path: str) -> str:
     """Normalize a path so that a dict's keys and an object's fields are written alike, since one may mirror the
     other."""
     return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)
 
 
-LISTS = (list, tuple, range, deque)
+LIST_TYPES = (list, tuple, range, deque)
 """What may have one entry per row."""
 
 
@@ -204,154 +204,157 @@ class Microbatches(Leaf):
         return f"Microbatches({list(self.pieces)!r})"
 
 
-def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
+def iter_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a batch, each with its path; those in `Microbatches` with their path in a piece, for each
     piece."""
     flat = flatten(tree)
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, Microbatches):
             for piece in leaf.pieces:
-                yield from ((path + inner, part) for inner, part in leaves_of(piece))
+                yield from ((path + inner, part) for inner, part in iter_leaves(piece))
         else:
             yield path, leaf
 
 
-Sized = Callable[[int], Sequence[int]]
-"""The sizes of the microbatches of a batch of so many rows."""
+SizesFor = Callable[[int], Sequence[int]]
+"""Returns the sizes of the microbatches, from the number of rows of the batch."""
 
 
-def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, sized: Sized = lambda rows: ()) -> int:
+def count_rows(
+    tree: Any, label: str, dims: Dims = FIRST, raw: Flat | None = None, sizes_for: SizesFor = lambda rows: ()
+) -> int:
     """Return the number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of
     lists, the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
 
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
     """
-    found = [*counted_rows(raw or flatten(tree), what, dims)]
+    named_rows = [*tensor_rows(raw or flatten(tree), label, dims)]
     names: dict[int, str] = {}
-    for rows, name in found:
+    for rows, name in named_rows:
         names.setdefault(rows, name)
-    if len(names) == 1 and found[0][0] != 3:
-        return found[0][0]
-    flat = flatten(tree, is_leaf=lambda value, path: is_list(value, path, dims))
+    if len(names) == 1 and named_rows[0][0] != 3:
+        return named_rows[0][0]
+    flat = flatten(tree, is_leaf=lambda value, path: may_be_column(value, path, dims))
     pairs = [*zip(flat.leaves, flat.paths, strict=True)]
-    if len(names) == 1 and not _refuse_unsure(pairs, len(found), what, dims):
+    if len(names) == 1 and not _are_image_rows(pairs, len(named_rows), label, dims):
         return 3
     lengths = {length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
     if len(lengths) == 1:
         return lengths.pop() or 0
     if not names:
-        raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
-    ready = ready_made(max(names), sized(min(names)) if min(names) > 1 else ())
+        raise ShapeError(f"{label}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
+    suggestion = suggest_microbatches(max(names), sizes_for(min(names)) if min(names) > 1 else ())
     raise ShapeError(
-        f"{what}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the batch "
-        "in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
-        f"batch_dims= (None: whole to each microbatch); where one has several rows for each of another, {ready} "
+        f"{label}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the "
+        "batch in its first dimension (scalars and plain values are repeated). If it is elsewhere, set "
+        f"batch_dims= (None: whole to each microbatch); if one has several rows for each of another, {suggestion} "
         "what no dimension describes (graphs, packed sequences), cut with a function: split_fn="
     )
 
 
-def _are_pictures(value: Any) -> bool:
-    """Whether this is a list of pictures [3, H, W], as torchvision's detection models take it."""
+def _is_image_list(value: Any) -> bool:
+    """Whether this is a list of images [3, H, W], as torchvision's detection models take it."""
     return type(value) in (list, tuple) and all(
-        isinstance(one, Tensor) and one.ndim == 3 and one.is_floating_point() and one.shape[0] == 3 for one in value
+        isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point() and x.shape[0] == 3 for x in value
     )
 
 
-def _refuse_unsure(pairs: Sequence[tuple[Any, str]], tensors: int, what: str, dims: Dims) -> bool:
-    """Whether all of so many tensors, whose first dimension is 3, are pictures, of which `batch_dims` says that each is
-    a row. Raise ShapeError if it does not say so, nor in which dimension Qwen2-VL's positions [3, 3, S] have rows."""
-    pictures = [pair for pair in pairs if _are_pictures(pair[0])]
-    if sum(len(leaf) for leaf, _ in pictures) == tensors:
-        for leaf, path in pictures:
-            _check_stated(leaf, path, f"{what}{path}", dims)
+def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: str, dims: Dims) -> bool:
+    """Whether all `num_tensors` tensors, whose first dimension is 3, are images that are one row each.
+
+    Raise ShapeError if `batch_dims` does not state that, or the batch dimension of Qwen2-VL's positions [3, 3, S]."""
+    images = [pair for pair in pairs if _is_image_list(pair[0])]
+    if sum(len(leaf) for leaf, _ in images) == num_tensors:
+        for leaf, path in images:
+            _check_stated(leaf, path, f"{label}{path}", dims)
         return True
-    others = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
+    leading_shapes = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
     for leaf, path in pairs:
         are_positions = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape[:-1] == (3, 3)
-        if are_positions and leaf.shape[1:] in others and not dims.states(path):
+        if are_positions and leaf.shape[1:] in leading_shapes and not dims.is_stated(path):
             raise ShapeError(
-                f"{what}{path} {[*leaf.shape]} has the batch's 3 rows in dimension 0 or 1; pass batch_dims= with the "
+                f"{label}{path} {[*leaf.shape]} has the batch's 3 rows in dimension 0 or 1; pass batch_dims= with the "
                 "dimension for it, 1 for positions of 3 kinds"
             )
     return False
 
 
-def _check_stated(value: Any, path: str, where: str, dims: Dims) -> None:
-    """Raise ShapeError for a list that may have an entry per row or not, if `batch_dims` does not say so."""
-    if not dims.states(path):
+def _check_stated(value: Any, path: str, label: str, dims: Dims) -> None:
+    """Raise ShapeError for a list that may or may not have one entry per row, if `batch_dims` states neither."""
+    if not dims.is_stated(path):
         first = value[0]
         kind = f"tensors like {[*first.shape]}" if isinstance(first, Tensor) else f"{type(first).__name__}s"
         raise ShapeError(
-            f"{where} is a {type(value).__name__} of {len(value)} {kind}: is each one row of the batch? Pass "
+            f"{label} is a {type(value).__name__} of {len(value)} {kind}: is each one row of the batch? Pass "
             "batch_dims= with 0 for it to cut it between them, or None to give it whole to each microbatch"
             f"{', or a list with the dimension of each' * isinstance(first, Tensor)}; or cut with a function: split_fn="
         )
 
 
-def ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
+def suggest_microbatches(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
     """Describe how to pass a tensor of `rows` rows, the same number for each row of microbatches of these sizes."""
     total = sum(sizes)
     if not total or any(size * rows % total for size in sizes):
         return "pass its pieces, as penstock.Microbatches([...]);"
-    each = [size * rows // total for size in sizes]
-    cut = f"{each[0] if len({*each}) == 1 else each}{f', {dim}' if dim else ''}"
-    return f"pass the one of {rows} rows as penstock.Microbatches(x.split({cut}));"
+    piece_rows = [size * rows // total for size in sizes]
+    argument = f"{piece_rows[0] if len({*piece_rows}) == 1 else piece_rows}{f', {dim}' if dim else ''}"
+    return f"pass the one of {rows} rows as penstock.Microbatches(x.split({argument}));"
 
 
-def counted_rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
+def tensor_rows(flat: Flat, label: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
     """Yield the rows of each tensor to cut, and its name. `prefix`: the path of `flat` within what is stated."""
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, Tensor):
-            dim = dims.at(prefix + path, leaf, f"{what}{path}")
+            dim = dims.cut_dim(prefix + path, leaf, f"{label}{path}")
             if dim is not None:
-                yield leaf.shape[dim], f"{what}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
+                yield leaf.shape[dim], f"{label}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
 
 
 def length(leaf: Any, path: str, dims: Dims) -> int | None:
     """Return the rows of a tensor or array, or the number of entries of a list; None for anything else."""
-    if type(leaf) in LISTS:
+    if type(leaf) in LIST_TYPES:
         return len(leaf)
     numpy: Any = sys.modules.get("numpy")  # if it is not loaded, there are no arrays: saves an import
     has_shape = isinstance(leaf, Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray))
-    dim = dims.at(path, leaf, dims.what + path) if has_shape else None
+    dim = dims.cut_dim(path, leaf, dims.label + path) if has_shape else None
     return None if dim is None else int(leaf.shape[dim])
 
 
 def holds_tensors(leaf: Any) -> bool:
     """Whether this is a tensor, or holds tensors or pieces of them."""
-    return any(isinstance(one, (Tensor, Microbatches)) for one in flatten(leaf).leaves)
+    return any(isinstance(item, (Tensor, Microbatches)) for item in flatten(leaf).leaves)
 
 
-def is_list(value: Any, path: str, dims: Dims) -> bool:
+def may_be_column(value: Any, path: str, dims: Dims) -> bool:
     """Whether this is a list or tuple that may have one entry per row. The model's arguments are none, nor is one whose
     entries have dimensions of their own in `batch_dims`."""
-    if type(value) not in LISTS or not value or (dims.what == "input" and path in ("", "[0]")):
+    if type(value) not in LIST_TYPES or not value or (dims.label == "input" and path in ("", "[0]")):
         return False
-    return dims.of(path) is not None and dims.states(path) is not None
+    return dims.get(path) is not None and dims.is_stated(path) is not None
 
 
-def is_column(value: Any, path: str, rows: int, where: str, dims: Dims) -> bool:
+def is_column(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
     """Whether this is a list with one entry per row, to be cut between them: it has as many entries, and no tensors, or
     tensors that do not all have the rows. DataLoader makes such lists of texts; torchvision's detection models take
-    lists of pictures and of dicts.
+    lists of images and of dicts.
 
     Raises:
         ShapeError: it may as well be something else: up to 3 numbers a size, dicts of tensors with the rows caches.
     """
-    if not is_list(value, path, dims):
+    if not may_be_column(value, path, dims):
         return False
-    if len(value) != rows or (rows == 1 and not (dims.states(path) and _are_pictures(value))):
-        if rows > 1 and dims.states(path) and not holds_tensors(value):
-            raise ShapeError(f"{where} has {len(value)} entries; expected {rows}, one for each row, as the example has")
+    if len(value) != rows or (rows == 1 and not (dims.is_stated(path) and _is_image_list(value))):
+        if rows > 1 and dims.is_stated(path) and not holds_tensors(value):
+            raise ShapeError(f"{label} has {len(value)} entries; expected {rows}, one for each row, as the example has")
         return False
     inner = flatten(value)
-    found = {count for count, _ in counted_rows(inner, where, dims, path)}
-    numbers = not found and rows <= 3 and dims.what == "input" and all(type(one) in (int, float) for one in value)
-    dicts = found == {rows} and all(isinstance(one, dict) for one in value)
-    pictures = found == {rows} and _are_pictures(value)
-    if numbers or dicts or pictures:
-        _check_stated(value, path, where, dims)
-    alike = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
-    whole = found == {rows} or not alike or any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
-    return dicts or pictures or not whole
+    counts = {count for count, _ in tensor_rows(inner, label, dims, path)}
+    are_numbers = not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value)
+    are_dicts = counts == {rows} and all(isinstance(x, dict) for x in value)
+    are_images = counts == {rows} and _is_image_list(value)
+    if are_numbers or are_dicts or are_images:
+        _check_stated(value, path, label, dims)
+    same_ndim = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
+    is_container = counts == {rows} or not same_ndim or any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
+    return are_dicts or are_images or not is_container

@@ -13,25 +13,25 @@ from torch import Tensor
 
 from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
-from penstock._base.trees import flatten, unflatten
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.pytree import flatten, unflatten
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import (
-    LISTS,
+    LIST_TYPES,
     BatchDims,
     Dim,
     Dims,
     Microbatches,
+    count_rows,
     holds_tensors,
     is_column,
-    is_list,
-    leaves_of,
+    iter_leaves,
     length,
+    may_be_column,
+    normalize_path,
     parse,
-    plain,
-    rows_of,
 )
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Example
@@ -88,7 +88,7 @@ class Cutting:
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
         notes: which lists of plain values are cut.
-        unsure: those among them of numbers, which may as well belong to no row (`layers=[3, 5, 7, 11]`).
+        ambiguous: those among them of numbers, which may as well belong to no row (`layers=[3, 5, 7, 11]`).
     """
 
     inputs: Dims
@@ -97,7 +97,7 @@ class Cutting:
     split: SplitFunction | None = None
     merge: MergeFunction | None = None
     notes: tuple[str, ...] = ()
-    unsure: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -112,92 +112,92 @@ class Cutting:
     def check(self, example: Example) -> None:
         """Raise ArgumentError if dimensions are stated for inputs that the example does not have."""
         if self.inputs.stated and self.split is None:
-            self.inputs.refuse_unknown(_paths(example))
+            self.inputs.check_paths(_paths(example))
 
     def cut_like(self, example: Any, rows: int) -> Cutting:
         """Return this rule, with lists of plain values cut in later batches if they are in this example of `rows` rows:
         a smaller batch may have as many rows as some list has entries by chance."""
-        dims, stated, notes, unsure = self.inputs, list(self.inputs.stated), [], []
-        flat = flatten(example, is_leaf=lambda value, path: is_list(value, path, dims))
+        dims, stated, notes, ambiguous = self.inputs, list(self.inputs.stated), [], []
+        flat = flatten(example, is_leaf=lambda value, path: may_be_column(value, path, dims))
         for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
-            if type(leaf) in LISTS and not holds_tensors(leaf):
+            if type(leaf) in LIST_TYPES and not holds_tensors(leaf):
                 cut = is_column(leaf, path, rows, f"example{path}", dims)
-                stated.append((plain(path), 0 if cut else None))
-                if not dims.states(path) and (cut or len(leaf) > 3):  # up to 3 values are a size
+                stated.append((normalize_path(path), 0 if cut else None))
+                if not dims.is_stated(path) and (cut or len(leaf) > 3):  # up to 3 values are a size
                     name = ("args", "kwargs")[path.startswith("[1]")] + path[3:]
-                    how = f"is cut; to give all of them to each microbatch, {_ALL}"
-                    how = how if cut else f"goes whole to each microbatch: the batch has {rows} rows"
-                    notes.append(f"{name}, a {type(leaf).__name__} of {len(leaf)} values, {how}")
-                    unsure += notes[-1:] if cut and all(type(one) in (int, float) for one in leaf) else []
+                    treatment = f"is cut; to give all of them to each microbatch, {_PASS_WHOLE}"
+                    treatment = treatment if cut else f"goes whole to each microbatch: the batch has {rows} rows"
+                    notes.append(f"{name}, a {type(leaf).__name__} of {len(leaf)} values, {treatment}")
+                    ambiguous += notes[-1:] if cut and all(type(number) in (int, float) for number in leaf) else []
         inputs = replace(dims, stated=tuple(stated))
-        return replace(self, inputs=inputs, notes=tuple(notes), unsure=tuple(unsure))
+        return replace(self, inputs=inputs, notes=tuple(notes), ambiguous=tuple(ambiguous))
 
-    def divide(self, batch: Batch, microbatches: int, what: str, pipelines: int) -> Batch:
+    def divide(self, batch: Batch, microbatches: int, label: str, pipelines: int) -> Batch:
         """Return the batch with the pieces into which `split` cuts it, each with its rows.
 
         Raises:
             ArgumentError: it returned something other than microbatches, too many or too few, or rows that are not a
                 number.
-            ShapeError: it did not say how many rows a piece has, and tensors disagree.
+            ShapeError: a piece has no `rows`, and its tensors disagree on their number.
         """
         if self.split is None:
             return batch
-        found = self.split(batch.args, dict(batch.kwargs), batch.target, microbatches)
-        if not isinstance(found, Sequence) or not all(isinstance(piece, Microbatch) for piece in found):
-            given = type(found).__name__
-            if isinstance(found, Sequence):
-                given += " of " + ", ".join(sorted({type(piece).__name__ for piece in found}))
-            raise ArgumentError(f"split_fn= returned a {given}; expected a list of penstock.Microbatch")
-        batches.check_count(len(found), microbatches, f"{what}, cut by split_fn=", pipelines)
-        counted = (self._counted(piece, f"{what}, microbatch {k} of split_fn=") for k, piece in enumerate(found))
-        return batch._replace(pieces=tuple(counted))
+        pieces = self.split(batch.args, dict(batch.kwargs), batch.target, microbatches)
+        if not isinstance(pieces, Sequence) or not all(isinstance(piece, Microbatch) for piece in pieces):
+            returned = type(pieces).__name__
+            if isinstance(pieces, Sequence):
+                returned += " of " + ", ".join(sorted({type(piece).__name__ for piece in pieces}))
+            raise ArgumentError(f"split_fn= returned a {returned}; expected a list of penstock.Microbatch")
+        batches.check_count(len(pieces), microbatches, f"{label}, cut by split_fn=", pipelines)
+        with_rows = (self._with_rows(piece, f"{label}, microbatch {k} of split_fn=") for k, piece in enumerate(pieces))
+        return batch._replace(pieces=tuple(with_rows))
 
-    def cut(self, batch: Batch, microbatches: int, what: str, device: torch.device | None, pipelines: int) -> CutBatch:
+    def cut(self, batch: Batch, microbatches: int, label: str, device: torch.device | None, pipelines: int) -> CutBatch:
         """Cut the inputs of a batch, which `divide` has returned, into microbatches on `device`."""
         if batch.pieces is None:
             inputs = batch.args, dict(batch.kwargs)
-            return batches.cut(inputs, microbatches, what, device, pipelines=pipelines, dims=self.inputs)
-        given = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
-        pieces = tuple(flatten(batches.split(one, (1,), what, device, _WHOLE)[0]) for one in given)
+            return batches.cut(inputs, microbatches, label, device, pipelines=pipelines, dims=self.inputs)
+        examples = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
+        pieces = tuple(flatten(batches.split(example, (1,), label, device, _UNCUT)[0]) for example in examples)
         sizes = tuple(piece.rows or 0 for piece in batch.pieces)
-        return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
+        return CutBatch(pieces, sizes, (sizes, tuple(map(batches.input_signature, pieces))))
 
-    def rotated(self, batch: Microbatch, microbatches: int) -> Microbatch:
+    def rotate(self, batch: Microbatch, microbatches: int) -> Microbatch:
         """Return a batch with its rows in another order: each microbatch has those of another; a single one has its
         own, in another order."""
         inputs = (batch.args, dict(batch.kwargs))
         leaves = flatten((*inputs, batch.target)).leaves
         if self.split is not None or any(isinstance(leaf, Microbatches) or is_block_mask(leaf) for leaf in leaves):
             return batch
-        rows = rows_of(inputs, "batch", self.inputs)
-        by = -(-rows // max(microbatches, 2))
+        rows = count_rows(inputs, "batch", self.inputs)
+        offset = -(-rows // max(microbatches, 2))
 
-        def moved(tree: Any, dims: Dims) -> Any:
+        def rotate_tree(tree: Any, dims: Dims) -> Any:
             flat = flatten(tree, is_leaf=lambda value, path: is_column(value, path, rows, path, dims))
 
-            def one(leaf: Any, path: str) -> Any:
+            def rotate_leaf(leaf: Any, path: str) -> Any:
                 if is_column(leaf, path, rows, path, dims):
-                    order = [*leaf][-by:] + [*leaf][:-by]
+                    order = [*leaf][-offset:] + [*leaf][:-offset]
                     return tuple(order) if isinstance(leaf, tuple) else order
                 if not isinstance(leaf, torch.Tensor):
                     is_cut = length(leaf, path, dims) == rows
-                    return sys.modules["numpy"].roll(leaf, by, dims.of(path)) if is_cut else leaf
-                dim = dims.at(path, leaf, path) if leaf.layout == torch.strided else None
+                    return sys.modules["numpy"].roll(leaf, offset, dims.get(path)) if is_cut else leaf
+                dim = dims.cut_dim(path, leaf, path) if leaf.layout == torch.strided else None
                 if dim is None or leaf.shape[dim] != rows:
                     return leaf
                 with outside_autocast(leaf.device.type):  # which casts what `roll` joins
-                    return leaf.detach().roll(by, dim).requires_grad_(leaf.requires_grad)
+                    return leaf.detach().roll(offset, dim).requires_grad_(leaf.requires_grad)
 
-            return unflatten([one(*pair) for pair in zip(flat.leaves, flat.paths, strict=True)], flat.structure)
+            return unflatten([rotate_leaf(*pair) for pair in zip(flat.leaves, flat.paths, strict=True)], flat.structure)
 
-        args, kwargs = moved(inputs, self.inputs)
-        return Microbatch(args, kwargs, moved(batch.target, self.target), batch.rows)
+        args, kwargs = rotate_tree(inputs, self.inputs)
+        return Microbatch(args, kwargs, rotate_tree(batch.target, self.target), batch.rows)
 
-    def batch(self, example: Example, count: int, what: str, pipelines: int) -> CutBatch:
+    def batch(self, example: Example, count: int, label: str, pipelines: int) -> CutBatch:
         """Cut a batch without a target into at most `count` microbatches, where it is."""
-        return self.cut(self.divide(Batch(*example), count, what, pipelines), count, what, None, pipelines)
+        return self.cut(self.divide(Batch(*example), count, label, pipelines), count, label, None, pipelines)
 
-    def of_rows(self, example: Example, rows: int) -> CutBatch:
+    def take_rows(self, example: Example, rows: int) -> CutBatch:
         """Return one microbatch of exactly this many rows, whatever the number of microbatches: the first of the batch,
         or the first one of that size that the user's own cut makes.
 
@@ -206,36 +206,39 @@ class Cutting:
             ShapeError: tensors disagree on the number of rows.
         """
         self.check(example)
-        own = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
-        if self.split is None and not own:
-            there = rows_of(example, "example", self.inputs)
-            if rows > there:
+        piece_counts = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
+        if self.split is None and not piece_counts:
+            total = count_rows(example, "example", self.inputs)
+            if rows > total:
                 raise ArgumentError(
-                    f"the batch has only {counted(there, 'row')}: pass a larger one, or microbatches of at most {there}"
+                    f"the batch has only {pluralize(total, 'row')}: pass a larger one, or microbatches of at most "
+                    f"{total}"
                 )
-            sizes = (rows, there - rows) if rows < there else (rows,)
+            sizes = (rows, total - rows) if rows < total else (rows,)
             piece = flatten(batches.split(example, sizes, "example", None, self.inputs)[0])
             return CutBatch((piece,), (rows,), None)
-        count = max(own, default=1)
+        count = max(piece_counts, default=1)
         if self.split is not None:
             count = max(1, sum(self.batch(example, 1, "example", 1).sizes) // rows)
         cut = self.batch(example, count, "example", 1)
         if rows not in cut.sizes:
-            found = ", ".join(map(str, sorted({*cut.sizes})))
-            how = "already cut into" if own else f"cut by split_fn= into {counted(count, 'microbatch')} of"
-            raise ArgumentError(f"no microbatch has {counted(rows, 'row')}: the batch is {how} {found} rows")
-        place = cut.sizes.index(rows)
-        return CutBatch((cut.pieces[place],), (rows,), None)
+            sizes_text = ", ".join(map(str, sorted({*cut.sizes})))
+            origin = (
+                "already cut into" if piece_counts else f"cut by split_fn= into {pluralize(count, 'microbatch')} of"
+            )
+            raise ArgumentError(f"no microbatch has {pluralize(rows, 'row')}: the batch is {origin} {sizes_text} rows")
+        index = cut.sizes.index(rows)
+        return CutBatch((cut.pieces[index],), (rows,), None)
 
-    def usual(self, example: Example) -> int:
+    def default_count(self, example: Example) -> int:
         """Return the default number of microbatches of a whole batch: `MICROBATCHES`, or as many as it yields (one per
         row, or the pieces that it is already cut into) if these are fewer.
 
         `penstock.pipeline` does not use this: it expects batches larger than its example.
         """
-        given = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
-        if given:
-            return max(given)
+        piece_counts = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
+        if piece_counts:
+            return max(piece_counts)
         self.check(example)
         return len(self.batch(example, MICROBATCHES, "example", 1).sizes)
 
@@ -249,60 +252,60 @@ class Cutting:
         """
         if batch.pieces is None:
             target = batch.kwargs.get("labels") if labels else batch.target
-            dims = self.inputs.below("[1]['labels']", "target") if labels else self.target
+            dims = self.inputs.subtree("[1]['labels']", "target") if labels else self.target
             if target is not None:
-                dims.refuse_unknown(_paths(target))
+                dims.check_paths(_paths(target))
             return batches.split(target, sizes, "target", device, dims)
-        mine = [piece.rows for piece in batch.pieces]
-        if mine != list(sizes):
+        rows = [piece.rows for piece in batch.pieces]
+        if rows != list(sizes):
             raise ShapeError(
-                f"split_fn= gave microbatches of {mine} rows where the last stage runs, and of {list(sizes)} where the "
+                f"split_fn= gave microbatches of {rows} rows where the last stage runs, and of {list(sizes)} where the "
                 "first does; it must give the same on both, from what pipe.needs_inputs and pipe.needs_targets ask for"
             )
-        wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
+        piece_targets = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
         return [
-            batches.split(one, (1,), f"target of microbatch {k}", device, replace(_WHOLE, what="target"))[0]
-            for k, one in enumerate(wanted)
+            batches.split(piece_target, (1,), f"target of microbatch {k}", device, replace(_UNCUT, label="target"))[0]
+            for k, piece_target in enumerate(piece_targets)
         ]
 
     def join(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """The output of the whole batch; see `microbatches.join`."""
         if self.merge is None:
             return batches.join(outputs, sizes, self.output)
-        batches.refuse_missing(outputs)
+        batches.check_all_present(outputs)
         return self.merge(list(outputs))
 
-    def _counted(self, piece: Microbatch, what: str) -> Microbatch:
+    def _with_rows(self, piece: Microbatch, label: str) -> Microbatch:
         if not isinstance(piece.args, tuple) or not isinstance(piece.kwargs, Mapping):
             raise ArgumentError(
-                f"{what}: args is a {type(piece.args).__name__} and kwargs a {type(piece.kwargs).__name__}; expected a "
-                "tuple and a dict"
+                f"{label}: args is a {type(piece.args).__name__} and kwargs a {type(piece.kwargs).__name__}; expected "
+                "a tuple and a dict"
             )
         rows = piece.rows
         if rows is None:
             try:
-                rows = rows_of((piece.args, dict(piece.kwargs)), what, self.inputs)
+                rows = count_rows((piece.args, dict(piece.kwargs)), label, self.inputs)
             except ShapeError as error:
                 raise ShapeError(
-                    f"{what} does not say how many rows it counts for, and its inputs do not tell ({error}); return "
+                    f"{label} has no rows=, and its inputs do not determine it ({error}); return "
                     "Microbatch(..., rows=...)"
                 ) from None
         if not (is_integer(rows) and rows >= 1):
-            raise ArgumentError(f"{what}: rows={rows!r}; expected an integer >= 1")
+            raise ArgumentError(f"{label}: rows={rows!r}; expected an integer >= 1")
         return piece._replace(rows=rows)
 
 
-_ALL = "pass batch_dims= with None for it (0 says that it is cut)"
-_WHOLE = Dims("piece", (("", None),))
+_PASS_WHOLE = "pass batch_dims= with None for it (0 confirms the cut)"
+_UNCUT = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 
 
 def _paths(tree: Any) -> list[str]:
     """Return the paths of all leaves, including those within pieces that are already cut."""
-    return [*dict.fromkeys(path for path, _ in leaves_of(tree))]
+    return [*dict.fromkeys(path for path, _ in iter_leaves(tree))]
 
 
-def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
+def check_aliases(overwritten: Collection[str], batch: Batch) -> None:
     """Raise ArgumentError if an input that the forward updates in place shares memory with another input or a target.
 
     On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` made of x. In
@@ -317,18 +320,18 @@ def refuse_aliases(overwritten: Collection[str], batch: Batch) -> None:
     inputs: list[tuple[str, Tensor]] = []  # by their paths, as a caller would write them
     targets: list[tuple[str, Tensor]] = []
     for piece in batch.pieces or [batch]:
-        given = leaves_of((piece.args, dict(piece.kwargs)))
-        inputs += [(input_path(path), leaf) for path, leaf in given if isinstance(leaf, Tensor)]
-        targets += [(f"target{path}", leaf) for path, leaf in leaves_of(piece.target) if isinstance(leaf, Tensor)]
-    for place, (path, tensor) in enumerate(inputs):
+        input_leaves = iter_leaves((piece.args, dict(piece.kwargs)))
+        inputs += [(input_path(path), leaf) for path, leaf in input_leaves if isinstance(leaf, Tensor)]
+        targets += [(f"target{path}", leaf) for path, leaf in iter_leaves(piece.target) if isinstance(leaf, Tensor)]
+    for index, (path, tensor) in enumerate(inputs):
         if path not in overwritten:
             continue
-        others = [*inputs[:place], *inputs[place + 1 :], *targets]
-        found = next((other for other, beside in others if overlap(tensor, beside)), None)
-        if found is not None:
-            it = f"{found} of another microbatch" if found == path else found
+        candidates = [*inputs[:index], *inputs[index + 1 :], *targets]
+        alias = next((name for name, candidate in candidates if overlap(tensor, candidate)), None)
+        if alias is not None:
+            text = f"{alias} of another microbatch" if alias == path else alias
             raise ArgumentError(
-                f"the forward updates input {path} in place, and {it} shares memory with it: on one device {it} would "
-                "change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
+                f"the forward updates input {path} in place, and {text} shares memory with it: on one device {text} "
+                "would change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
                 "(x.clone()), or have the model not update its input in place"
             )

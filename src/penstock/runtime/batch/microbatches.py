@@ -23,20 +23,20 @@ from torch import Tensor
 
 from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError, ShapeError
-from penstock._base.trees import Flat, flatten, map_tensors, unflatten
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.pytree import Flat, flatten, map_tensors, unflatten
 from penstock.partition.stages.partition import describe
 from penstock.runtime.batch.batch_dims import (
     FIRST,
     Dim,
     Dims,
     Microbatches,
-    checked,
-    counted_rows,
+    check_dim,
+    count_rows,
     is_column,
     length,
-    ready_made,
-    rows_of,
+    suggest_microbatches,
+    tensor_rows,
 )
 from penstock.runtime.exact import rules as exact
 
@@ -48,15 +48,15 @@ class CutBatch:
     Attributes:
         pieces: the flattened (args, kwargs) of each microbatch, its tensors in their own memory.
         sizes: the rows of each microbatch.
-        kind: all that a recording depends on, except tensors' values: batches of one kind may share a recording.
+        signature: all that a recording depends on, except tensors' values: batches of one kind may share a recording.
     """
 
     pieces: tuple[Flat, ...]
     sizes: tuple[int, ...]
-    kind: Hashable
+    signature: Hashable
 
 
-def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
+def split_evenly(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
     """Return how many rows each microbatch gets: as evenly as possible, larger ones first.
 
     With too few rows for `min_rows` in each of the microbatches there are fewer of these.
@@ -66,8 +66,8 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1
     """
     if rows < pipelines:
         raise ArgumentError(
-            f"the batch has {counted(rows, 'row')}, but the schedule needs at least {pipelines}: one for each copy of "
-            "the model"
+            f"the batch has {pluralize(rows, 'row')}, but the schedule needs at least {pipelines}: one for each copy "
+            "of the model"
             if pipelines > 1
             else "the batch has no rows; expected at least one"
         )
@@ -79,7 +79,7 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1
 def cut(
     tree: Any,
     microbatches: int,
-    what: str,
+    label: str,
     device: torch.device | None = None,
     *,
     pipelines: int = 1,
@@ -92,21 +92,21 @@ def cut(
         ShapeError: tensors disagree on the number of rows, or one requires a gradient.
     """
     raw = flatten(tree, is_leaf=lambda value, _: is_block_mask(value))
-    if given := any(isinstance(leaf, Microbatches) for leaf in raw.leaves):
-        sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
+    if has_pieces := any(isinstance(leaf, Microbatches) for leaf in raw.leaves):
+        sizes = _piece_sizes(raw, microbatches, label, pipelines, dims)
     else:
-        sized = partial(sizes_of, microbatches=microbatches, pipelines=pipelines, min_rows=dims.min_rows)
-        sizes = sized(rows_of(tree, what, dims, raw, sized))
-    flat, leaves = _split(tree, sizes, what, device, dims)
-    if given or flat.structure != raw.structure or any(map(is_block_mask, raw.leaves)):
-        pieces = [flatten(unflatten(own, flat.structure)) for own in leaves]  # pieces of one leaf may differ in theirs
+        sizes_for = partial(split_evenly, microbatches=microbatches, pipelines=pipelines, min_rows=dims.min_rows)
+        sizes = sizes_for(count_rows(tree, label, dims, raw, sizes_for))
+    flat, leaves = _split_leaves(tree, sizes, label, device, dims)
+    if has_pieces or flat.structure != raw.structure or any(map(is_block_mask, raw.leaves)):
+        pieces = [flatten(unflatten(part, flat.structure)) for part in leaves]  # structures may differ within a leaf
     else:
-        pieces = [Flat(own, flat.paths, flat.structure) for own in leaves]
-    return CutBatch(tuple(pieces), sizes, kind_of(raw))
+        pieces = [Flat(part, flat.paths, flat.structure) for part in leaves]
+    return CutBatch(tuple(pieces), sizes, input_signature(raw))
 
 
 def split(
-    tree: Any, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
+    tree: Any, sizes: Sequence[int], label: str, device: torch.device | None = None, dims: Dims = FIRST
 ) -> list[Any]:
     """Split a batch into microbatches, each tensor in its own aligned allocation on `device` (default: its own device).
 
@@ -114,52 +114,53 @@ def split(
         ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or something already cut
             has another number of pieces.
     """
-    flat, pieces = _split(tree, sizes, what, device, dims)
+    flat, pieces = _split_leaves(tree, sizes, label, device, dims)
     return [unflatten(leaves, flat.structure) for leaves in pieces]
 
 
-def _split(
-    tree: Any, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims
+def _split_leaves(
+    tree: Any, sizes: Sequence[int], label: str, device: torch.device | None, dims: Dims
 ) -> tuple[Flat, list[list[Any]]]:
     """The batch, flattened, and the leaves of each piece; what `Microbatches` and columns become there is not flat."""
     rows = sum(sizes)
-    flat = flatten(tree, is_leaf=lambda v, path: is_block_mask(v) or is_column(v, path, rows, what + path, dims))
+    flat = flatten(tree, is_leaf=lambda v, path: is_block_mask(v) or is_column(v, path, rows, label + path, dims))
     columns = [
-        _split_leaf(leaf, path, sizes, f"{what}{path}", device, dims)
+        _split_leaf(leaf, path, sizes, f"{label}{path}", device, dims)
         for leaf, path in zip(flat.leaves, flat.paths, strict=True)
     ]
     return flat, [*map(list, zip(*columns, strict=True))] if columns else [[] for _ in sizes]
 
 
 def _split_leaf(
-    leaf: Any, path: str, sizes: Sequence[int], where: str, device: torch.device | None, dims: Dims
+    leaf: Any, path: str, sizes: Sequence[int], label: str, device: torch.device | None, dims: Dims
 ) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
-        return _given(leaf, sizes, where, device, dims)
+        return _pieces(leaf, sizes, label, device, dims)
     if is_block_mask(leaf):
-        return _cut_mask(leaf, sizes, where, device)
+        return _cut_mask(leaf, sizes, label, device)
     ends = list(accumulate(sizes))
-    if is_column(leaf, path, ends[-1], where, dims):
+    if is_column(leaf, path, ends[-1], label, dims):
         leaf = [*leaf] if type(leaf) in (range, deque) else leaf
         pieces = [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return _given(Microbatches(pieces), sizes, where, device, dims)
+        return _pieces(Microbatches(pieces), sizes, label, device, dims)
     if not isinstance(leaf, Tensor):
         if length(leaf, path, dims) != ends[-1]:
             return [leaf] * len(sizes)
-        return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.of(path)))
-    dim = dims.at(path, leaf, where)
+        return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.get(path)))
+    dim = dims.cut_dim(path, leaf, label)
     if dim is None:
-        return [_own(leaf, where, device, dims) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
+        return [_copy(leaf, label, device, dims) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
     if leaf.shape[dim] != ends[-1]:
         raise ShapeError(
-            f"{where} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
+            f"{label} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
-            f"{ready_made(leaf.shape[dim], sizes, dim)} if it is to go whole to each microbatch, batch_dims= says so"
+            f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} to pass it whole to each microbatch, set "
+            "batch_dims= to None for it"
         )
     plain = not dim and device is None and not leaf.requires_grad
-    if plain and (parts := exact.own_parts(leaf, sizes)) is not None:
+    if plain and (parts := exact.copy_parts_aligned(leaf, sizes)) is not None:
         return parts
-    return [_own(_dense(part) if dim else part, where, device, dims) for part in torch.split(leaf, list(sizes), dim)]
+    return [_copy(_dense(part) if dim else part, label, device, dims) for part in torch.split(leaf, list(sizes), dim)]
 
 
 def _dense(part: Tensor) -> Tensor:
@@ -167,19 +168,19 @@ def _dense(part: Tensor) -> Tensor:
     return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
-def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None, dims: Dims) -> list[Any]:
+def _pieces(leaf: Microbatches, sizes: Sequence[int], label: str, device: torch.device | None, dims: Dims) -> list[Any]:
     if len(leaf) != len(sizes):
-        raise ShapeError(f"{where} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
-    return [map_tensors(lambda tensor: _own(tensor, where, device, dims), piece) for piece in leaf.pieces]
+        raise ShapeError(f"{label} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
+    return [map_tensors(lambda tensor: _copy(tensor, label, device, dims), piece) for piece in leaf.pieces]
 
 
-def on(tree: Any, device: torch.device | None) -> Any:
+def move_to(tree: Any, device: torch.device | None) -> Any:
     """Move a microbatch's tensors, which it owns, to a device; None leaves them where they are.
 
     Copies from the host do not wait for the device.
     """
 
-    def moved(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         if device is None or tensor.device == device:
             return tensor
         if device.type == "cuda" and tensor.device.type == "cpu":
@@ -188,68 +189,68 @@ def on(tree: Any, device: torch.device | None) -> Any:
 
     if device is None or (isinstance(tree, Tensor) and tree.device == device):
         return tree
-    return map_tensors(moved, tree)
+    return map_tensors(move, tree)
 
 
-def _own(tensor: Tensor, where: str, device: torch.device | None, dims: Dims) -> Tensor:
+def _copy(tensor: Tensor, label: str, device: torch.device | None, dims: Dims) -> Tensor:
     moved = tensor if device is None else tensor.to(device)
     if not tensor.requires_grad:
-        return exact.own(moved)
-    if dims.what == "target":
+        return exact.copy_aligned(moved)
+    if dims.label == "target":
         raise ShapeError(
-            f"{where} requires a gradient, which a pipeline returns for the model's inputs alone; pass {where}.detach()"
+            f"{label} requires a gradient, which a pipeline returns for the model's inputs alone; pass {label}.detach()"
         )
-    own: Tensor = exact.Own.apply(moved)  # type: ignore[no-untyped-call]
-    return own
+    copied: Tensor = exact.CopyAligned.apply(moved)  # type: ignore[no-untyped-call]
+    return copied
 
 
-def _sizes_given(raw: Flat, microbatches: int, what: str, pipelines: int, dims: Dims) -> tuple[int, ...]:
+def _piece_sizes(raw: Flat, microbatches: int, label: str, pipelines: int, dims: Dims) -> tuple[int, ...]:
     """Return the rows of each microbatch of a batch that is already cut: those of the first tensor in its piece, unless
     tensors beside it have another number, and are cut evenly."""
-    given = [pair for pair in zip(raw.leaves, raw.paths, strict=True) if isinstance(pair[0], Microbatches)]
-    counts = sorted({len(one) for one, _ in given})
-    if len(counts) > 1:
+    divided = [pair for pair in zip(raw.leaves, raw.paths, strict=True) if isinstance(pair[0], Microbatches)]
+    lengths = sorted({len(leaf) for leaf, _ in divided})
+    if len(lengths) > 1:
         raise ShapeError(
-            f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give all the same number"
+            f"{label}: one Microbatches has {lengths[0]} pieces, another {lengths[-1]}; pass the same number in all"
         )
-    check_count(counts[0], microbatches, what, pipelines)
-    pieces = [[flatten(one.pieces[k]) for one, _ in given] for k in range(counts[0])]
+    check_count(lengths[0], microbatches, label, pipelines)
+    pieces = [[flatten(leaf.pieces[k]) for leaf, _ in divided] for k in range(lengths[0])]
     rows = [
-        [n for flat, (_, path) in zip(flats, given, strict=True) for n, _ in counted_rows(flat, what, dims, path)]
+        [n for flat, (_, path) in zip(flats, divided, strict=True) for n, _ in tensor_rows(flat, label, dims, path)]
         for flats in pieces
     ]
-    sizes = tuple(found[0] if found else 1 for found in rows)
-    beside = {n for n, _ in counted_rows(raw, what, dims)}
-    return sizes if beside <= {sum(sizes)} else sizes_of(min(beside), counts[0])
+    sizes = tuple(numbers[0] if numbers else 1 for numbers in rows)
+    other_rows = {n for n, _ in tensor_rows(raw, label, dims)}
+    return sizes if other_rows <= {sum(sizes)} else split_evenly(min(other_rows), lengths[0])
 
 
-def check_count(count: int, microbatches: int, what: str, pipelines: int) -> None:
+def check_count(count: int, microbatches: int, label: str, pipelines: int) -> None:
     """Raise ArgumentError if no schedule for `microbatches` can run this number of pieces."""
     if not pipelines <= count <= microbatches:
         raise ArgumentError(
-            f"{what}: {counted(count, 'microbatch')} were given, but the schedule is for {microbatches}"
+            f"{label}: {pluralize(count, 'microbatch')} were given, but the schedule is for {microbatches}"
             + (f", and needs at least {pipelines}" if pipelines > 1 else "")
             + "; pass at most as many, or make the pipeline with a larger microbatches="
         )
 
 
-def kind_of(flat: Flat) -> Hashable:
+def input_signature(flat: Flat) -> Hashable:
     """Return what a recording depends on, except tensors' values."""
-    return flat.structure, tuple(map(_kind_of_leaf, flat.leaves))
+    return flat.structure, tuple(map(_leaf_signature, flat.leaves))
 
 
-def _kind_of_leaf(leaf: Any) -> Hashable:
+def _leaf_signature(leaf: Any) -> Hashable:
     """Return a leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's
     device."""
     if isinstance(leaf, Microbatches):
-        return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
+        return tuple(input_signature(flatten(piece)) for piece in leaf.pieces)
     if is_block_mask(leaf):
-        return kind_of(flatten(leaf))
+        return input_signature(flatten(leaf))
     takes_gradient = isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
     return *describe(leaf)[:4], takes_gradient
 
 
-def _cut_mask(mask: Any, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
+def _cut_mask(mask: Any, sizes: Sequence[int], label: str, device: torch.device | None) -> list[Any]:
     """The pieces of a block mask of FlexAttention; one for every sample goes whole to each microbatch. Its function is
     called with a sample's number in the batch, which has to go on counting in a microbatch.
 
@@ -262,7 +263,7 @@ def _cut_mask(mask: Any, sizes: Sequence[int], where: str, device: torch.device 
         return [mask] * len(sizes)
     if rows != sum(sizes):
         raise ShapeError(
-            f"{where} is a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or one for every row: "
+            f"{label} is a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or one for every row: "
             "pass B=None to create_block_mask"
         )
     pieces, ends = [copy(mask) for _ in sizes], accumulate(sizes)
@@ -296,21 +297,21 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
         ShapeError: a value is not a tensor with its microbatch's rows, unless it is plain and the same in all, or
             `dims` say how to combine it. Where they state a dimension for it alone, it may have other rows.
     """
-    refuse_missing(outputs)
+    check_all_present(outputs)
     flats = [flatten(output) for output in outputs]
     first = flats[0]
     if any(flat.structure != first.structure for flat in flats):
-        raise ShapeError(f"the microbatches' outputs differ in structure, so that they cannot be combined; {_INSTEAD}")
-    dims.refuse_unknown(first.paths)
+        raise ShapeError(f"the microbatches' outputs differ in structure, so that they cannot be combined; {_REMEDY}")
+    dims.check_paths(first.paths)
     columns = zip(*(flat.leaves for flat in flats), strict=True)
     pairs = zip(columns, first.paths, strict=True)
     return unflatten(
-        [_joined(column, sizes, f"output{path}", dims.of(path), bool(dims.states(path))) for column, path in pairs],
+        [_merge(column, sizes, f"output{path}", dims.get(path), bool(dims.is_stated(path))) for column, path in pairs],
         first.structure,
     )
 
 
-def refuse_missing(outputs: Sequence[Any]) -> None:
+def check_all_present(outputs: Sequence[Any]) -> None:
     """Raise ArgumentError if some outputs are on another rank."""
     if any(output is None for output in outputs):
         raise ArgumentError(
@@ -319,50 +320,50 @@ def refuse_missing(outputs: Sequence[Any]) -> None:
         )
 
 
-_INSTEAD = (
+_REMEDY = (
     "state batch_dims for it ('output': its dimension; None where it is the same in all; 'mean' or 'sum'), pass "
     "merge_fn=, or take each microbatch's own, from evaluate(..., outputs=True).outputs"
 )
 
 
-def _joined(column: Sequence[Any], sizes: Sequence[int], where: str, dim: Dim, stated: bool) -> Any:
+def _merge(column: Sequence[Any], sizes: Sequence[int], label: str, dim: Dim, stated: bool) -> Any:
     if len(column) == 1:
         return column[0]
     if not all(isinstance(value, Tensor) for value in column):
         if any(value is not column[0] and value != column[0] for value in column):
-            raise ShapeError(f"{where} is not the same in all microbatches ({column[0]!r} in the first); {_INSTEAD}")
+            raise ShapeError(f"{label} is not the same in all microbatches ({column[0]!r} in the first); {_REMEDY}")
         return column[0]
     if isinstance(dim, str):
-        return _reduced(column, sizes, where, dim)
+        return _reduce(column, sizes, label, dim)
     if dim is None:
         if not all(torch.equal(value, column[0]) for value in column[1:]):
-            raise ShapeError(f"{where} is not the same in all microbatches, as batch_dims says; {_INSTEAD}")
+            raise ShapeError(f"{label} is not the same in all microbatches, as batch_dims states; {_REMEDY}")
         return column[0]
     shapes = [list(value.shape) for value in column]
     if dim or column[0].dim():
-        dim = checked(dim, column[0], where)
-    alike = all(shape[dim : dim + 1] == [size] for shape, size in zip(shapes, sizes, strict=True))
+        dim = check_dim(dim, column[0], label)
+    rows_match = all(shape[dim : dim + 1] == [size] for shape, size in zip(shapes, sizes, strict=True))
     if not any(shapes) and not stated:
         raise ShapeError(
-            f"{where} is one number for each microbatch, such as its loss, and no part of a batch: leave out what "
-            f"has the model compute it, such as labels=, or {_INSTEAD}"
+            f"{label} is one number for each microbatch, such as its loss, and no part of a batch: leave out what "
+            f"has the model compute it, such as labels=, or {_REMEDY}"
         )
-    if not (alike or (stated and all(shapes))):
+    if not (rows_match or (stated and all(shapes))):
         raise ShapeError(
-            f"{where} has shapes {shapes} in microbatches of {list(sizes)} rows, so that they cannot be put together "
-            f"to the whole batch's{f' along dimension {dim}' if dim else ''}; {_INSTEAD}"
+            f"{label} has shapes {shapes} in microbatches of {list(sizes)} rows, so that they cannot be put together "
+            f"to the whole batch's{f' along dimension {dim}' if dim else ''}; {_REMEDY}"
         )
-    rests = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
-    if any(rest != rests[0] for rest in rests):
-        raise ShapeError(f"{where} has shapes {shapes}, which do not make one tensor; {_INSTEAD}")
+    other_dims = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
+    if any(dims != other_dims[0] for dims in other_dims):
+        raise ShapeError(f"{label} has shapes {shapes}, which do not make one tensor; {_REMEDY}")
     return torch.cat(list(column), dim)
 
 
-def _reduced(column: Sequence[Tensor], sizes: Sequence[int], where: str, how: str) -> Tensor:
+def _reduce(column: Sequence[Tensor], sizes: Sequence[int], label: str, reduction: str) -> Tensor:
     shapes = [list(value.shape) for value in column]
     if any(shape != shapes[0] for shape in shapes):
-        raise ShapeError(f"{where} has shapes {shapes}, of which there is no {how}; {_INSTEAD}")
-    weights = exact.seeds([float(size) for size in sizes]) if how == "mean" else [1.0] * len(sizes)
+        raise ShapeError(f"{label} has shapes {shapes}, which have no {reduction}; {_REMEDY}")
+    weights = exact.seeds([float(size) for size in sizes]) if reduction == "mean" else [1.0] * len(sizes)
     total = column[0] * weights[0]
     for value, weight in zip(column[1:], weights[1:], strict=True):
         total = total + value * weight

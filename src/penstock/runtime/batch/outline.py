@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, PartitionError, PenstockError
-from penstock._base.trees import flatten, map_tensors, unflatten
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
+from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock.partition.recording.recording import is_readable
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import CutBatch
@@ -48,8 +48,8 @@ class Outline:
         """Return the outline of these microbatches."""
         tensors = (leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor))
         device = next((tensor.device.type for tensor in tensors), "cpu")
-        whole = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
-        return cls(tuple(map_tensors(_without_values, piece) for piece in whole), device, cut.sizes)
+        examples = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
+        return cls(tuple(map_tensors(_without_values, piece) for piece in examples), device, cut.sizes)
 
     @classmethod
     def of_example(cls, example: Example) -> Outline:
@@ -62,8 +62,8 @@ class Outline:
 
         Floating-point tensors have memory, but arbitrary values.
         """
-        there = device or torch.device(self.device)
-        return [map_tensors(lambda tensor: _with_memory(tensor, there), one) for one in self.examples]
+        target = device or torch.device(self.device)
+        return [map_tensors(lambda tensor: _with_memory(tensor, target), example) for example in self.examples]
 
     @property
     def text(self) -> str:
@@ -93,13 +93,13 @@ class SingleRowError(PartitionError):
 
 @contextmanager
 def explaining_cut(outline: Outline) -> Iterator[None]:
-    """Wrap a recording of microbatches: an error of the model's own tells how the batch was cut.
+    """Wrap a recording of microbatches: add a note on how the batch was cut to an error of the model.
 
     Raises:
         SingleRowError: batch norm gets a single row.
     """
     sizes = outline.sizes
-    rows, pieces = sum(sizes), counted(len(sizes), "microbatch")
+    rows, pieces = sum(sizes), pluralize(len(sizes), "microbatch")
     try:
         yield
     except Exception as error:  # from inside a block, or from the model's own forward
@@ -110,29 +110,29 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], Mapping):
             error.add_note("penstock: if args is a pair of positional and keyword inputs, pass them as args and kwargs")
         error.add_note(
-            f"penstock: recorded for a batch of {counted(rows, 'row')} in {pieces}; the first got "
+            f"penstock: recorded for a batch of {pluralize(rows, 'row')} in {pieces}; the first got "
             f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "
             "batch_dims=, or None for what goes whole to each microbatch. A tensor for the whole batch that is no "
             "input (a default argument, a buffer) is not cut: pass it as an input. Cut what no dimension describes, "
-            "such as a list of pictures, with a function: split_fn="
+            "such as a list of images, with a function: split_fn="
         )
         if ONE_VALUE not in str(error) or min(sizes) > 1:
             raise
-        where = "the batch has one" if rows == 1 else f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}"
+        rows_text = "the batch has one" if rows == 1 else f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}"
         raise SingleRowError(
-            f"batch norm needs more than one row in each microbatch in training, and {where}: pass a larger batch, or "
-            f"pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
+            f"batch norm needs more than one row in each microbatch in training, and {rows_text}: pass a larger batch, "
+            f"or pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
         ) from error
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    return tensor.cpu() if is_readable(tensor) else _like(tensor, torch.device("meta"))
+    return tensor.cpu() if is_readable(tensor) else _empty_like(tensor, torch.device("meta"))
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    return _like(tensor, device) if tensor.is_meta else tensor.to(device)
+    return _empty_like(tensor, device) if tensor.is_meta else tensor.to(device)
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad)
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return empty.requires_grad_(tensor.requires_grad)

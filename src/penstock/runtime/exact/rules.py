@@ -12,14 +12,14 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
    root of that stage's backward, so that it is the first term of the sum there (`backward`).
 5. Strides, and the address modulo a cache line, survive a cut (`Layout`), for values and gradients alike; every
-   microbatch has its own allocation (`own`). At another address BLAS takes another path, with other bits.
+   microbatch has its own allocation (`copy_aligned`). At another address BLAS takes another path, with other bits.
 6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is not a leaf).
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
 8. Backward runs outside autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
    Under autocast, products that the forward made in float32 would get gradients in half precision.
 9. W computes a product before it adds it to `.grad`, as autograd does (`computes_apart`). BLAS, told to add it, adds
    each block of the inner dimension on its own. Only on the CPU are bits promised; elsewhere W adds in place.
-10. What waits to be sent or read is in memory that nothing else may write into (`handed_on`).
+10. What waits to be sent or read is in memory that nothing else may write into (`detach_or_copy`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock._base.compat import any_autocast, holders, run_backward, storage_of
+from penstock._base.compat import any_autocast, holders, run_backward, storage_id
 from penstock._base.gradients import CACHE_LINE_BYTES
 from penstock.partition.values.memory import extent
 
@@ -88,14 +88,14 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOTHING
 
 
-class _Nothing:
+class _NullContext:
     """`nullcontext` without calls of Python: it enters and leaves by functions in C, which do nothing here."""
 
     __enter__ = [].clear
     __exit__ = "".format  # takes any arguments, and returns an empty text, so that exceptions pass
 
 
-NOTHING = cast(AbstractContextManager[Any], _Nothing())
+NOTHING = cast(AbstractContextManager[Any], _NullContext())
 """What wraps something that needs nothing around it; may be entered any number of times."""
 
 
@@ -110,26 +110,26 @@ def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def own(tensor: Tensor) -> Tensor:
+def copy_aligned(tensor: Tensor) -> Tensor:
     """Copy a tensor into its own aligned allocation, with the same strides (a slice of a batch has neither)."""
     if is_dense(tensor.shape, tensor.stride()):
         return tensor.detach().clone()
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
 
 
-def own_parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
-    """`own` for each of the parts into which a tensor's first dimension is cut; None unless all of them are dense."""
-    (_, *rest), stride = tensor.shape, tensor.stride()
-    dense = all(is_dense((size, *rest), stride) for size in {*sizes})
+def copy_parts_aligned(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
+    """`copy_aligned` for each of the parts into which the first dimension is cut; None unless all of them are dense."""
+    (_, *tail), stride = tensor.shape, tensor.stride()
+    dense = all(is_dense((size, *tail), stride) for size in {*sizes})
     return [part.clone() for part in torch.split(tensor.detach(), list(sizes))] if dense else None
 
 
-class Own(torch.autograd.Function):
-    """`own`, through which a gradient goes back to where the caller's tensor came from."""
+class CopyAligned(torch.autograd.Function):
+    """`copy_aligned`, through which a gradient goes back to where the caller's tensor came from."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return own(tensor)
+        return copy_aligned(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -169,7 +169,7 @@ class Buffer(NamedTuple):
     """Whether `flat` is separate memory, which `unpack` copies into `tensor` once it has arrived."""
 
 
-def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
+def detach_or_copy(values: list[Tensor | None]) -> list[Tensor | None]:
     """The tensors without their graphs, in the same list, with any conjugation or negation that torch has put off
     carried out. Whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=`
     or scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
@@ -180,9 +180,9 @@ def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
             values[index] = values[index].data.resolve_conj().resolve_neg()  # type: ignore[union-attr]
     for index, node in enumerate(nodes):
         value = values[index]
-        if value is None or (held := holders(value, node)) == 1:
+        if value is None or (references := holders(value, node)) == 1:
             continue
-        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in values):
+        if references > sum(peer is not None and storage_id(peer) == storage_id(value) for peer in values):
             values[index] = copy_as(Layout.of(value), value)
     return values
 
@@ -205,7 +205,7 @@ def allocate(layout: Layout, device: torch.device, *, pinned: bool = False) -> B
         return Buffer(tensor, tensor.as_strided((tensor.numel(),), (1,)), packed=False)
     if is_dense(shape, stride):
         flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device, pin_memory=pinned)
-        tensor = on_memory_of(flat, skip, shape, stride)
+        tensor = share_memory(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
     if is_overlapping(narrow, stride):  # such a tensor cannot be written to: use a contiguous one
@@ -216,10 +216,10 @@ def allocate(layout: Layout, device: torch.device, *, pinned: bool = False) -> B
         )
     memory = torch.empty(extent(narrow, stride) + skip, dtype=dtype, device=device)
     flat = torch.empty(_numel(narrow), dtype=dtype, device=device, pin_memory=pinned)
-    return Buffer(on_memory_of(memory, skip, shape, stride), flat, packed=True)
+    return Buffer(share_memory(memory, skip, shape, stride), flat, packed=True)
 
 
-def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def share_memory(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """Return a tensor on another's memory, yet not a view of it: autograd refuses to update views that `Receive`
     returns."""
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
@@ -254,8 +254,8 @@ def copy_as(
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if type(tensor) is Tensor and tensor.device == device and tensor.dtype is dtype:
             return tensor.clone()
-        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return made.copy_(tensor, non_blocking=non_blocking)
+        copy = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return copy.copy_(tensor, non_blocking=non_blocking)
     buffer = allocate(layout, device)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock._base.compat import generator_of
+from penstock._base.compat import device_generator
 
 _MASK = (1 << 64) - 1
 
@@ -35,13 +35,13 @@ def mix(*words: int) -> int:
     return state
 
 
-def key_of(name: str) -> int:
+def hash_name(name: str) -> int:
     """Return a 64-bit hash of a name that is the same in every process (`hash` is not)."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-_LOSS = key_of("the loss function")
-_ENTRY = key_of("the entry of a stage")
+_LOSS = hash_name("the loss function")
+_ENTRY = hash_name("the entry of a stage")
 
 
 class Streams:
@@ -61,7 +61,7 @@ class Streams:
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
-        self._again = False
+        self._is_rerun = False
         self._step = -1
         self._base: int | None = None
         self._foreign: tuple[Any, Any] | None = None  # Python's and numpy's states before they were set
@@ -74,7 +74,7 @@ class Streams:
         for name, module in modules.items():
             if id(module) not in self._hooked:
                 self._hooked.add(id(module))
-                self._handles.append(module.register_forward_pre_hook(Hook(partial(self._entering, name))))
+                self._handles.append(module.register_forward_pre_hook(Hook(partial(self._on_forward, name))))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -87,7 +87,7 @@ class Streams:
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
         """Wrap a step: draws come from these streams. Restore the user's generators afterwards."""
         # Always includes the CPU's: checkpointing restores that one, whatever the device.
-        self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
+        self._generators = tuple(dict.fromkeys([torch.default_generator, *map(device_generator, devices)]))
         self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
         self._step, self._foreign = step, None
@@ -99,17 +99,17 @@ class Streams:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
-    def begin(self, microbatch: int, offsets: Mapping[str, int], *, stage: int = 0, again: bool = False) -> None:
+    def begin(self, microbatch: int, offsets: Mapping[str, int], *, stage: int = 0, is_rerun: bool = False) -> None:
         """Start a microbatch on a stage.
 
         Args:
             offsets: how often each module was called on earlier stages, if at all.
-            again: whether this is in backward, where recomputation must draw the same numbers again.
+            is_rerun: whether this is in backward, where recomputation must draw the same numbers again.
         """
         self._base = mix(self.seed, self._step, self.first_microbatch + microbatch)
         self._calls = dict(offsets)
-        self._again = again
-        if not again:  # so that `enter` finds the same state each time this forward runs
+        self._is_rerun = is_rerun
+        if not is_rerun:  # so that `enter` finds the same state each time this forward runs
             self._seed(mix(self._base, _ENTRY, stage))
 
     def begin_loss(self, microbatch: int, *, foreign: bool = True) -> None:
@@ -120,14 +120,14 @@ class Streams:
         """Set the stream of the next call of `name`."""
         if self._base is None:
             return
-        # Checkpointing restores the generator's state: its seed tells which of a module's calls runs again.
-        place = name, self.generator_seed
-        seed = self._drawn.get(place) if self._again else None
+        # Checkpointing restores the generator's state: its seed identifies which of a module's calls runs again.
+        key = name, self.generator_seed
+        seed = self._drawn.get(key) if self._is_rerun else None
         if seed is None:
-            seed = self._drawn[place] = mix(self._base, self._key(name), self._count(name))
+            seed = self._drawn[key] = mix(self._base, self._key(name), self._count(name))
         self._seed(seed)
 
-    def _entering(self, name: str, module: nn.Module, args: Any) -> None:
+    def _on_forward(self, name: str, module: nn.Module, args: Any) -> None:
         self.enter(name)
 
     @property
@@ -143,7 +143,7 @@ class Streams:
     def _key(self, name: str) -> int:
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = key_of(name)
+            key = self._keys[name] = hash_name(name)
         return key
 
     def _count(self, name: str) -> int:

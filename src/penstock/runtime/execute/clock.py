@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.distributed.failure import OUTSIDE, Behind, Position
+from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
 from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
@@ -31,7 +31,7 @@ Marks = tuple[Action, Any, Any, Any]
 
 _ANCHORS = 3
 
-KEPT = 1024
+RING_SIZE = 1024
 """How many events `Progress` has. They are used again in turn: a host is never further ahead, since a device's queue
 holds about as many entries, and an action adds several."""
 
@@ -93,11 +93,11 @@ class StreamClock:
         event.record(self._module.current_stream(self._device) if stream is None else stream)
         return event
 
-    def message(self, action: Action, way: tuple[int, int]) -> Begun:
+    def message(self, action: Action, ranks: tuple[int, int]) -> Begun:
         """Mark the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
-        if way not in self._streams:
-            self._streams[way] = self._module.Stream(self._device)
-        stream = self._streams[way]
+        if ranks not in self._streams:
+            self._streams[ranks] = self._module.Stream(self._device)
+        stream = self._streams[ranks]
         stream.wait_stream(self._module.current_stream(self._device))
         began = self.mark(stream)
 
@@ -113,10 +113,10 @@ class StreamClock:
         current = self._module.current_stream(self._device)
         for stream in self._streams.values():
             current.wait_stream(stream)
-        last, then = self._anchor()
+        anchor, anchor_ns = self._anchor()
 
         def at(mark: Any) -> int:
-            return then - round(float(mark.elapsed_time(last)) * 1e6)
+            return anchor_ns - round(float(mark.elapsed_time(anchor)) * 1e6)
 
         moments = []
         for action, began, ready, ended in row:
@@ -130,17 +130,17 @@ class StreamClock:
         """Return a mark after all others, and when it was on the host's clock.
 
         The first waits for the step's work. The host may lose its processor between a mark and its own clock, so this
-        is the mark of which the host can tell best.
+        is the mark with the smallest uncertainty.
         """
-        found = []
+        anchors = []
         for _ in range(_ANCHORS):
             before = now_ns()
             mark = self.mark()
             mark.synchronize()
             after = now_ns()
-            found.append((after - before, (before + after) // 2, mark))
-        _, then, mark = min(found, key=itemgetter(0))
-        return mark, then
+            anchors.append((after - before, (before + after) // 2, mark))
+        _, anchor_ns, mark = min(anchors, key=itemgetter(0))
+        return mark, anchor_ns
 
 
 def has_events(device: torch.device) -> bool:
@@ -151,7 +151,7 @@ def has_events(device: torch.device) -> bool:
     return all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream", "device"))
 
 
-def clock_of(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
     """Return the clock for a rank's work on this device."""
     return StreamClock(device) if has_events(device) else HostClock()
 
@@ -180,7 +180,7 @@ def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
 
 @contextmanager
 def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Clock]) -> Iterator[None]:
-    """Wrap a timed step: clocks that can tell when messages traveled are told of each.
+    """Wrap a timed step: clocks that can record when messages traveled get each.
 
     Where torch is told to block in every wait, that would wait for the message itself.
 
@@ -217,10 +217,10 @@ class Progress:
     def __init__(self, device: torch.device, watchdog: Watchdog) -> None:
         self._device, self._watchdog = device, watchdog
         self._module: Any = torch.get_device_module(device)
-        self._events = [self._module.Event() for _ in range(KEPT)]
-        self._positions = [OUTSIDE] * KEPT
+        self._events = [self._module.Event() for _ in range(RING_SIZE)]
+        self._positions = [OUTSIDE] * RING_SIZE
         self._marked = self._passed = 0
-        self._seen: Behind | None = None
+        self._seen: DeviceLag | None = None
         watchdog.device = self.behind
 
     @property
@@ -230,34 +230,34 @@ class Progress:
 
     @position.setter
     def position(self, position: Position) -> None:
-        place = self._marked % KEPT
-        self._positions[place] = self._watchdog.position
-        self._events[place].record(self._module.current_stream(self._device))
+        slot = self._marked % RING_SIZE
+        self._positions[slot] = self._watchdog.position
+        self._events[slot].record(self._module.current_stream(self._device))
         self._marked += 1
         self._watchdog.position = position
 
-    def behind(self) -> Behind | None:
+    def behind(self) -> DeviceLag | None:
         """Return where the device is, if it has not passed the last mark. Never wait for it.
 
-        If the device has failed, as all calls then say, the answer is the last one from before.
+        If the device has failed, so that all calls raise, return the previous answer.
         """
         marked = self._marked
-        first = max(self._passed, marked - KEPT + 1)
+        first = max(self._passed, marked - RING_SIZE + 1)
         if first < marked:
             try:
                 with self._module.device(self._device):  # a thread's first call would make a context on device 0
                     first = bisect_left(range(marked), True, first, marked, key=self._is_ahead)
             except RuntimeError:
                 return self._seen
-        if self._marked - first >= KEPT:  # meanwhile the host has used this mark again
+        if self._marked - first >= RING_SIZE:  # meanwhile the host has used this mark again
             return self._seen
         self._passed = first
         self._seen = None
         if first < marked:
-            finished = self._positions[(first - 1) % KEPT].action if first else ""
-            self._seen = Behind(self._positions[first % KEPT], finished)
+            finished = self._positions[(first - 1) % RING_SIZE].action if first else ""
+            self._seen = DeviceLag(self._positions[first % RING_SIZE], finished)
         return self._seen
 
     def _is_ahead(self, mark: int) -> bool:
         """Whether the device has yet to pass a mark."""
-        return not self._events[mark % KEPT].query()
+        return not self._events[mark % RING_SIZE].query()

@@ -1,6 +1,6 @@
 """What the processes of a mesh exchange besides the messages of a schedule, and how a process reports its failure.
 
-The watchdog knows of every wait: if another process is lost or has failed, the wait ends with the first cause.
+The watchdog has every wait: if another process is lost or has failed, the wait ends with the first cause.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from penstock._base.compat import default_store
 from penstock._base.errors import RankFailedError
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.failure import OUTSIDE, Failure, Position
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions, Groups
-from penstock.distributed.joining import place_of
+from penstock.distributed.joining import meeting_store
 from penstock.distributed.watchdog import Watchdog
-from penstock.distributed.world import World, backend_of, check_alike, is_accelerator
+from penstock.distributed.world import World, backend_for, check_same_backend, is_accelerator
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
-from penstock.runtime.transport.staging import Departed, Staging
+from penstock.runtime.transport.staging import HostOperation, Staging
 
 T = TypeVar("T")
 
@@ -44,14 +44,14 @@ class Control:
         staging: where the device's tensors leave for the host, and come back from; None if their groups take them.
         sends_late: whether losses leave from a device, by `send_late`.
         watchdog: the whole mesh's watchdog.
-        line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
+        pipeline_peers, mesh_peers: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
 
     def __init__(
         self,
         world: World,
         device: torch.device,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         group_options: GroupOptions | None = None,
         *,
         staged: bool = False,
@@ -60,71 +60,71 @@ class Control:
         self.groups: Groups | None = None
         self.staging: Staging | None = None
         self._departures: Staging | None = None
-        self._losses: deque[Arriving] = deque()
+        self._losses: deque[Arrival] = deque()
         self._agreed = False
-        self.line = tuple(number for number in world.numbers if number != world.number)
-        self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
+        self.pipeline_peers = tuple(number for number in world.numbers if number != world.number)
+        self.mesh_peers = tuple(number for number in range(len(world.everyone)) if number != world.number)
         if world.rank is None:
             self.watchdog = Watchdog()
             return
-        place = place_of(default_store(), world.everyone)
-        self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
+        store = meeting_store(default_store(), world.everyone)
+        self.watchdog = Watchdog.connect(world.number, len(world.everyone), store, timeouts)
         self.watchdog.partners, self.watchdog.members = world.partners, world.everyone
         with self.reporting(close=self.watchdog.close):
-            with self.waiting_for("process groups", self.others):
-                backend = "gloo" if staged else backend_of(device)
+            with self.waiting_for("process groups", self.mesh_peers):
+                backend = "gloo" if staged else backend_for(device)
                 self.groups = Groups(world, backend, group_options)
-                said = self.gather((device.type, backend), "its backend")
+                backends = self.gather((device.type, backend), "its backend")
             with self.agreed():
-                check_alike([said[number] for number in world.numbers])
+                check_same_backend([backends[number] for number in world.numbers])
                 (group_options or GroupOptions()).check(backend)
-            with self.waiting_for("process groups", self.others):
+            with self.waiting_for("process groups", self.mesh_peers):
                 self.groups.open(late=is_accelerator(device))
             if is_accelerator(device):
                 self._departures = Staging(device)
                 self.staging = self._departures if backend == "gloo" else None
 
-    def give_all(self, value: T) -> T:
+    def share_with_all(self, value: T) -> T:
         """Return the first process's object on every process of the mesh."""
         if self.groups is None:
             return value
-        return self._given(value, self.groups["everyone"], 0, self.others if self.world.is_first else (0,))
+        return self._share(value, self.groups["everyone"], 0, self.mesh_peers if self.world.is_first else (0,))
 
     @property
     def failed(self) -> bool:
         """Whether this or another rank has failed, so that nothing can run any more."""
         return self.watchdog.failure is not None
 
-    def start_equal(self, tensors: Iterable[Tensor]) -> None:
+    def copy_from_first_process(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
             with self.waiting_for("equal parameters", self.world.partners):
                 copy_from_first(tensors, self.groups["column"], self.staging)
 
-    def give(self, value: T, source_rank: int = 0) -> T:
+    def share(self, value: T, source_rank: int = 0) -> T:
         """Return one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
-        peers = self.line if self.world.rank == source_rank else (self.world.numbers[source_rank],)
-        return self._given(value, self.groups["control"], source_rank, peers)
+        peers = self.pipeline_peers if self.world.rank == source_rank else (self.world.numbers[source_rank],)
+        return self._share(value, self.groups["control"], source_rank, peers)
 
-    def _given(self, value: T, group: dist.ProcessGroup, source: int, peers: tuple[int, ...]) -> T:
+    def _share(self, value: T, group: dist.ProcessGroup, source: int, peers: tuple[int, ...]) -> T:
         box = [value]
         with self.waiting_for("broadcast", peers):
             dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
 
-    def bring(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
+    def transfer(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
         """Return one rank's object on some others. Exactly these ranks call it."""
         if self.groups is None:
             return value
-        group, here, box = self.groups["control"], self.world.rank, [value]
+        group, local_rank, box = self.groups["control"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
-        waited = targets if here == source_rank else [source_rank]
-        with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in waited)):
-            if here != source_rank:
+        peers = targets if local_rank == source_rank else [source_rank]
+        with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in peers)):
+            if local_rank != source_rank:
                 dist.recv_object_list(box, group=group, group_src=source_rank)
-            for target in targets if here == source_rank else ():
+            for target in targets if local_rank == source_rank else ():
                 dist.send_object_list(box, group=group, group_dst=target)
         return box[0]
 
@@ -132,15 +132,13 @@ class Control:
     def sends_late(self) -> bool:
         return self._departures is not None
 
-    def broadcast_sum(self, value: Tensor) -> Arriving:
+    def broadcast_sum(self, value: Tensor) -> Arrival:
         """Start to sum a small CPU tensor, in place, over all processes."""
         assert self.groups is not None
-        self._keep_few()
-        return self._kept(all_reduce([value], self.groups["everyone"]), self.others)
+        self._limit_in_flight()
+        return self._track(all_reduce([value], self.groups["everyone"]), self.mesh_peers)
 
-    def send_late(
-        self, terms: Message, start: Callable[[Groups, Message], Pending], peers: tuple[int, ...]
-    ) -> Arriving:
+    def send_late(self, terms: Message, start: Callable[[Groups, Message], Pending], peers: tuple[int, ...]) -> Arrival:
         """Send a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
         on the host.
 
@@ -150,19 +148,19 @@ class Control:
         """
         assert self.groups is not None
         assert self._departures is not None
-        self._keep_few()
-        return self._kept(Departed(self._departures, terms, partial(start, self.groups)), peers)
+        self._limit_in_flight()
+        return self._track(HostOperation(self._departures, terms, partial(start, self.groups)), peers)
 
     def end_losses(self) -> None:
         """Wait for the losses that are under way."""
         while self._losses:
             self._losses.popleft()()
 
-    def _kept(self, pending: Pending, sources: tuple[int, ...]) -> Arriving:
-        self._losses.append(Arriving(self, "the loss", sources, (pending,)))
+    def _track(self, pending: Pending, sources: tuple[int, ...]) -> Arrival:
+        self._losses.append(Arrival(self, "the loss", sources, (pending,)))
         return self._losses[-1]
 
-    def _keep_few(self) -> None:
+    def _limit_in_flight(self) -> None:
         while len(self._losses) >= BROADCASTS_IN_FLIGHT:
             self._losses.popleft()()  # finished long ago, but pending work must not be dropped
 
@@ -184,40 +182,40 @@ class Control:
         if self.groups is None:
             yield
             return
-        own: Exception | None = None
+        refusal: Exception | None = None
         try:
             yield
         except kind as error:
-            own = error
-        failures = self.gather(None if own is None else Failure.of(self.world.number, None, own), "agreement")
+            refusal = error
+        failures = self.gather(None if refusal is None else Failure.of(self.world.number, None, refusal), "agreement")
         first = next((failure for failure in failures if failure is not None), None)
         self._agreed = first is not None  # an earlier refusal may have led to another attempt
         if first is None:
             return
-        if own is None:
+        if refusal is None:
             raise RankFailedError(f"rank {self.world.number} stops: {first}")
-        own.add_note(f"penstock: on rank {self.world.number}")
-        raise own
+        refusal.add_note(f"penstock: on rank {self.world.number}")
+        raise refusal
 
     @contextmanager
-    def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a wait outside a program: the watchdog knows of it, and an error names the first cause."""
-        before, self.watchdog.position = self.watchdog.position, Position(what, peers)
+    def waiting_for(self, activity: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Wrap a wait outside a program: register it with the watchdog, so that an error names the first cause."""
+        before, self.watchdog.position = self.watchdog.position, Position(activity, peers)
         with self.reporting((RuntimeError, OSError)):
             yield
         self.watchdog.position = before
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Wrap a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
-        return self.waiting_for(what, self.others)
+    def waiting(self, activity: str) -> AbstractContextManager[None]:
+        """Wrap a wait for all other ranks outside a step: if one is lost, this rank reports it and ends."""
+        return self.waiting_for(activity, self.mesh_peers)
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
+    def working(self, activity: str) -> Iterator[None]:
         """Wrap this rank's own work, which may be inside a wait: ranks that wait meanwhile name this rank."""
         if self.world.is_local:
             yield
             return
-        before, self.watchdog.position = self.watchdog.position, Position(what)
+        before, self.watchdog.position = self.watchdog.position, Position(activity)
         try:
             yield
         finally:
@@ -228,25 +226,25 @@ class Control:
         """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups["everyone"]
 
-    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+    def gather(self, value: Any, activity: str = "gather") -> list[Any]:
         """Return every process's object on all of them. Every process calls it.
 
         Args:
-            what: what a process that waits says it waits for.
+            activity: the name of the wait, for reports of a rank that hangs.
         """
         if self.groups is None:
             return [value]
-        return self._gathered(value, self.groups["everyone"], what, self.others)
+        return self._gather(value, self.groups["everyone"], activity, self.mesh_peers)
 
-    def gather_line(self, value: Any, what: str = "a connection") -> list[Any]:
+    def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
         if self.groups is None:
             return [value]
-        return self._gathered(value, self.groups["control"], what, self.line)
+        return self._gather(value, self.groups["control"], activity, self.pipeline_peers)
 
-    def _gathered(self, value: Any, group: dist.ProcessGroup, what: str, peers: tuple[int, ...]) -> list[Any]:
+    def _gather(self, value: Any, group: dist.ProcessGroup, activity: str, peers: tuple[int, ...]) -> list[Any]:
         values: list[Any] = [None] * (len(peers) + 1)
-        with self.waiting_for(what, peers):
+        with self.waiting_for(activity, peers):
             dist.all_gather_object(values, value, group=group)
         return values
 
@@ -257,7 +255,7 @@ class Control:
         *,
         close: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """Wrap this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
+        """Wrap this rank's own work: if it raises one of these, report it to the others, and raise the first cause.
 
         Args:
             close: called before that, to release what is held.
@@ -273,12 +271,12 @@ class Control:
             raise cause from None  # the cause is on another rank; its effect on this one would only hide it
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others that this rank raised, unless they know; return the error to raise: the first cause."""
+        """Report to the others that this rank raised, unless they know; return the error to raise: the first cause."""
         position = self.watchdog.position
-        mine = Failure.of(self.world.number, position.action or None, error)
+        local_failure = Failure.of(self.world.number, position.action or None, error)
         # Most likely a neighbor left. But outside a wait it may just as well be the model's own error.
         is_doubtful = isinstance(error, (RuntimeError, OSError)) and not self.world.is_local
-        self.watchdog.raised(None if is_doubtful else mine)
+        self.watchdog.raised(None if is_doubtful else local_failure)
         if self._agreed:
             return error
         if isinstance(error, RankFailedError) or self.world.is_local:
@@ -293,13 +291,13 @@ class Control:
                 except RankFailedError as failure:
                     return failure
                 return error
-            self.watchdog.raised(mine)
-        where = [
+            self.watchdog.raised(local_failure)
+        context = [
             f"on rank {self.world.number}",
             f"in {position.action}" if position.action else "",
-            self.watchdog.behind,
+            self.watchdog.device_lag,
         ]
-        error.add_note(f"penstock: {', '.join(str(part) for part in where if part)}")
+        error.add_note(f"penstock: {', '.join(str(part) for part in context if part)}")
         self.watchdog.report(position.action or None, error)
         return error
 
@@ -314,20 +312,20 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
-    """What other ranks send. A call waits for it, and the watchdog knows.
+class Arrival:
+    """What other ranks send. A call waits for it, registered with the watchdog.
 
     Attributes:
-        what, sources: for the watchdog.
-        pending: waits for it and tells nobody.
+        activity, sources: for the watchdog.
+        pending: waits for it without the watchdog.
     """
 
     control: Control
-    what: str
+    activity: str
     sources: tuple[int, ...]
     pending: Sequence[Pending]
 
     def __call__(self) -> None:
-        with self.control.waiting_for(self.what, self.sources):
-            for one in self.pending:
-                one.wait()
+        with self.control.waiting_for(self.activity, self.sources):
+            for pending in self.pending:
+                pending.wait()

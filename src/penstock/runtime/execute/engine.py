@@ -17,7 +17,7 @@ from penstock._base.compat import autocast_kinds
 from penstock._base.errors import PartitionError
 from penstock._base.marks import computing
 from penstock.distributed.failure import OUTSIDE, Position, Watched
-from penstock.distributed.failure_detector import Patience
+from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions
 from penstock.distributed.world import World, is_accelerator
 from penstock.runtime.exact.streams import Streams
@@ -25,34 +25,34 @@ from penstock.runtime.execute.clock import (
     Marks,
     Moment,
     Progress,
-    clock_of,
     counter,
     has_events,
+    make_clock,
     noting_messages,
     shifted,
 )
-from penstock.runtime.execute.control import Arriving, Control
+from penstock.runtime.execute.control import Arrival, Control
 from penstock.runtime.execute.program import (
     BoundAction,
     Feed,
     Program,
     is_profiling,
     on_device,
-    ranged,
     run_actions,
     run_timed,
+    with_profiler_ranges,
 )
-from penstock.runtime.execute.transport_choice import STAGES_NOTHING, TransportChoice, staged_note, transport_of
+from penstock.runtime.execute.transport_choice import NOTHING_STAGED, TransportChoice, make_transport, staged_note
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.sums import Tied, TieGroup, TieReducer, refuse_hooks, tied_among
-from penstock.runtime.kinds import Kinds, all_uses, distinct
+from penstock.runtime.gradients.sums import Tied, TieGroup, TieReducer, check_no_hooks, find_tied
 from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_stages
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
-from penstock.schedule.communication import ways
+from penstock.schedule.communication import rank_pairs
 
 T = TypeVar("T")
 
@@ -84,7 +84,8 @@ class Engine:
     Attributes:
         allocated: by rank, the bytes that its device had allocated after each action of the last timed step; empty on
             a CPU.
-        held: what the model has on this rank of several processes, by id. (Not weakly: torch would not swap that.)
+        held_tensors: the model's tensors on this rank of several processes, by id. (A weak reference could not be
+            swapped by torch.)
     """
 
     def __init__(
@@ -93,28 +94,28 @@ class Engine:
         devices: Sequence[torch.device],
         seed: int,
         transport: TransportChoice = "auto",
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         group_options: GroupOptions | None = None,
     ) -> None:
         self.world = world
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
-        self._bound = 0
+        self._num_bound = 0
         self._connected: set[tuple[int, int]] = set()
         self.allocated: Mapping[int, Sequence[int]] = {}
-        self.held: dict[int, Tensor] = {}
-        self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
+        self.held_tensors: dict[int, Tensor] = {}
+        self._clocks = {rank: make_clock(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
-        self.control = Control(world, device, patience, group_options, staged=transport == "staged")
+        self.control = Control(world, device, timeouts, group_options, staged=transport == "staged")
         self._choice = transport
         watchdog = self.control.watchdog
         follows = not world.is_local and has_events(device)  # how far the device has come
         self._watched: Watched = Progress(device, watchdog) if follows else watchdog
-        self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
-        self.streams = Streams(self.control.give_all(seed))
+        self._sending = Position("its last sends", self.control.pipeline_peers)  # a program's first step waits for them
+        self.streams = Streams(self.control.share_with_all(seed))
         groups = self.control.groups
         self.transports: dict[int, Transport] = {}
         if groups is None:
@@ -122,7 +123,7 @@ class Engine:
             self.transports = {rank: cast(Transport, LocalTransport(rank, hub)) for rank in self.ranks}
         else:
             with self.control.reporting(close=self.close):
-                self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
+                self.transports = {r: make_transport(transport, r, device, self.control, groups) for r in self.ranks}
             atexit.register(self._close_at_exit)
         self.replicas = None
         if groups is not None and len(world.replicas) > 1:
@@ -132,11 +133,11 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """What users should know of how the ranks of other processes are reached."""
         if self.control.staging is None:
-            return (STAGES_NOTHING,) if self._choice == "staged" else ()
+            return (NOTHING_STAGED,) if self._choice == "staged" else ()
         return (staged_note(self._choice, self.control.staging.device),)
 
     @property
-    def recorded_for(self) -> torch.device:
+    def recording_device(self) -> torch.device:
         """The device for which this process records forwards: that of its first rank on an accelerator, or the CPU.
 
         A forward may ask where it runs (`torch.autocast(x.device.type)`). So a process that drives a CPU and an
@@ -153,11 +154,11 @@ class Engine:
                     self.control.groups.make(group.ranks)
             for rank in self.ranks:
                 if rank in group.ranks:
-                    held = [parameter(name) for name in group.names]
+                    parameters = [parameter(name) for name in group.names]
                     transport, numbers = self.transports[rank], self.world.numbers
-                    self._reducers[rank][index] = TieReducer(index, group, held, transport, numbers)
+                    self._reducers[rank][index] = TieReducer(index, group, parameters, transport, numbers)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
-        for act in (TieReducer.start_equal, TieReducer.end_equal):
+        for act in (TieReducer.start_copies, TieReducer.finish_copies):
             for reducer in reducers:
                 with self.control.waiting_for("equal tied parameters", reducer.position.peers):
                     act(reducer)
@@ -165,23 +166,23 @@ class Engine:
     def bind(self, binding: Binding) -> BoundSchedule:
         """Bind a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
-        stages = all_uses(partitions)
+        stages = merge_stages(partitions)
         with self.agreed_at_first():
             for partition in partitions:
                 self.streams.watch(partition.drawing_modules)
                 self.streams.seeds_foreign |= partition.is_foreign
             pipelines = schedule.placement.pipelines
             rank_of = schedule.placement.rank_of
-            head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines)
-            here = [stage for stage in stages if rank_of[stage.meta.index] in self.ranks]
-            tied = tied_among(stages, here, pipelines) if training else ()
-            refuse_hooks(tied)
-            averages = self._averages(here) if training else {}
-            draws = any(each.drawing_modules or draws_in_glue(each) for each in distinct(partitions))
+            head = LossHead(binding.loss, partitions, self.streams, required=training, pipelines=pipelines)
+            local = [stage for stage in stages if rank_of[stage.meta.index] in self.ranks]
+            tied = find_tied(stages, local, pipelines) if training else ()
+            check_no_hooks(tied)
+            averages = self._averages(local) if training else {}
+            draws = any(part.drawing_modules or draws_outside_modules(part) for part in distinct(partitions))
             streams = self.streams if draws else None
             programs = {
                 rank: Program(
-                    self._bound,
+                    self._num_bound,
                     binding,
                     self.transports[rank],
                     head,
@@ -193,9 +194,9 @@ class Engine:
                 )
                 for rank in self.ranks
             }
-        number, self._bound = self._bound, self._bound + 1
-        self._agree(schedule, binding.kinds)
-        self._pair(schedule.placement, binding.kinds)
+        number, self._num_bound = self._num_bound, self._num_bound + 1
+        self._check_same_stages(schedule, binding.kinds)
+        self._make_pair_groups(schedule.placement, binding.kinds)
         self._connect(schedule)
         return BoundSchedule(
             number=number,
@@ -204,7 +205,7 @@ class Engine:
             programs=tuple(programs.values()),
             head=head,
             averages=averages,
-            updated=tuple({**stage.parameters, **stage.buffers}[name] for stage in here for name in stage.meta.updated),
+            updated=tuple({**s.parameters, **s.buffers}[name] for s in local for name in s.meta.updated),
             tied=tied,
             schedule=schedule,
             training=training,
@@ -212,7 +213,7 @@ class Engine:
 
     def agreed_at_first(self) -> AbstractContextManager[None]:
         """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
-        return nullcontext() if self._bound else self.control.agreed()
+        return nullcontext() if self._num_bound else self.control.agreed()
 
     def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
         """Yield the actions of all programs: for one rank, its row; for several, an order that respects
@@ -230,39 +231,39 @@ class Engine:
         for transport in self.transports.values():
             transport.release(bound.number)
 
-    def _averages(self, here: Sequence[Stage]) -> dict[int, Average]:
+    def _averages(self, local_stages: Sequence[Stage]) -> dict[int, Average]:
         """Return the averages of gradients over the replicas, by stage of this process."""
         if self.replicas is None:
             return {}
         tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
-        return self.replicas.averages(here, tied)
+        return self.replicas.averages(local_stages, tied)
 
-    def _agree(self, schedule: Schedule, kinds: Kinds) -> None:
+    def _check_same_stages(self, schedule: Schedule, kinds: MicrobatchKinds) -> None:
         """Check before the first message that all ranks split the same model in the same way. Which microbatches are of
         which kind, and schedules bound later, concern only their own pipeline."""
         if self.control.groups is None:
             return
-        mine = tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in (str(schedule), kinds))
-        if self._bound == 1:
-            said = self.control.gather(mine, "its stages")
-            line = self.world.numbers
-            differing = [r for r, other in enumerate(said) if other != mine and (r in line or other[0] != mine[0])]
+        digests = tuple(hashlib.sha256(repr(item).encode()).hexdigest() for item in (str(schedule), kinds))
+        if self._num_bound == 1:
+            gathered = self.control.gather(digests, "its stages")
+            numbers = self.world.numbers
+            differing = [r for r, d in enumerate(gathered) if d != digests and (r in numbers or d[0] != digests[0])]
         else:
-            others = zip(self.world.numbers, self.control.gather_line(mine), strict=True)
-            differing = [rank for rank, other in others if other != mine]
+            numbered = zip(self.world.numbers, self.control.gather_pipeline(digests), strict=True)
+            differing = [rank for rank, d in numbered if d != digests]
         if differing:
             raise PartitionError(
                 f"rank {self.world.number} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
-    def _pair(self, placement: Placement, kinds: Kinds) -> None:
+    def _make_pair_groups(self, placement: Placement, kinds: MicrobatchKinds) -> None:
         """Make the groups of pairs of ranks, for forwards and backwards alike, where each way is to have its own.
 
         Replicas bind later programs independently, so what only those exchange stays in the groups of all ranks.
         """
         groups = self.control.groups
-        if groups is not None and groups.paired and (self._bound == 1 or len(self.world.lines) == 1):
+        if groups is not None and groups.paired and (self._num_bound == 1 or len(self.world.lines) == 1):
             with self.control.waiting("process groups"):
                 groups.pair(between_ranks(kinds.metas, placement))
 
@@ -271,7 +272,7 @@ class Engine:
 
         In the middle of a schedule, a pair's first message might hold up a rank that others wait for.
         """
-        for source, target in ways(schedule) if not self.world.is_local else ():
+        for source, target in rank_pairs(schedule) if not self.world.is_local else ():
             if (source, target) in self._connected:
                 continue
             self._connected.add((source, target))
@@ -289,9 +290,9 @@ class Engine:
             Exception: whatever the model or the loss raised, with a note that names the rank and the action.
         """
         devices = tuple({self.devices[rank] for rank in self.ranks})
-        with self._dropping(), computing(None, None):
+        with self._dropping_on_error(), computing(None, None):
             self._begin(bound, feed)
-            actions: Sequence[BoundAction] = ranged(bound.actions) if is_profiling() else bound.actions
+            actions: Sequence[BoundAction] = with_profiler_ranges(bound.actions) if is_profiling() else bound.actions
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices):
                 marks: dict[int, list[Marks]] = {}
                 if timed:
@@ -305,7 +306,7 @@ class Engine:
             return {rank: shifted(self._clocks[rank].read(row), shift) for rank, row in marks.items()}
 
     @contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _dropping_on_error(self) -> Iterator[None]:
         """Wrap a step: if it raises, none of its work is left pending, and autocast is what it was: a recorded forward
         that raises cannot leave the autocast that it entered."""
         before = {kind: torch.is_autocast_enabled(kind) for kind in autocast_kinds()}
@@ -320,7 +321,7 @@ class Engine:
 
     def _begin(self, bound: BoundSchedule, feed: Feed) -> None:
         """Run before a step's first action."""
-        refuse_hooks(bound.tied)
+        check_no_hooks(bound.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in bound.programs:
@@ -329,12 +330,12 @@ class Engine:
         bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
-        for reducer in self._reducers_of(bound):
+        for reducer in self._tie_reducers(bound):
             reducer.set_aside()
 
     def _end(self, bound: BoundSchedule) -> None:
         """Run after a step's last action: waits for sums, and until everything sent has arrived."""
-        for reducer in self._reducers_of(bound):
+        for reducer in self._tie_reducers(bound):
             self._watched.position = reducer.position
             reducer.finish()
         if bound.averages and self.replicas is not None:
@@ -344,7 +345,7 @@ class Engine:
             transport.end_step()
         self._watched.position = OUTSIDE
 
-    def _reducers_of(self, bound: BoundSchedule) -> list[TieReducer]:
+    def _tie_reducers(self, bound: BoundSchedule) -> list[TieReducer]:
         """Return the reducers that sum tied gradients in a step of this bound schedule."""
         return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
@@ -359,16 +360,16 @@ class Engine:
             wait()
         return [int(number) for number in buffer.tolist()]
 
-    def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Arriving:
+    def broadcast(self, value: Tensor, source_rank: int, activity: str = "the loss") -> Arrival:
         """Start to copy a small CPU tensor from one rank to all, in place."""
         source = () if source_rank in self.ranks else (self.world.numbers[source_rank],)
-        with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
+        with self.control.waiting_for(activity, source or self.control.pipeline_peers):  # earlier ones, if many run
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
-        return Arriving(self.control, what, source, pending)
+        return Arrival(self.control, activity, source, pending)
 
     def _close_at_exit(self) -> None:
-        """Close the engine: what was sent must arrive even if a script does not call `close`. If it raised, tell the
-        others."""
+        """Close the engine: what was sent must arrive even if a script does not call `close`. If it raised, report
+        that to the others."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and not self.control.failed:
             self.control.fail(error)
@@ -376,7 +377,7 @@ class Engine:
 
     def close(self) -> None:
         """End the watchdog, remove hooks, and release the process groups."""
-        self.held = {}
+        self.held_tensors = {}
         atexit.unregister(self._close_at_exit)
         self.streams.close()
         if not self.control.failed:
@@ -387,6 +388,6 @@ class Engine:
         self.control.close()
 
 
-def draws_in_glue(partition: Partition) -> bool:
+def draws_outside_modules(partition: Partition) -> bool:
     """Whether the model draws random numbers outside all called modules."""
     return any(stage.draws_outside_modules for stage in partition.stages)

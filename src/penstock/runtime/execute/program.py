@@ -33,7 +33,7 @@ from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.sums import TieReducer
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
+from penstock.runtime.transport.routes import Route, RouteBuilder, find_route
 from penstock.schedule import Action, Op
 
 
@@ -51,15 +51,15 @@ class BoundAction:
 
 def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
     """Run actions in order."""
-    for each in actions:
-        if each.wait is None:
-            watched.position = each.running
-            each.work()
+    for bound in actions:
+        if bound.wait is None:
+            watched.position = bound.running
+            bound.work()
         else:
-            watched.position = each.waiting
-            ready = each.wait()
-            watched.position = each.running
-            each.work(ready)
+            watched.position = bound.waiting
+            ready = bound.wait()
+            watched.position = bound.running
+            bound.work(ready)
     watched.position = OUTSIDE
 
 
@@ -70,29 +70,29 @@ def run_timed(
     allocated.
 
     Args:
-        clocks, counters: by rank; `counters` for those whose device tells.
+        clocks, counters: by rank; `counters` for those whose device can count.
     """
     marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     allocated: dict[int, list[int]] = {rank: [] for rank in counters}
     for clock in clocks.values():
         clock.start()
     marking = {rank: clock.mark for rank, clock in clocks.items()}
-    for each in actions:
-        mark = marking[each.rank]
+    for bound in actions:
+        mark = marking[bound.rank]
         began = mark()
-        if each.wait is None:
+        if bound.wait is None:
             was_ready = mark()
-            watched.position = each.running
-            each.work()
+            watched.position = bound.running
+            bound.work()
         else:
-            watched.position = each.waiting
-            ready = each.wait()
+            watched.position = bound.waiting
+            ready = bound.wait()
             was_ready = mark()
-            watched.position = each.running
-            each.work(ready)
-        marks[each.rank].append((each.action, began, was_ready, mark()))
-        if each.rank in counters:
-            allocated[each.rank].append(counters[each.rank]())
+            watched.position = bound.running
+            bound.work(ready)
+        marks[bound.rank].append((bound.action, began, was_ready, mark()))
+        if bound.rank in counters:
+            allocated[bound.rank].append(counters[bound.rank]())
     watched.position = OUTSIDE
     return marks, allocated
 
@@ -145,8 +145,8 @@ class Program:
         self.stages: dict[int, BoundStage] = {}
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
-            own_head = head if placement.is_last(index) else None
-            context = StageContext(binding, world.numbers[rank], index, stages, row, device, own_head, streams)
+            stage_head = head if placement.is_last(index) else None
+            context = StageContext(binding, world.numbers[rank], index, stages, row, device, stage_head, streams)
             self.stages[index] = BoundStage(context, builder)
         self._reducers = reducers
         self._averages = averages
@@ -195,11 +195,11 @@ class Program:
                 work = stage.weight_backward(k)
             case Op.SEND_F | Op.SEND_B, BoundStage() as stage, int(k):
                 routes = stage.routes(k)
-                route = route_of(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
+                route = find_route(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
                 work, running = stage.send(k, route), Position(text, self._peers([route]))
             case Op.RECV_F | Op.RECV_B, BoundStage() as stage, int(k):
                 routes = stage.routes(k)
-                route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
+                route = find_route(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
                 work = partial(route.channel.post, k)
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
@@ -209,7 +209,7 @@ class Program:
 
     def _peers(self, routes: Sequence[Route]) -> tuple[int, ...]:
         """Return the numbers of the other ranks at the ends of these routes."""
-        return tuple(sorted({self._numbers[self._placement.rank_of[one.stage]] for one in routes if one.remote}))
+        return tuple(sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote}))
 
 
 def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
@@ -221,8 +221,8 @@ def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]
         return None if receive is None else receive()
 
     unshard = str(Action(bound.action.stage, Op.UNSHARD))
-    words = f"{unshard} and {waiting.action}" if waiting.peers else unshard
-    position = Position(words, tuple(sorted({*waiting.peers, *partners})))
+    text = f"{unshard} and {waiting.action}" if waiting.peers else unshard
+    position = Position(text, tuple(sorted({*waiting.peers, *partners})))
     return replace(bound, wait=wait, waiting=position, work=work if receive is not None else lambda _: work())
 
 
@@ -234,15 +234,15 @@ def with_neighbors(actions: Sequence[BoundAction], features: Mapping[int, Sequen
         actions: of one rank, in order.
         features: by stage.
     """
-    found = list(actions)
-    for before, after in pairwise([place for place, each in enumerate(actions) if each.action.op.is_compute]):
+    row = list(actions)
+    for before, after in pairwise([index for index, bound in enumerate(actions) if bound.action.op.is_compute]):
         action, following = actions[before].action, actions[after].action
-        found[before] = _between(calls(features[following.stage], "upcoming", following), found[before], ())
-        found[after] = _between((), found[after], calls(features[action.stage], "past", action))
-    return found
+        row[before] = _surround(calls(features[following.stage], "upcoming", following), row[before], ())
+        row[after] = _surround((), row[after], calls(features[action.stage], "past", action))
+    return row
 
 
-def _between(
+def _surround(
     first: Sequence[Callable[[], None]], bound: BoundAction, last: Sequence[Callable[[], None]]
 ) -> BoundAction:
     """Return an action with calls before and after its work."""
@@ -260,19 +260,19 @@ def _between(
 def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[BoundAction]:
     """Return one rank's row, whose actions make its device the current one, in a process that drives several ranks.
 
-    Tensors say where they are, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
+    Tensors carry their device, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
     """
     if device.type in ("cpu", "meta"):
         return list(actions)
     index = device.index
-    return [within_context(each, lambda _: torch.accelerator.device_index(index)) for each in actions]
+    return [within_context(bound, lambda _: torch.accelerator.device_index(index)) for bound in actions]
 
 
-def within_context(each: BoundAction, context: Callable[[str], AbstractContextManager[Any]]) -> BoundAction:
+def within_context(bound: BoundAction, context: Callable[[str], AbstractContextManager[Any]]) -> BoundAction:
     """Return an action whose wait and work each run in what `context` returns for its text, such as `2F3` and `2F3
     waits`."""
-    wait = None if each.wait is None else within(partial(context, f"{each.action} waits"), each.wait)
-    return replace(each, wait=wait, work=within(partial(context, str(each.action)), each.work))
+    wait = None if bound.wait is None else within(partial(context, f"{bound.action} waits"), bound.wait)
+    return replace(bound, wait=wait, work=within(partial(context, str(bound.action)), bound.work))
 
 
 def model_inputs(meta: StageMeta) -> list[int]:
@@ -283,12 +283,12 @@ def model_inputs(meta: StageMeta) -> list[int]:
 def is_profiling() -> bool:
     """Whether torch's profiler, or `emit_nvtx`, is on.
 
-    Torch has no public way to ask. Its own optimizers check `_is_profiler_enabled`; in a torch without it, every step
+    Torch has no public query. Its own optimizers check `_is_profiler_enabled`; in a torch without it, every step
     has ranges, which cost about 15 microseconds per action.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
-def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
+def with_profiler_ranges(actions: Sequence[BoundAction]) -> list[BoundAction]:
     """Return the actions, each wrapped in its ranges."""
-    return [within_context(each, lambda text: profiler.record_function(f"penstock {text}")) for each in actions]
+    return [within_context(bound, lambda text: profiler.record_function(f"penstock {text}")) for bound in actions]

@@ -33,11 +33,11 @@ from penstock.runtime.features.feature import (
     within,
 )
 from penstock.runtime.features.offload import Offload
-from penstock.runtime.features.registry import FEATURES, own_feature
+from penstock.runtime.features.registry import FEATURES, make_user_feature
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.runtime.kinds import distinct
-from penstock.runtime.loss.loss import no_gradient
-from penstock.runtime.split_backward.backward import SplitBackward, weight_uses_of
+from penstock.runtime.loss.loss import no_gradient_error
+from penstock.runtime.microbatch_kinds import distinct
+from penstock.runtime.split_backward.backward import SplitBackward, weight_use_key
 from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
 from penstock.schedule import Op
 
@@ -49,7 +49,7 @@ class _Kind:
 
     Attributes:
         meta, routes: the stage's, for this kind.
-        tracked: the positions of the inputs that take a gradient; `given`: of those, the model's own inputs.
+        tracked: the positions of the inputs that take a gradient; `model_inputs`: of those, the model's own inputs.
         untracked_outputs: the positions of the outputs that take none.
         root_outputs, root_inputs: the positions of those to which gradients come in.
     """
@@ -58,7 +58,7 @@ class _Kind:
         self.meta = meta
         self.routes = builder.routes(meta.index, number)
         self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
-        self.given = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
+        self.model_inputs = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
         self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
         roots = builder.roots(meta.index, number).values()
         self.root_outputs = [root.position for root in roots if root.is_output]
@@ -82,22 +82,22 @@ class BoundStage:
     """
 
     def __init__(self, stage: StageContext, builder: RouteBuilder) -> None:
-        own: list[MakeFeature] = [partial(own_feature, "features", make) for make in stage.binding.features]
-        for make in (*FEATURES, *own):
+        custom: list[MakeFeature] = [partial(make_user_feature, "features", make) for make in stage.binding.features]
+        for make in (*FEATURES, *custom):
             feature = make(stage)
             if feature is not None:
                 stage = replace(stage, stages=feature.rewrite(stage.stages), made=(*stage.made, feature))
         self.index, self.features = stage.index, stage.made
         self._context = stage
-        self._functions = [_function(stage, microbatch) for microbatch in range(len(stage.stages))]
-        self._split = _splits(stage)
+        self._functions = [_stage_function(stage, microbatch) for microbatch in range(len(stage.stages))]
+        self._split = _split_backwards(stage)
         self.splits = distinct(split for split in self._split if split is not None)
         kinds = stage.binding.kinds
-        every = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
-        self._kinds = [every[kind] for kind in kinds.of]
+        by_kind = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
+        self._kinds = [by_kind[kind] for kind in kinds.by_microbatch]
         self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
         self._saved: dict[int, tuple[list[GradientEdge | None], dict[int, list[Tensor]]]] = {}
-        self._kept: dict[int, Rerun] = {}
+        self._reruns: dict[int, Rerun] = {}
         self._mail: dict[tuple[int, int], Values] = {}
         """What waits to be sent, by the stage that gets it (a later one: values; an earlier one: gradients) and
         microbatch."""
@@ -106,8 +106,8 @@ class BoundStage:
 
     def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
         """Take a step's inputs, and drop anything left by a step that raised."""
-        for left in (self.batch, self.batch_gradients, self._saved, self._kept, self._mail):
-            left.clear()
+        for leftover in (self.batch, self.batch_gradients, self._saved, self._reruns, self._mail):
+            leftover.clear()
         self.batch.update(enumerate(batch))
         for split in self.splits:
             split.begin_step()
@@ -121,21 +121,21 @@ class BoundStage:
     def await_inputs(self, microbatch: int) -> Callable[[], list[Any]]:
         """Wait for everything that a microbatch's forward needs."""
         kind = self._kinds[microbatch]
-        return _awaiting(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
+        return _make_await(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
 
     def await_grads(self, microbatch: int) -> Callable[[], Values]:
         """Wait for everything that a microbatch's backward needs: a gradient, or None, for each root."""
-        kind, head, kept = self._kinds[microbatch], self._context.head, self._kept
+        kind, head, reruns = self._kinds[microbatch], self._context.head, self._reruns
         if head is None:
-            return _awaiting(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
-        return lambda: [] if microbatch in kept else [head.seed(microbatch)]
+            return _make_await(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
+        return lambda: [] if microbatch in reruns else [head.seed(microbatch)]
 
     def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
         """Run the stage, keep what backward starts from, and pass the outputs on."""
-        run, keeping, kept = self._run(microbatch), calls(self.features, "keep", microbatch), self._kept
+        run, keeping, reruns = self._make_forward(microbatch), calls(self.features, "keep", microbatch), self._reruns
         if not keeping:
             return run
-        run_and_drop = self._run(microbatch, drops=True)
+        run_and_drop = self._make_forward(microbatch, drops_graph=True)
         split = None if self._context.head is None else self._split[microbatch]
 
         def forward_or_keep(args: list[Any]) -> None:
@@ -147,31 +147,33 @@ class BoundStage:
                 run(args)
             else:
                 run_and_drop(args)
-                kept[microbatch] = rerun
+                reruns[microbatch] = rerun
 
         return forward_or_keep
 
-    def _run(self, microbatch: int, *, drops: bool = False, again: bool = False) -> Callable[[list[Any]], None]:
+    def _make_forward(
+        self, microbatch: int, *, drops_graph: bool = False, is_rerun: bool = False
+    ) -> Callable[[list[Any]], None]:
         """Run the stage's code, and the loss if there is one. Empty the inputs.
 
         Args:
-            drops: whether backward starts from a later run. Only that one computes the loss, which may count or write
-                into its target.
-            again: whether this is such a later run, whose outputs have been passed on before.
+            drops_graph: whether backward starts from a later run. Only that one computes the loss, which may count or
+                write into its target.
+            is_rerun: whether this is such a later run, whose outputs have been passed on before.
         """
         stage, kind, index, anchor = self._context, self._kinds[microbatch], self.index, self._anchor
         tracked, root_inputs, root_outputs = kind.tracked, kind.root_inputs, kind.root_outputs
         untracked_outputs, split = kind.untracked_outputs, self._split[microbatch]
         code, plain = self._functions[microbatch], [Tensor] * len(kind.meta.outputs)
         if split is not None:
-            code = within(partial(split.forward, microbatch, runs_again=drops), code)
+            code = within(partial(split.forward, microbatch, runs_again=drops_graph), code)
         code = within(contexts(self.features, "code", microbatch), code)
-        enter = contexts(self.features, "forward", microbatch, runs_again=drops)
-        enter = contexts(self.features, "again", microbatch) if again else enter
-        begin = self._beginning(microbatch, stage=index)
-        head, saved = None if drops else stage.head, self._saved if stage.training and not drops else None
-        learn = None if split is None or (drops and stage.head is not None) else split.learn
-        pass_on = None if again else self._passing_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
+        enter = contexts(self.features, "forward", microbatch, runs_again=drops_graph)
+        enter = contexts(self.features, "again", microbatch) if is_rerun else enter
+        begin = self._make_begin(microbatch, stage=index)
+        head, saved = None if drops_graph else stage.head, self._saved if stage.training and not drops_graph else None
+        learn = None if split is None or (drops_graph and stage.head is not None) else split.learn
+        pass_on = None if is_rerun else self._make_pass_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
         if pass_on is None and head is not None:
             pass_on = partial(head.keep, microbatch)
 
@@ -183,34 +185,34 @@ class BoundStage:
                 slots: dict[int, list[Tensor]] = {}
                 for position in tracked:
                     args[position], slots[position] = exact.receive(anchor, args[position])
-                also = [gradient_edge(args[position]) for position in root_inputs] if root_inputs else []
+                input_edges = [gradient_edge(args[position]) for position in root_inputs] if root_inputs else []
                 outputs: list[Any] = [*code(*args)]
                 args.clear()
                 if [*map(type, outputs)] != plain:
-                    self._look_at(kind, outputs)
+                    self._check_outputs(kind, outputs)
                 for position in untracked_outputs:
                     if outputs[position].requires_grad:
-                        raise self._takes_gradient(kind, position)
+                        raise self._unexpected_gradient(kind, position)
                 roots: list[GradientEdge | None] = [] if head is None else self._loss_edges(microbatch, outputs)
                 for position in root_outputs:
                     roots.append(gradient_edge(outputs[position]) if outputs[position].requires_grad else None)
                 if learn is not None:
                     learn(roots)
             if saved is not None:
-                saved[microbatch] = [*roots, *also], slots
+                saved[microbatch] = [*roots, *input_edges], slots
             if pass_on is not None:
                 pass_on(outputs)
 
         return run_forward
 
-    def _beginning(self, microbatch: int, **options: Any) -> Callable[[], None] | None:
+    def _make_begin(self, microbatch: int, **options: Any) -> Callable[[], None] | None:
         """Set the random streams, if anything draws."""
         streams = self._context.streams
         if streams is None:
             return None
         return partial(streams.begin, microbatch, self._context.draw_offsets(microbatch), **options)
 
-    def _passing_on(self, microbatch: int, routes: Sequence[Route], count: int) -> Callable[[Values], None] | None:
+    def _make_pass_on(self, microbatch: int, routes: Sequence[Route], count: int) -> Callable[[Values], None] | None:
         """Pass `count` values on to stages of this rank, and keep the rest until the schedule sends them."""
         keep = self._mail.__setitem__
         puts: list[Callable[[Values], None]] = [
@@ -219,38 +221,38 @@ class BoundStage:
         ]
         if [route.positions for route in routes] == [(*range(count),)]:
             (put_all,) = puts
-            return lambda values: put_all(exact.handed_on(values))
+            return lambda values: put_all(exact.detach_or_copy(values))
 
         def pass_on(values: Values) -> None:
-            given = exact.handed_on(values)
+            detached = exact.detach_or_copy(values)
             for route, put in zip(routes, puts, strict=True):
-                put([None if position is None else given[position] for position in route.positions])
+                put([None if position is None else detached[position] for position in route.positions])
 
         return pass_on if puts else None
 
     def backward(self, microbatch: int) -> Callable[[Values], None]:
         """Run B or I, and pass the gradients of the inputs on."""
         index, kind, head = self.index, self._kinds[microbatch], self._context.head
-        saved, kept, given, inputs = self._saved, self._kept, kind.given, len(kind.meta.inputs)
-        enter, begin = contexts(self.features, "backward", microbatch), self._beginning(microbatch, again=True)
-        again = self._again(microbatch) if calls(self.features, "keep", microbatch) else None
-        autograd = self._autograd(microbatch)
-        pass_on = self._passing_on(microbatch, kind.routes.grads_out, inputs)
+        saved, reruns, model_inputs, inputs = self._saved, self._reruns, kind.model_inputs, len(kind.meta.inputs)
+        enter, begin = contexts(self.features, "backward", microbatch), self._make_begin(microbatch, is_rerun=True)
+        run_again = self._make_rerun(microbatch) if calls(self.features, "keep", microbatch) else None
+        autograd = self._make_autograd(microbatch)
+        pass_on = self._make_pass_on(microbatch, kind.routes.grads_out, inputs)
 
         def run_backward(grads: Values) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
             with NOTHING if enter is None else enter():
-                if again is not None and microbatch in kept:
-                    again()
+                if run_again is not None and microbatch in reruns:
+                    run_again()
                     grads = grads if head is None else [head.seed(microbatch)]
                 roots, slots = saved.pop(microbatch)
                 if begin is not None:
                     begin()
                 autograd(roots, grads)
-                for position in given:
+                for position in model_inputs:
                     if slot := slots[position]:
-                        own = slot[0].detach().resolve_conj().resolve_neg().clone()
-                        self.batch_gradients[microbatch, position] = own
+                        gradient = slot[0].detach().resolve_conj().resolve_neg().clone()
+                        self.batch_gradients[microbatch, position] = gradient
                 if pass_on is not None:
                     values: Values = [None] * inputs
                     for position, slot in slots.items():
@@ -260,18 +262,18 @@ class BoundStage:
 
         return run_backward
 
-    def _again(self, microbatch: int) -> Callable[[], None]:
+    def _make_rerun(self, microbatch: int) -> Callable[[], None]:
         """Run a forward again on the same inputs to get its graph, and drop what was kept for that."""
-        run, kept = self._run(microbatch, again=True), self._kept
+        run, reruns = self._make_forward(microbatch, is_rerun=True), self._reruns
 
         def run_again() -> None:
-            rerun = kept.pop(microbatch)
+            rerun = reruns.pop(microbatch)
             with rerun.as_before():
                 run(rerun.args())
 
         return run_again
 
-    def _autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
+    def _make_autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
         """Run backward from the roots that have a gradient. Empty the gradients."""
         run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._split[microbatch]
         if split is not None:
@@ -310,10 +312,10 @@ class BoundStage:
         if loss.requires_grad:
             return [gradient_edge(loss)]
         if self._context.training and needs_backward(self._kinds[microbatch].meta):
-            raise no_gradient()
+            raise no_gradient_error()
         return [None]
 
-    def _look_at(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
         """Raise PartitionError for outputs that other stages could not take."""
         if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
             names = ", ".join(value.name for value in kind.meta.outputs)
@@ -329,7 +331,7 @@ class BoundStage:
                     "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
                 )
 
-    def _takes_gradient(self, kind: _Kind, position: int) -> PartitionError:
+    def _unexpected_gradient(self, kind: _Kind, position: int) -> PartitionError:
         return PartitionError(
             f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
             "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
@@ -338,15 +340,15 @@ class BoundStage:
         )
 
 
-def _awaiting(
+def _make_await(
     microbatch: int, routes: Sequence[Route], count: int, batch: dict[int, Mapping[int, Tensor]]
 ) -> Callable[[], list[Any]]:
     """Wait for what other stages send, and take a microbatch's part of the batch, if there is any."""
-    ways = [(route.positions, route.channel.receive) for route in routes]
+    receivers = [(route.positions, route.channel.receive) for route in routes]
 
     def await_values() -> list[Any]:
         values: list[Any] = [None] * count
-        for positions, receive in ways:
+        for positions, receive in receivers:
             for position, value in zip(positions, receive(microbatch), strict=True):
                 if position is not None:
                     values[position] = value
@@ -358,16 +360,16 @@ def _awaiting(
     return await_values
 
 
-def _function(stage: StageContext, microbatch: int) -> Forward:
+def _stage_function(stage: StageContext, microbatch: int) -> Forward:
     """Return what runs the stage's code for a microbatch (the same function, unless sizes or kinds differ)."""
-    one = stage.stages[microbatch]
-    run: Forward = one.module.forward
+    microbatch_stage = stage.stages[microbatch]
+    run: Forward = microbatch_stage.module.forward
     for feature in stage.made:
-        run = feature.forward_of(run, one)
+        run = feature.forward_of(run, microbatch_stage)
     return run
 
 
-def _splits(stage: StageContext) -> list[SplitBackward | None]:
+def _split_backwards(stage: StageContext) -> list[SplitBackward | None]:
     """Return what runs the split backward of each microbatch; None for one that is not split.
 
     Microbatches that use the stage's weights differently have one each, which learns from the first of them what can
@@ -375,20 +377,20 @@ def _splits(stage: StageContext) -> list[SplitBackward | None]:
     """
     split = {*stage.microbatches(Op.I)}
     partitions = stage.binding.partitions
-    uses = {id(each): weight_uses_of(each.stages[stage.index].module) for each in distinct(partitions)}
-    ways = [(kind, uses[id(each)]) for kind, each in zip(stage.binding.kinds.of, partitions, strict=True)]
-    first = {way: microbatch for microbatch, way in reversed([*enumerate(ways)]) if microbatch in split}
-    own = {way: _split(stage, microbatch, alike=len({*ways}) == 1) for way, microbatch in first.items()}
-    return [own[way] if k in split else None for k, way in enumerate(ways)]
+    uses = {id(p): weight_use_key(p.stages[stage.index].module) for p in distinct(partitions)}
+    keys = [(kind, uses[id(p)]) for kind, p in zip(stage.binding.kinds.by_microbatch, partitions, strict=True)]
+    first = {key: microbatch for microbatch, key in reversed([*enumerate(keys)]) if microbatch in split}
+    splits = {key: _make_split(stage, microbatch, is_uniform=len({*keys}) == 1) for key, microbatch in first.items()}
+    return [splits[key] if k in split else None for k, key in enumerate(keys)]
 
 
-def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
+def _make_split(stage: StageContext, microbatch: int, *, is_uniform: bool) -> SplitBackward:
     in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
     return SplitBackward(
         stage.parameters,
-        stage.binding.partitions[first].stages[stage.index].module,
+        stage.binding.partitions[microbatch].stages[stage.index].module,
         stage.device,
-        in_order=in_order and alike,
+        in_order=in_order and is_uniform,
         keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
         compiled=stage.binding.compile is not None,
     )

@@ -27,7 +27,7 @@ Compile = bool | Mapping[str, Any]
 """Whether stages are compiled: False, True, or arguments of `torch.compile`."""
 
 
-def arguments_of(compile: Compile) -> dict[str, Any] | None:
+def compile_arguments(compile: Compile) -> dict[str, Any] | None:
     """Return the arguments of `torch.compile` for a stage; None if stages are not compiled.
 
     Raises:
@@ -43,18 +43,18 @@ def arguments_of(compile: Compile) -> dict[str, Any] | None:
     arguments = {} if compile is True else dict(compile)
     if arguments.get("disable"):
         raise ArgumentError("compile={'disable': True}: leave compile= out")
-    _refuse_graphs(arguments, f"compile={compile!r}")
+    _check_no_cuda_graphs(arguments, f"compile={compile!r}")
     if draws_as_torch_does(arguments) and arguments.get("backend", "inductor") == "inductor":
         arguments["options"] = {"fallback_random": True, **(arguments.get("options") or {})}
     return arguments
 
 
-def _refuse_graphs(arguments: Mapping[str, Any], given: str) -> None:
+def _check_no_cuda_graphs(arguments: Mapping[str, Any], source: str) -> None:
     backend, options = arguments.get("backend"), arguments.get("options") or {}
     by_backend = "cudagraphs" in (backend, getattr(backend, "compiler_name", None))
     if by_backend or arguments.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
         raise ArgumentError(
-            f"{given} uses CUDA graphs, which keep one forward's results; a pipeline has several microbatches in "
+            f"{source} uses CUDA graphs, which keep one forward's results; a pipeline has several microbatches in "
             "flight; omit the mode or backend, or pass mode='max-autotune-no-cudagraphs'"
         )
 
@@ -63,31 +63,31 @@ def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage
     """Return the value of `compile=`; if that is off, how the model compiled itself, or a module that was opened."""
     if compile is not False:
         return compile
-    whole = {id(module) for stage in stages for module in stage.module.modules()}
-    opened = (found for module in model.modules() if id(module) not in whole and (found := compiled(module)))
-    own: Compile = next((found.arguments for found in opened), False)
-    if not isinstance(own, bool):
-        _refuse_graphs(own, "torch.compile(...) of the model")
-    return own
+    staged_ids = {id(module) for stage in stages for module in stage.module.modules()}
+    opened = (call for module in model.modules() if id(module) not in staged_ids and (call := compiled(module)))
+    model_compile: Compile = next((call.arguments for call in opened), False)
+    if not isinstance(model_compile, bool):
+        _check_no_cuda_graphs(model_compile, "torch.compile(...) of the model")
+    return model_compile
 
 
-def arguments_for(compile: Compile, schedule: Schedule) -> dict[str, Any] | None:
+def schedule_arguments(compile: Compile, schedule: Schedule) -> dict[str, Any] | None:
     """Return the arguments of `torch.compile` for a stage of a schedule: if that splits backwards, the backend does,
     too."""
-    arguments = arguments_of(compile)
-    return arguments if arguments is None or not _splits(schedule) else _configured(arguments, SplittingBackend)
+    arguments = compile_arguments(compile)
+    return arguments if arguments is None or not _splits(schedule) else _configure(arguments, SplittingBackend)
 
 
-def _configured(arguments: dict[str, Any], wrap: Callable[[_Configured], Any]) -> dict[str, Any]:
+def _configure(arguments: dict[str, Any], wrap: Callable[[_ConfiguredBackend], Any]) -> dict[str, Any]:
     """Return the same arguments of `torch.compile` with a backend of our own around theirs."""
     backend, mode = arguments.pop("backend", "inductor"), arguments.pop("mode", None)
     options = arguments.pop("options", None)
-    compiler = _Configured(backend, _given(backend, mode, options, arguments.get("dynamic")))
+    compiler = _ConfiguredBackend(backend, _settings(backend, mode, options, arguments.get("dynamic")))
     return {**arguments, "backend": wrap(compiler)}
 
 
 @dataclass(frozen=True)
-class _Configured:
+class _ConfiguredBackend:
     """A backend, by name or itself, and its own arguments."""
 
     backend: Any
@@ -100,11 +100,13 @@ class _Configured:
         return compiled
 
 
-def _given(backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+def _settings(
+    backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None
+) -> dict[str, Any]:
     """Return what `torch.compile` would pass to a backend besides the graph."""
     if backend != "inductor":
-        given = {"mode": mode if mode != "default" else None, "options": options}
-        return {key: value for key, value in given.items() if value}
+        arguments = {"mode": mode if mode != "default" else None, "options": options}
+        return {key: value for key, value in arguments.items() if value}
     patches = {**(inductor_options(mode, dynamic) if mode else {}), **(options or {})}
     return {"config_patches": {key.replace("-", "_"): value for key, value in patches.items()}}
 
@@ -120,17 +122,17 @@ def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("mode") is None and (arguments.get("options") or {}).get("fallback_random", True)
 
 
-def notes_of(compile: Compile, *, draws: bool, blocks: bool = False) -> tuple[str, ...]:
+def compile_notes(compile: Compile, *, draws: bool, blocks: bool = False) -> tuple[str, ...]:
     """Return the notes for users on a compiled pipeline.
 
     Args:
         draws: whether the model draws random numbers.
         blocks: whether the model compiled blocks of its stages itself.
     """
-    arguments = arguments_of(compile)
+    arguments = compile_arguments(compile)
     if arguments is None:
-        where = "blocks of the model are compiled: a compiler may add in another order than the model as it is"
-        return (f"{where} (close, not equal)",) if blocks else ()
+        note = "blocks of the model are compiled: a compiler may add in another order than the model as it is"
+        return (f"{note} (close, not equal)",) if blocks else ()
     notes = ["stages are compiled: a compiler may add in another order than the model as it is (close, not equal)"]
     if draws and not draws_as_torch_does(arguments):
         notes.append(
@@ -140,12 +142,12 @@ def notes_of(compile: Compile, *, draws: bool, blocks: bool = False) -> tuple[st
     return tuple(notes)
 
 
-def whole_notes(stages: Sequence[int]) -> tuple[str, ...]:
+def empty_w_notes(stages: Sequence[int]) -> tuple[str, ...]:
     """Return the notes for users on compiled stages in which W has nothing to do."""
     return tuple(
-        f"stage {stage}: W does nothing (split_share is 0), since no weight gradient can be taken out of its compiled "
-        "code: weights are used other than in products, or a forward is compiled in its class"
-        for stage in stages
+        f"stage {index}: W does nothing (deferred_weight_grad_fraction is 0), since no weight gradient can be taken "
+        "out of its compiled code: weights are used other than in products, or a forward is compiled in its class"
+        for index in stages
     )
 
 
@@ -164,7 +166,7 @@ class Compiled(Feature):
         if arguments is None:
             blocks = [module for module in stage.modules() if compiled(module)]
             for block in blocks if stage.recorded.frame is None else ():
-                _compile_again(block, stage.binding.schedule)
+                _recompile(block, stage.binding.schedule)
             return cls(None) if blocks else None
         if stage.binding.check_finite:
             raise ArgumentError(
@@ -185,7 +187,7 @@ class Compiled(Feature):
         """Return the stage's module, compiled once, and again for hooks that come or go."""
         if self._arguments is not None and not compiled(stage.module):
             if isinstance(stage.module, fx.GraphModule):
-                _keep_outside(stage.module)
+                _exclude_autocast(stage.module)
             stage.module.compile(**self._arguments)
         noticing = noticing_hooks()
 
@@ -197,21 +199,21 @@ class Compiled(Feature):
         return run_compiled
 
 
-def _compile_again(block: nn.Module, schedule: Schedule) -> None:
+def _recompile(block: nn.Module, schedule: Schedule) -> None:
     """Compile a block that the model compiled itself, as `compile=` compiles stages: if the schedule splits backwards,
     or if there are hooks in the block, which code that was compiled before would not call."""
-    found, splits = compiled(block), _splits(schedule)
-    assert found is not None
-    _refuse_graphs(found.arguments, f"torch.compile(...) of a block, {type(block).__name__},")
+    call, splits = compiled(block), _splits(schedule)
+    assert call is not None
+    _check_no_cuda_graphs(call.arguments, f"torch.compile(...) of a block, {type(block).__name__},")
     hooked = any(m._forward_pre_hooks or m._forward_hooks for m in block.modules())
-    enough: Any = SplittingBackend if splits else (SplittingBackend, _Configured)
-    arguments = arguments_of(found.arguments)
-    if arguments is not None and found.name and (splits or hooked) and not isinstance(arguments["backend"], enough):
-        arguments = _configured(arguments, SplittingBackend if splits else lambda compiler: compiler)
-        vars(block)[found.name] = torch.compile(found.function, **arguments)
+    accepted: Any = SplittingBackend if splits else (SplittingBackend, _ConfiguredBackend)
+    arguments = compile_arguments(call.arguments)
+    if arguments is not None and call.name and (splits or hooked) and not isinstance(arguments["backend"], accepted):
+        arguments = _configure(arguments, SplittingBackend if splits else lambda compiler: compiler)
+        vars(block)[call.name] = torch.compile(call.function, **arguments)
 
 
-def _keep_outside(module: fx.GraphModule) -> None:
+def _exclude_autocast(module: fx.GraphModule) -> None:
     """Let Python enter and leave autocast, whose state the compiler loses in between."""
     nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
     for node in nodes:
@@ -225,7 +227,7 @@ def any_compiled(modules: Iterable[nn.Module]) -> bool:
     return any(map(compiled, modules))
 
 
-class OwnGradients(Feature):
+class SeparateGradients(Feature):
     """Separates the gradients of a stage with compiled code, which may share memory with each other.
 
     Autograd takes a first gradient over as it is, and adds the next microbatch's to it in place, which would change the
@@ -234,7 +236,7 @@ class OwnGradients(Feature):
     """
 
     @classmethod
-    def of(cls, stage: StageContext) -> OwnGradients | None:
+    def of(cls, stage: StageContext) -> SeparateGradients | None:
         """Build the feature if anything in the stage is compiled."""
         compiled = stage.binding.compile is not None or any_compiled(stage.modules())
         return cls(stage.recorded.parameters.values()) if stage.training and compiled else None

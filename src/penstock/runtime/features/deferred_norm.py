@@ -35,7 +35,7 @@ from penstock.runtime.features import recompute
 from penstock.runtime.features.feature import NOTHING, BatchNorms, Context, Feature, StageContext, Start
 from penstock.runtime.features.recompute import Buffers
 from penstock.runtime.front_end import Partition, Stage
-from penstock.runtime.kinds import distinct
+from penstock.runtime.microbatch_kinds import distinct
 
 
 class Moments(NamedTuple):
@@ -50,9 +50,9 @@ class Moments(NamedTuple):
         """Compute the moments of each channel of `values` (dimension 1), in `dtype`."""
         with torch.no_grad():
             values = values.detach().to(dtype)
-            others = [dim for dim in range(values.dim()) if dim != 1]
+            dims = [dim for dim in range(values.dim()) if dim != 1]
             count = values.numel() // values.shape[1]
-            variance, mean = torch.var_mean(values, others, correction=0)
+            variance, mean = torch.var_mean(values, dims, correction=0)
             return cls(count, mean, variance * count)
 
     def merged(self, other: Moments) -> Moments:
@@ -76,7 +76,7 @@ class DeferredNorms(BatchNorms):
             m.register_forward_pre_hook(Hook(self._note), with_kwargs=True) for m in self._norms
         ]
         self._microbatch: int | None = None
-        self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
+        self._moments: dict[nn.Module, dict[int, list[Moments]]] = {}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -100,28 +100,28 @@ class DeferredNorms(BatchNorms):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Wrap a training step: buffers do not change until its end, and not at all if it raises."""
-        self._seen = defaultdict(lambda: defaultdict(list))
+        self._moments = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
         ended = False
         try:
             yield
             ended = True
         finally:
-            seen, self._seen = self._seen, {}
-            uneven = [n for n in before if n in seen and len({*map(len, seen[n].values())}) > 1] if ended else []
+            moments, self._moments = self._moments, {}
+            uneven = [n for n in before if n in moments and len({*map(len, moments[n].values())}) > 1] if ended else []
             ended = ended and not uneven
             with torch.no_grad():
                 for norm, copies in before.items():
-                    for name, copy in copies.items() if norm in seen or not ended else ():
+                    for name, copy in copies.items() if norm in moments or not ended else ():
                         norm.get_buffer(name).copy_(copy)
-                    if ended and norm in seen:
-                        _commit(norm, seen[norm])
+                    if ended and norm in moments:
+                        _commit(norm, moments[norm])
         if uneven:
-            fewest, *_, most = sorted(map(len, seen[uneven[0]].values()))
+            minimum, *_, maximum = sorted(map(len, moments[uneven[0]].values()))
             raise ArgumentError(
-                f"deferred_batch_norm=True: a {type(uneven[0]).__name__} is called {most} times in one microbatch and "
-                f"{fewest} in another, so the whole batch has no definite number of updates; call it equally often "
-                "in each, or leave deferred_batch_norm out"
+                f"deferred_batch_norm=True: a {type(uneven[0]).__name__} is called {maximum} times in one microbatch "
+                f"and {minimum} in another, so the whole batch has no definite number of updates; call it equally "
+                "often in each, or leave deferred_batch_norm out"
             )
 
     def _note(self, norm: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class DeferredNorms(BatchNorms):
         if self._microbatch is not None and _tracks(norm):
             mean = norm.get_buffer("running_mean")
             moments = Moments.of(values, torch.promote_types(mean.dtype, values.dtype))
-            self._seen[norm][self._microbatch].append(moments)
+            self._moments[norm][self._microbatch].append(moments)
 
 
 def _tracks(norm: nn.Module) -> bool:
@@ -146,14 +146,14 @@ def _is_elsewhere(norm: nn.Module) -> bool:
     return any(buffer.is_meta for buffer in norm.buffers(recurse=False))
 
 
-def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
+def _commit(norm: nn.Module, by_microbatch: Mapping[int, Sequence[Moments]]) -> None:
     """Update the buffers once for each call of the module in the forward; usually there is one."""
     assert isinstance(norm, _BatchNorm)
-    by_call = zip(*(seen[microbatch] for microbatch in sorted(seen)), strict=True)
-    for first, *others in by_call:
+    by_call = zip(*(by_microbatch[microbatch] for microbatch in sorted(by_microbatch)), strict=True)
+    for first, *later in by_call:
         moments = first
-        for other in others:
-            moments = moments.merged(other)
+        for added in later:
+            moments = moments.merged(added)
         batches = norm.num_batches_tracked
         if batches is not None:
             batches.add_(1)
@@ -169,21 +169,21 @@ def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
 # -- what cannot be deferred ------------------------------------------------------------------------------------------
 
 
-def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
+def check_deferrable(partitions: Sequence[Partition], model: nn.Module) -> None:
     """Raise ArgumentError for running statistics that no hook sees."""
     owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
     compiled = {id(part) for m in model.modules() if compiled_as(m) for part in m.modules()}
     for stage in (stage for partition in distinct(partitions) for stage in partition.stages):
         for name in stage.norms_as_functions:
-            _refuse(name, "is a call of batch norm as a function; only modules of torch.nn can be deferred")
+            _reject(name, "is a call of batch norm as a function; only modules of torch.nn can be deferred")
         for buffer_name in stage.meta.updated:
             if buffer_name.rpartition(".")[2] not in ("running_mean", "running_var"):
                 continue
             name, owner = owners[id(stage.buffers[buffer_name])]
             if id(owner) in compiled:
-                _refuse(name, "is compiled, so that nothing sees what enters it; compile other parts, or leave it out")
+                _reject(name, "is compiled, so that nothing sees what enters it; compile other parts, or leave it out")
             if any(isinstance(part, _BatchNorm) for child in owner.children() for part in child.modules()):
-                _refuse(
+                _reject(
                     name,
                     f"({type(owner).__name__}) has other batch norms take a part of what enters it, as timm's "
                     "SplitBatchNorm2d does",
@@ -191,7 +191,7 @@ def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
             if isinstance(owner, nn.SyncBatchNorm) or not isinstance(owner, _BatchNorm):
                 kind = type(owner).__name__
                 norm = "normalizes by itself" if isinstance(owner, _NormBase) else "keeps running statistics of its own"
-                _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
+                _reject(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
 
 
 def notes(stages: Iterable[Stage]) -> tuple[str, ...]:
@@ -202,8 +202,8 @@ def notes(stages: Iterable[Stage]) -> tuple[str, ...]:
     return ("deferred_batch_norm=True does nothing: no batch norm of the model updates running statistics in training",)
 
 
-def _refuse(name: str, why: str) -> None:
-    raise ArgumentError(f"deferred_batch_norm=True: {name!r} {why}")
+def _reject(name: str, problem: str) -> None:
+    raise ArgumentError(f"deferred_batch_norm=True: {name!r} {problem}")
 
 
 _REMEDY = "Switch gradient checkpointing off in the model, and choose recompute='always' instead"
@@ -220,8 +220,8 @@ class CheckpointedNorms(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> CheckpointedNorms | None:
         """Build the feature in training, if a forward updates buffers; deferred batch norms handle their own."""
-        one, deferred = stage.stage, stage.deferred
-        updated = {id(buffer): name for name, buffer in one.buffers.items() if name in one.meta.updated}
+        merged, deferred = stage.stage, stage.deferred
+        updated = {id(buffer): name for name, buffer in merged.buffers.items() if name in merged.meta.updated}
         names = {key: name for key, name in updated.items() if key not in deferred}
         if not stage.training or not names:
             return None
@@ -241,26 +241,26 @@ class CheckpointedNorms(Feature):
         for module in modules:
             if around.count(module) > 1:
                 raise _unknown_order(module)
-        self._all, self._around = modules, frozenset(around)
+        self._all, self._checkpointed = modules, frozenset(around)
         self._norms: dict[nn.Module, bool | None] = {}  # whether each is checkpointed; None: not known yet
         self._called: dict[int, set[nn.Module]] = {}  # by microbatch, of those within a checkpoint that the stage runs
 
     def begin_step(self, start: Start) -> None:
         """Drop what the last step learned: the model's checkpoints may have been switched on or off since."""
-        self._norms = {module: True if module in self._around else None for module in self._all}
+        self._norms = {module: True if module in self._checkpointed else None for module in self._all}
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wrap a forward of the stage."""
-        return self._updating(microbatch) if self._norms else NOTHING
+        return self._updating_twice(microbatch) if self._norms else NOTHING
 
     @contextmanager
-    def _updating(self, microbatch: int) -> Iterator[None]:
+    def _updating_twice(self, microbatch: int) -> Iterator[None]:
         self._called[microbatch] = set()
         with ExitStack() as stack:
             for module in self._norms:
                 stack.enter_context(module.register_forward_pre_hook(partial(self._update, microbatch)))
             yield
-        self._norms = {module: known for module, known in self._norms.items() if known is not False}
+        self._norms = {module: flag for module, flag in self._norms.items() if flag is not False}
 
     def _update(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Make, before a call in a forward, the update that backward will not make."""
@@ -275,7 +275,7 @@ class CheckpointedNorms(Feature):
                 f"a {type(module).__name__} updates buffers in a forward that runs itself again in backward: plain "
                 f"torch updates them in both runs, and may compute with other values in the second. {_REMEDY}"
             )
-        if module not in self._around:
+        if module not in self._checkpointed:
             if module in self._called[microbatch]:
                 raise _unknown_order(module)
             self._called[microbatch].add(module)
@@ -285,11 +285,11 @@ class CheckpointedNorms(Feature):
     def autograd(self, microbatch: int) -> Context:
         """Wrap a backward of the stage, but not a forward that the pipeline itself runs again: what runs there updates
         copies."""
-        own = [module for module in self._norms if module not in self._around]
-        return self._copying(own, self._called.pop(microbatch, set())) if own else NOTHING
+        rerun_norms = [module for module in self._norms if module not in self._checkpointed]
+        return self._on_copies(rerun_norms, self._called.pop(microbatch, set())) if rerun_norms else NOTHING
 
     @contextmanager
-    def _copying(self, own: Sequence[nn.Module], called: set[nn.Module]) -> Iterator[None]:
+    def _on_copies(self, norms: Sequence[nn.Module], called: set[nn.Module]) -> Iterator[None]:
         """Wrap a backward, which updates copies of the buffers. Raise PartitionError if it does not run what the
         forward assumed: frozen layers do not run again."""
         ran = set[nn.Module]()
@@ -298,10 +298,10 @@ class CheckpointedNorms(Feature):
             if _in_checkpoint():
                 ran.add(module)
 
-        held = (buffer for module in own for buffer in module._buffers.values() if buffer is not None)
+        buffers = (buffer for module in norms for buffer in module._buffers.values() if buffer is not None)
         with ExitStack() as stack:
-            stack.enter_context(Buffers(own, held).copy().in_place())
-            for module in own:
+            stack.enter_context(Buffers(norms, buffers).copy().in_place())
+            for module in norms:
                 stack.enter_context(module.register_forward_pre_hook(note))
             yield
         for module in called - ran:

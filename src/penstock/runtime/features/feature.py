@@ -21,9 +21,9 @@ from penstock.runtime.exact.rules import NOTHING as NOTHING
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.distribution import Sharded
-from penstock.runtime.kinds import Kinds, any_use, distinct
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_kinds
 from penstock.schedule import Action, Op, Schedule
 
 Forward = Callable[..., Sequence[Tensor]]
@@ -81,7 +81,7 @@ class Feature:
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
         """Replace a stage's code before anything else looks at it. It takes and returns one stage per microbatch; they
-        differ in shapes, and those of different kinds in everything but what `any_use` joins."""
+        differ in shapes, and those of different kinds in everything but what `merge_kinds` joins."""
         return stages
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
@@ -158,21 +158,21 @@ def calls(features: Iterable[Feature], hook: str, at: int | Action, **options: b
 
 def contexts(features: Iterable[Feature], hook: str, at: int | Action, **options: bool) -> Callable[[], Context] | None:
     """Make what a hook wraps one action in, each time that it runs; None if no feature has the hook."""
-    made = calls(features, hook, at, **options)
-    if len(made) < 2:
-        return made[0] if made else None
+    makers = calls(features, hook, at, **options)
+    if len(makers) < 2:
+        return makers[0] if makers else None
 
     def nested() -> Context:
-        entered = [context for make in made if (context := make()) is not NOTHING]
+        entered = [context for make in makers if (context := make()) is not NOTHING]
         if len(entered) < 2:
             return entered[0] if entered else NOTHING
-        return _all(entered)
+        return _enter_all(entered)
 
     return nested
 
 
 @contextmanager
-def _all(entered: Sequence[Context]) -> Iterator[None]:
+def _enter_all(entered: Sequence[Context]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in entered:
             stack.enter_context(context)
@@ -224,10 +224,10 @@ class Binding:
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
     features: Sequence[MakeFeature] = ()
-    kinds: Kinds = field(init=False)
+    kinds: MicrobatchKinds = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kinds", Kinds.among(self.partitions))
+        object.__setattr__(self, "kinds", MicrobatchKinds.from_partitions(self.partitions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +259,13 @@ class StageContext:
     recorded: Stage = field(init=False)
 
     def __post_init__(self) -> None:
-        recorded = any_use([partition.stages[self.index] for partition in self.binding.partitions])
+        recorded = merge_kinds([partition.stages[self.index] for partition in self.binding.partitions])
         object.__setattr__(self, "recorded", recorded)
 
     @property
     def stage(self) -> Stage:
         """The same, with the code that earlier features gave it."""
-        return any_use(self.stages)
+        return merge_kinds(self.stages)
 
     @property
     def deferred(self) -> set[int]:
@@ -275,7 +275,7 @@ class StageContext:
 
     def modules(self) -> list[nn.Module]:
         """Return every module in the stage's code, for any microbatch."""
-        return list(dict.fromkeys(module for each in distinct(self.stages) for module in each.module.modules()))
+        return list(dict.fromkeys(module for stage in distinct(self.stages) for module in stage.module.modules()))
 
     def draw_offsets(self, microbatch: int) -> Mapping[str, int]:
         """Return how often each drawing module is called on earlier stages, for a microbatch."""
@@ -316,8 +316,8 @@ class StageContext:
 
     def microbatches(self, *ops: Op) -> list[int]:
         """Return the microbatches of this stage's actions of some kinds, in the row's order."""
-        own = (action for action in self.row if action.stage == self.index and action.op in ops)
-        return [action.microbatch for action in own if action.microbatch is not None]
+        actions = (action for action in self.row if action.stage == self.index and action.op in ops)
+        return [action.microbatch for action in actions if action.microbatch is not None]
 
     def in_order(self, *ops: Op) -> bool:
         """Whether these actions come in ascending order of microbatch, as on one device."""
@@ -327,15 +327,15 @@ class StageContext:
 
 def check_forward_order(stage: StageContext) -> None:
     """Raise PartitionError if a user's own schedule runs forwards out of order on a stage that keeps something from one
-    to the next, as batch norm does. `kinds.py` checks schedules with two copies of a stage.
+    to the next, as batch norm does. `microbatch_kinds.py` checks schedules with two copies of a stage.
 
     The statistics of deferred batch norms are merged in order at the end of the step.
     """
     if stage.copies or stage.in_order(Op.F):
         return
-    one, deferred = stage.stage, stage.deferred
-    updated = [repr(name) for name in one.meta.updated if id(one.buffers.get(name)) not in deferred]
-    for carried in (*updated, *(each.text for each in one.remembered)):
+    merged, deferred = stage.stage, stage.deferred
+    updated = [repr(name) for name in merged.meta.updated if id(merged.buffers.get(name)) not in deferred]
+    for carried in (*updated, *(item.text for item in merged.remembered)):
         raise PartitionError(
             f"the forward of stage {stage.index} carries {carried} over from one microbatch to the next, but this "
             f"schedule runs its forwards in the order {', '.join(map(str, stage.microbatches(Op.F)))}; take one that "

@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from penstock._base.errors import NonFiniteError
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.runtime.features.feature import Feature, Forward, StageContext, Start, recorded_code
 from penstock.runtime.front_end import Partition, Stage
-from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.microbatch_kinds import distinct
 from penstock.schedule import Action, Op
 
 NAN, INF = "NaN", "Inf"
@@ -38,8 +38,8 @@ class FiniteStage(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> FiniteStage | None:
         """Build the feature if `check_finite=True` asks for it."""
-        wanted = stage.training and stage.binding.check_finite
-        return cls(stage.number, stage.binding.partitions, stage.recorded, stage.head) if wanted else None
+        enabled = stage.training and stage.binding.check_finite
+        return cls(stage.number, stage.binding.partitions, stage.recorded, stage.head) if enabled else None
 
     def __init__(self, rank: int, partitions: Sequence[Partition], stage: Stage, head: LossHead | None) -> None:
         index = stage.meta.index
@@ -50,7 +50,7 @@ class FiniteStage(Feature):
         self._origins = [partition.origins for partition in partitions]
         codes = (partition.stages[index].module for partition in distinct(partitions))
         self._names = {id(module): name for code in codes for name, module in code.named_modules()}
-        self._last: tuple[_Watching, Sequence[Tensor]] | None = None
+        self._last: tuple[_Checker, Sequence[Tensor]] | None = None
         self._gradients: list[str] = []
         self._inputs: list[str] = []
         self._looks_at_gradients = True
@@ -68,9 +68,9 @@ class FiniteStage(Feature):
             for value, arg in zip(stage.meta.inputs, args, strict=True):
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     arg.register_hook(partial(self._note, self._inputs, value.name))  # type: ignore[no-untyped-call]
-            watching = _Watching(module, self._names, partial(self._note, self._gradients))
-            outputs: Sequence[Tensor] = watching.run(*args)
-            self._last = watching, outputs
+            checker = _Checker(module, self._names, partial(self._note, self._gradients))
+            outputs: Sequence[Tensor] = checker.run(*args)
+            self._last = checker, outputs
             return outputs
 
         return forward
@@ -88,42 +88,42 @@ class FiniteStage(Feature):
         if action.op is not Op.F and self._looks_at_gradients:
             self._check_backward(action)
 
-    def _note(self, found: list[str], where: str, gradient: Tensor | None) -> None:
+    def _note(self, locations: list[str], location: str, gradient: Tensor | None) -> None:
         """Check a gradient in a hook, which torch calls with None for a part of a `chunk` that the loss does not
         use."""
-        if self._looks_at_gradients and gradient is not None and kind_of(gradient):
-            found.append(where)
+        if self._looks_at_gradients and gradient is not None and nonfinite_kind(gradient):
+            locations.append(location)
 
-    def _check_outputs(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, action: Action, checker: _Checker, outputs: Sequence[Tensor]) -> None:
         assert action.microbatch is not None
         for value, output in zip(self._metas[action.microbatch].outputs, outputs, strict=True):
-            kind = kind_of(output) if value.meta.requires_grad else None
+            kind = nonfinite_kind(output) if value.meta.requires_grad else None
             if kind:
                 origin = self._origin(action, value.name)
                 text = f"value {value.name!r}{origin}, which leaves stage {action.stage}, holds {kind}"
-                self._raise(action, text, watching, kind)
+                self._raise(action, text, checker, kind)
 
-    def _check_loss(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:
+    def _check_loss(self, action: Action, checker: _Checker, outputs: Sequence[Tensor]) -> None:
         assert self._head is not None
         assert action.microbatch is not None
         loss = self._head.losses[action.microbatch]
-        kind = None if loss is None or not self._head.counts(action.microbatch) else kind_of(loss)
+        kind = None if loss is None or not self._head.has_weight(action.microbatch) else nonfinite_kind(loss)
         if kind is None:
             return
-        found = {kind_of(output) for output in outputs}
-        inherited = next((k for k in (kind, NAN, INF) if k in found), None)
+        output_kinds = {nonfinite_kind(output) for output in outputs}
+        inherited = next((k for k in (kind, NAN, INF) if k in output_kinds), None)
         if inherited is None:
             self._raise(action, f"the loss is {kind}: the loss function made it of an output that is finite")
-        self._raise(action, f"the loss is {kind}", watching, inherited)
+        self._raise(action, f"the loss is {kind}", checker, inherited)
 
     def _check_backward(self, action: Action) -> None:
-        parameters = [name for name, p in self._parameters.items() if p.grad is not None and kind_of(p.grad)]
+        parameters = [name for name, p in self._parameters.items() if p.grad is not None and nonfinite_kind(p.grad)]
         if not parameters and not self._inputs:
             return
-        what = [f"the gradient of parameter {name!r}" for name in parameters]
-        what += [f"the gradient of value {name!r}{self._origin(action, name)}" for name in self._inputs]
-        more = f" and {len(what) - 3} more are" if len(what) > 3 else " is" if len(what) == 1 else " are"
-        text = ", ".join(what[:3]) + more + " not finite"
+        culprits = [f"the gradient of parameter {name!r}" for name in parameters]
+        culprits += [f"the gradient of value {name!r}{self._origin(action, name)}" for name in self._inputs]
+        ending = f" and {len(culprits) - 3} more are" if len(culprits) > 3 else " is" if len(culprits) == 1 else " are"
+        text = ", ".join(culprits[:3]) + ending + " not finite"
         if self._gradients:
             text += f"; backward met it first in the gradient of what {self._gradients[0]} returned"
         self._raise(action, text)
@@ -134,16 +134,16 @@ class FiniteStage(Feature):
         places = [] if origin is None else [f"module {origin.module!r}" if origin.module else "", origin.source_line]
         return " (made by " + ", ".join(filter(None, places)) + ")" if any(places) else ""
 
-    def _raise(self, action: Action, text: str, watching: _Watching | None = None, kind: str = "") -> NoReturn:
-        if watching is not None:
-            text += f": {watching.made_by(kind)}"
-        bad = [name for name, p in self._parameters.items() if kind_of(p)]
+    def _raise(self, action: Action, text: str, checker: _Checker | None = None, kind: str = "") -> NoReturn:
+        if checker is not None:
+            text += f": {checker.find_origin(kind)}"
+        bad = [name for name, p in self._parameters.items() if nonfinite_kind(p)]
         if bad:
             text += f". Not finite before this action: parameter {bad[0]!r}" + (" and others" if bad[1:] else "")
         raise NonFiniteError(f"rank {self._rank}, action {action}, microbatch {action.microbatch}: {text}")
 
 
-class _Watching(fx.Interpreter):
+class _Checker(fx.Interpreter):
     """Runs a stage's code call by call; notes which results hold NaN or Inf, and where in a module they first do."""
 
     def __init__(self, module: fx.GraphModule, names: dict[int, str], note: Callable[[str, Tensor], None]) -> None:
@@ -151,7 +151,7 @@ class _Watching(fx.Interpreter):
         self.extra_traceback = False  # the model's errors keep their text
         self._names = names
         self._note = note
-        self._found: dict[fx.Node, dict[str, str]] = {}
+        self._first: dict[fx.Node, dict[str, str]] = {}
         self._inside: dict[str, str] = {}
 
     def run(self, *args: Any, **options: Any) -> Any:
@@ -166,42 +166,42 @@ class _Watching(fx.Interpreter):
         self._inside = {}
         result = super().run_node(n)
         if n.op != "output":
-            self._look(result, _place(n), self._found.setdefault(n, {}) if n.op != "get_attr" else {})
+            self._inspect(result, _describe(n), self._first.setdefault(n, {}) if n.op != "get_attr" else {})
         return result
 
-    def made_by(self, kind: str) -> str:
+    def find_origin(self, kind: str) -> str:
         """Return the call that made the bad results: its result is bad, and none of its arguments are."""
         output = next(node for node in self.graph.nodes if node.op == "output")
-        bad = self._bad(output, kind)
+        bad = self._bad_arguments(output, kind)
         if not bad:
             return "made by a call that could not be found again"
-        while before := self._bad(bad[0], kind):
-            bad = before
-        where = self._found[bad[0]][kind]
+        while earlier := self._bad_arguments(bad[0], kind):
+            bad = earlier
+        origin = self._first[bad[0]][kind]
         if bad[0].op == "placeholder":
-            return f"{where} has it already"
-        infinite = kind == NAN and self._bad(bad[0], INF)
-        return f"made by {where}" + (f", out of Inf, made by {self._found[infinite[0]][INF]}" if infinite else "")
+            return f"{origin} has it already"
+        infinite = kind == NAN and self._bad_arguments(bad[0], INF)
+        return f"made by {origin}" + (f", out of Inf, made by {self._first[infinite[0]][INF]}" if infinite else "")
 
-    def _bad(self, node: fx.Node, kind: str) -> list[fx.Node]:
-        return [argument for argument in node.all_input_nodes if kind in self._found.get(argument, {})]
+    def _bad_arguments(self, node: fx.Node, kind: str) -> list[fx.Node]:
+        return [argument for argument in node.all_input_nodes if kind in self._first.get(argument, {})]
 
     def _after_module(self, module: nn.Module, args: Any, result: Any) -> None:
         name = self._names.get(id(module))
         if name:
-            self._look(result, f"module {name!r}", self._inside)
+            self._inspect(result, f"module {name!r}", self._inside)
 
-    def _look(self, result: Any, where: str, found: dict[str, str]) -> None:
+    def _inspect(self, result: Any, location: str, first_locations: dict[str, str]) -> None:
         for tensor in flatten(result).leaves:
             if not isinstance(tensor, Tensor):
                 continue
-            for kind in _kinds_of(tensor):
-                found.setdefault(kind, self._inside.get(kind, where))
+            for kind in _nonfinite_kinds(tensor):
+                first_locations.setdefault(kind, self._inside.get(kind, location))
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._note, where))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._note, location))  # type: ignore[no-untyped-call]
 
 
-def _place(node: fx.Node) -> str:
+def _describe(node: fx.Node) -> str:
     """Describe a node of a stage: a module, or a call with its line and the module that contains it."""
     scope, line = node.meta.get("where", ("", ""))
     if node.op == "placeholder":
@@ -214,12 +214,12 @@ def _place(node: fx.Node) -> str:
     )
 
 
-def kind_of(tensor: Tensor) -> str | None:
+def nonfinite_kind(tensor: Tensor) -> str | None:
     """NAN, INF, or None for a finite tensor."""
-    return next(iter(_kinds_of(tensor)), None)
+    return next(iter(_nonfinite_kinds(tensor)), None)
 
 
-def _kinds_of(tensor: Tensor) -> Iterable[str]:
+def _nonfinite_kinds(tensor: Tensor) -> Iterable[str]:
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.source import OF_TORCH
+from penstock.partition.source import TORCH_ATTRIBUTES
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.schedule import Op
 
@@ -30,7 +30,7 @@ Values = dict[Attribute, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Snapshot:
     """The attributes before and after a microbatch's forward."""
 
     before: Values
@@ -57,43 +57,43 @@ class ForwardAttributes(Feature):
         self._modules = [vars(module) for module in modules]
         self._splits = frozenset(splits)
         self._known: dict[Attribute, None] = {}
-        self._kept: dict[int, Kept] = {}
+        self._saved: dict[int, Snapshot] = {}
         self._learning = True
         self._is_first = True  # whether it is in its first step
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self, start: Start) -> None:
         """Drop anything left by a step that raised."""
-        self._kept.clear()
+        self._saved.clear()
         self._is_first, self._learning = self._latest < 0, True
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wrap a forward: keep what it sets."""
-        return self._keeping(microbatch) if self._learning or self._known else NOTHING
+        return self._recording(microbatch) if self._learning or self._known else NOTHING
 
     @contextmanager
-    def _keeping(self, microbatch: int) -> Iterator[None]:
-        everything = [held.copy() for held in self._modules] if self._learning else ()
-        before = self._now()
+    def _recording(self, microbatch: int) -> Iterator[None]:
+        snapshots = [attributes.copy() for attributes in self._modules] if self._learning else ()
+        before = self._current()
         yield
         self._latest = microbatch
-        new = {key: value for key, value in self._set_since(everything) if key not in self._known}
+        new = {key: value for key, value in self._set_since(snapshots) if key not in self._known}
         self._known |= dict.fromkeys(new)
-        for kept in (*self._kept.values(), Kept(before, {})):  # earlier forwards left them as this one found them
-            kept.before.update(new)
-            kept.after.update(new)
-        self._kept[microbatch] = Kept(before, self._now())
+        for saved in (*self._saved.values(), Snapshot(before, {})):  # earlier forwards left them as this one found them
+            saved.before.update(new)
+            saved.after.update(new)
+        self._saved[microbatch] = Snapshot(before, self._current())
         self._learning = self._is_first
 
     def _set_since(self, before: Sequence[dict[str, Any]]) -> Iterator[tuple[Attribute, Any]]:
         """Yield the attributes that have been set, each with its previous value."""
-        for position, was in enumerate(before):
-            now = self._modules[position]
-            if now.keys() == was.keys() and all(map(is_, now.values(), was.values())):
+        for position, old in enumerate(before):
+            new = self._modules[position]
+            if new.keys() == old.keys() and all(map(is_, new.values(), old.values())):
                 continue
-            for name in (was | now).keys() - OF_TORCH:
-                if now.get(name, MISSING) is not was.get(name, MISSING):
-                    yield (position, name), was.get(name, MISSING)
+            for name in (old | new).keys() - TORCH_ATTRIBUTES:
+                if new.get(name, MISSING) is not old.get(name, MISSING):
+                    yield (position, name), old.get(name, MISSING)
 
     def backward(self, microbatch: int) -> Context:
         """Wrap a backward: restore what its forward set."""
@@ -106,30 +106,30 @@ class ForwardAttributes(Feature):
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
         """Wrap the stage's forward when it runs again within a backward: restore what it found the first time."""
-        if microbatch in self._kept:
-            self._put(self._kept[microbatch].before)
+        if microbatch in self._saved:
+            self._set(self._saved[microbatch].before)
         yield
 
     @contextmanager
     def _restoring(self, microbatch: int, *, ends: bool) -> Iterator[None]:
-        now, kept = self._now(), self._kept.get(microbatch)
-        if kept is None:
+        current, saved = self._current(), self._saved.get(microbatch)
+        if saved is None:
             yield
             return
-        self._put(kept.after)
+        self._set(saved.after)
         try:
             yield
         finally:
-            self._kept[microbatch] = Kept(kept.before, self._now())
+            self._saved[microbatch] = Snapshot(saved.before, self._current())
             if ends:
-                del self._kept[microbatch]
+                del self._saved[microbatch]
             if microbatch != self._latest:  # otherwise a backward has left what plain torch leaves
-                self._put(now)
+                self._set(current)
 
-    def _now(self) -> Values:
+    def _current(self) -> Values:
         return {(position, name): self._modules[position].get(name, MISSING) for position, name in self._known}
 
-    def _put(self, values: Values) -> None:
+    def _set(self, values: Values) -> None:
         for (position, name), value in values.items():
             if value is MISSING:
                 self._modules[position].pop(name, None)

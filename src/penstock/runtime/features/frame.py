@@ -46,9 +46,9 @@ class Frame(nn.Module):
             if node.op != "get_attr":
                 continue
             path, _, name = str(node.target).rpartition(".")
-            holder, own = module.get_submodule(path), _submodule(self, path)
-            if own is not None and own is not holder and name in own._parameters:
-                holder.__dict__["_parameters"] = own._parameters
+            holder, counterpart = module.get_submodule(path), _submodule(self, path)
+            if counterpart is not None and counterpart is not holder and name in counterpart._parameters:
+                holder.__dict__["_parameters"] = counterpart._parameters
 
 
 def _not_a_view(output: Tensor) -> Tensor:
@@ -93,18 +93,18 @@ class Frames:
         ]
         try:
             for module, kind, hooks in self._plain.values():
-                _dress(module, kind, hooks)
+                _set_class_and_hooks(module, kind, hooks)
             yield
         finally:
             for module, kind, hooks in present:
-                _dress(module, kind, hooks)
+                _set_class_and_hooks(module, kind, hooks)
 
     def _apply(self, index: int, frame: Frame, parallelize: Parallelize) -> None:
         before = dict(frame.named_parameters(remove_duplicate=False))
         result = parallelize(frame)
-        if by := parallelized_by(frame, "torch.distributed._composable"):  # torchtitan's stages that are not sharded
+        if module := parallelized_by(frame, "torch.distributed._composable"):  # torchtitan's stages without sharding
             raise ArgumentError(
-                f"parallelize applied torch's replicate to stage {index} ({by}), which averages gradients in each "
+                f"parallelize applied torch's replicate to stage {index} ({module}), which averages gradients in each "
                 "backward; omit it: the pipeline averages them over its mesh's data-parallel dimensions, once per step"
             )
         if result is not None and result is not frame:
@@ -131,7 +131,7 @@ def _replace(model: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
                 module._parameters[name] = new[id(parameter)]
 
 
-def _dress(module: nn.Module, kind: type[nn.Module], hooks: Mapping[str, Any]) -> None:
+def _set_class_and_hooks(module: nn.Module, kind: type[nn.Module], hooks: Mapping[str, Any]) -> None:
     if type(module) is not kind:
         module.__class__ = kind
     module.__dict__.update(hooks)
@@ -144,20 +144,20 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-class Framed(Feature):
+class FramedCode(Feature):
     """Runs the stage's code inside its frame, with the frame's hooks."""
 
     @classmethod
-    def of(cls, stage: StageContext) -> Framed | None:
+    def of(cls, stage: StageContext) -> FramedCode | None:
         """Build the feature if `parallelize=` was passed."""
-        return cls() if any(each.frame is not None for each in stage.stages) else None
+        return cls() if any(microbatch_stage.frame is not None for microbatch_stage in stage.stages) else None
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
         """Return the frame's forward."""
         return run if stage.frame is None else partial(stage.frame, run)
 
 
-class Reduced(Feature):
+class ShardedReduction(Feature):
     """Reduces the gradients of a sharded stage in its last backward.
 
     Args:
@@ -165,7 +165,7 @@ class Reduced(Feature):
     """
 
     @classmethod
-    def of(cls, stage: StageContext) -> Reduced | None:
+    def of(cls, stage: StageContext) -> ShardedReduction | None:
         """Build the feature in training, if `fully_shard` was applied."""
         if not stage.training or stage.sharded is None:
             return None

@@ -3,7 +3,7 @@
 What a microbatch saves is sent while its forward runs. The memory is free once the rank's next computation has ended,
 and everything is fetched from the beginning of the computation before the one that needs it: I needs what autograd
 saves, W what it keeps itself. On an accelerator the copies run beside the computation, each way on a stream of its own
-(`Lanes`; not yet run on any GPU). On the CPU they are made too, and save nothing.
+(`CopyStreams`). On the CPU they are made too, and save nothing.
 
 Parameters and buffers stay where they are, and so does what would come back too soon (`schedule/activations.py`).
 
@@ -25,19 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock._base.compat import WeakStorage, storage_of
+from penstock._base.compat import WeakStorage, storage_id
 from penstock._base.errors import ArgumentError
-from penstock._base.words import in_ranges
+from penstock._base.formatting import collapse_ranges
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.feature import Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.activations import NEAR, Trips, trips
+from penstock.schedule.activations import NEAR, OffloadTrips, offload_trips
 
 
-class Lanes:
+class CopyStreams:
     """The streams of a device for copies, one to the host and one back, beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -73,38 +73,48 @@ class Lanes:
 
 
 @cache
-def lanes_of(device: torch.device) -> Lanes | None:
-    """Return the lanes of a device, for all stages on it; None for the host itself, where copies are made at once."""
-    return None if device.type in ("cpu", "meta") else Lanes(device)
+def copy_streams_for(device: torch.device) -> CopyStreams | None:
+    """Return the copy streams of a device, for all stages on it; None for the host, which copies at once."""
+    return None if device.type in ("cpu", "meta") else CopyStreams(device)
 
 
-class Away:
+class HostCopy:
     """A tensor on the host, and what it takes to bring it back with the same elements, strides and misalignment.
 
-    It is on its way there until `free`. `bring` may be called ahead of `get`, so that the copy overlaps with
+    It is on its way there until `free`. `start_fetch` may be called ahead of `get`, so that the copy overlaps with
     computation.
     """
 
     __slots__ = (
-        *("__weakref__", "_buffer", "_device", "_fetched", "_found", "_found_version", "_host", "_lanes", "_layout"),
+        *(
+            "__weakref__",
+            "_buffer",
+            "_device",
+            "_fetched",
+            "_tensor",
+            "_tensor_version",
+            "_host",
+            "_streams",
+            "_layout",
+        ),
         *("_sent", "_source", "_version", "_witness"),
     )
 
-    def __init__(self, tensor: Tensor, lanes: Lanes | None) -> None:
+    def __init__(self, tensor: Tensor, streams: CopyStreams | None) -> None:
         self._buffer: exact.Buffer | None = None
-        self._found: Tensor | None = None
-        self._found_version = 0
+        self._tensor: Tensor | None = None
+        self._tensor_version = 0
         self._fetched: Any = None
-        self._layout, self._device, self._lanes = exact.Layout.of(tensor), tensor.device, lanes
+        self._layout, self._device, self._streams = exact.Layout.of(tensor), tensor.device, streams
         self._witness, self._version = _without_memory(tensor), tensor._version
         flat = exact.pack(tensor)
         pinned = self._device.type != "cpu"
         self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
         self._source: Tensor | None = None
-        if lanes is None:
+        if streams is None:
             self._host.copy_(flat)
         else:
-            self._sent = lanes.send(flat, self._host)
+            self._sent = streams.send(flat, self._host)
             self._source = flat
 
     def __del__(self) -> None:
@@ -112,48 +122,48 @@ class Away:
 
     def wait_until_sent(self) -> None:
         """Let the device's computation wait for the copy to the host, and for all earlier ones."""
-        if self._lanes is not None:
-            self._lanes.wait(self._sent)
+        if self._streams is not None:
+            self._streams.wait(self._sent)
 
     def free(self) -> None:
         """Let go of the memory from which it was copied."""
         self._source = None
 
-    def bring(self) -> None:
+    def start_fetch(self) -> None:
         """Start the copy back."""
         if self._buffer is not None:
             return
         self._buffer = exact.allocate(self._layout, self._device)
-        if self._lanes is None:
+        if self._streams is None:
             self._buffer.flat.copy_(self._host)
         else:
-            self._fetched = self._lanes.fetch(self._host, self._buffer.flat, self._sent)
+            self._fetched = self._streams.fetch(self._host, self._buffer.flat, self._sent)
 
-    def arrived(self) -> Tensor:
+    def wait_until_fetched(self) -> Tensor:
         """Return the tensor, on its device."""
-        self.bring()
+        self.start_fetch()
         assert self._buffer is not None
-        if self._lanes is not None:
-            self._lanes.wait(self._fetched)
-        if self._found is None:
-            self._found = exact.unpack(self._buffer)
-            self._found_version = self._found._version
-        return self._found
+        if self._streams is not None:
+            self._streams.wait(self._fetched)
+        if self._tensor is None:
+            self._tensor = exact.unpack(self._buffer)
+            self._tensor_version = self._tensor._version
+        return self._tensor
 
     def get(self) -> Tensor:
         """Return the tensor, on its device. Raise RuntimeError, as autograd does, if it was updated in place since,
         there or after it came back."""
         check_unchanged(self._witness, self._version, self._layout.shape)
-        found = self.arrived()
-        check_unchanged(found, self._found_version, self._layout.shape)
-        return found
+        tensor = self.wait_until_fetched()
+        check_unchanged(tensor, self._tensor_version, self._layout.shape)
+        return tensor
 
     def drop(self) -> None:
         """Let go of the memory on the device. The tensor may be brought again."""
         buffer, self._buffer = self._buffer, None
-        if buffer is not None and self._lanes is not None and self._found is None:
-            self._lanes.abandon(buffer.flat)
-        self._found = None
+        if buffer is not None and self._streams is not None and self._tensor is None:
+            self._streams.abandon(buffer.flat)
+        self._tensor = None
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -168,14 +178,14 @@ def _empty(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-_Refs = list[weakref.ref[Away]]
+_Refs = list[weakref.ref[HostCopy]]
 
 
 class Offload(Feature):
     """The saved tensors of one stage, and what W needs of its forwards: a `Keeper`.
 
     Args:
-        held: returns the parameters and buffers that live on the stage now and stay there.
+        resident: returns the parameters and buffers that live on the stage now and stay there.
         compiled: whether anything in the stage is compiled.
 
     Attributes:
@@ -194,26 +204,26 @@ class Offload(Feature):
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
         compiled = stage.binding.compile is not None or any_compiled(stage.modules())
-        return cls(stage.index, stage.device, stage.held, trips(stage.row, stage.index), compiled=compiled)
+        return cls(stage.index, stage.device, stage.held, offload_trips(stage.row, stage.index), compiled=compiled)
 
     def __init__(
         self,
         stage: int,
         device: torch.device,
-        held: Callable[[], Iterable[Tensor]],
-        trips: Trips,
+        resident: Callable[[], Iterable[Tensor]],
+        offload_trips: OffloadTrips,
         *,
         compiled: bool = False,
     ) -> None:
         self._stage = stage
-        self._held = held
-        self._trips = trips
-        nothing = torch.empty(0, device=device)
-        self._device, self._kind = nothing.device, type(nothing)
-        self._lanes = lanes_of(self._device)
-        self._stays: set[int] = set()
-        self._sent: dict[tuple[Any, ...], tuple[WeakStorage, weakref.ref[Away]]] = {}
-        self._leaving: dict[int, list[Away]] = {}
+        self._resident = resident
+        self._trips = offload_trips
+        empty = torch.empty(0, device=device)
+        self._device, self._kind = empty.device, type(empty)
+        self._streams = copy_streams_for(self._device)
+        self._resident_storages: set[int] = set()
+        self._sent_copies: dict[tuple[Any, ...], tuple[WeakStorage, weakref.ref[HostCopy]]] = {}
+        self._leaving: dict[int, list[HostCopy]] = {}
         self._for_backward: dict[int, _Refs] = {}
         self._for_weights: dict[int, _Refs] = {}
         self._microbatch: int | None = None  # whose forward is running
@@ -235,15 +245,15 @@ class Offload(Feature):
         if runs_again or microbatch not in self._trips.any:
             yield
             return
-        held = (part for tensor in self._held() if (part := local(tensor)).layout is torch.strided)
-        self._stays = {storage_of(part) for part in held}  # they may have new memory
+        strided = (part for tensor in self._resident() if (part := local(tensor)).layout is torch.strided)
+        self._resident_storages = {storage_id(part) for part in strided}  # they may have new memory
         self._microbatch = microbatch
         try:
             with saved_tensors_hooks(self.pack, _unpack):
                 yield
         finally:
             self._microbatch = None
-            self._sent.clear()
+            self._sent_copies.clear()
 
     def past(self, action: Action) -> None:
         """Free what a forward sent, once the computation after one of these has ended."""
@@ -256,7 +266,7 @@ class Offload(Feature):
         assert action.microbatch is not None
         if action.op is not Op.F:
             refs = self._for_weights if action.op is Op.W else self._for_backward
-            _bring(refs.get(action.microbatch, ()))
+            _start_fetching(refs.get(action.microbatch, ()))
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
@@ -264,8 +274,8 @@ class Offload(Feature):
         self._for_backward.pop(microbatch, None)
         yield
         if microbatch in self._trips.twice:
-            for away in _alive(self._for_weights.get(microbatch, ())):
-                away.drop()
+            for host_copy in _alive(self._for_weights.get(microbatch, ())):
+                host_copy.drop()
 
     @contextmanager
     def weights(self, microbatch: int) -> Iterator[None]:
@@ -274,60 +284,60 @@ class Offload(Feature):
         yield
 
     def _pack(self, tensor: Tensor) -> Saved:
-        if self._microbatch not in self._trips.for_backward or self._stays_here(tensor):
+        if self._microbatch not in self._trips.for_backward or self._must_stay(tensor):
             return SavedTensor(tensor, tensor._version)
         return self._send_once(tensor, self._microbatch, self._for_backward)
 
     def save(self, tensor: Tensor) -> Saved:
         """Take what W needs of a forward, or of one that runs again just before it."""
-        if self._microbatch not in self._trips.for_weights or self._stays_here(tensor):
+        if self._microbatch not in self._trips.for_weights or self._must_stay(tensor):
             return SavedTensor.of(tensor)
         return self._send_once(tensor, self._microbatch, self._for_weights)
 
-    def takes(self, tensor: Tensor, microbatch: int) -> bool:
+    def accepts(self, tensor: Tensor, microbatch: int) -> bool:
         """Whether `send` sends a tensor to the host: it can go, and is away for long enough."""
-        return microbatch in self._trips.for_backward and self._can_go(tensor)
+        return microbatch in self._trips.for_backward and self._can_offload(tensor)
 
-    def send(self, tensor: Tensor, microbatch: int) -> Away:
+    def send(self, tensor: Tensor, microbatch: int) -> HostCopy:
         """Send a tensor to the host until the backward of a microbatch."""
         return self._send(tensor, microbatch, self._for_backward)
 
-    def _send_once(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> Away:
+    def _send_once(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> HostCopy:
         """Send a tensor unless the running forward has sent it before: several calls may save one tensor."""
         layout = (tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-        key = (storage_of(tensor), tensor._version, *layout)
-        known = self._sent.get(key)
-        away = None if known is None else known[1]()
-        if away is not None:
-            refs.setdefault(microbatch, []).append(weakref.ref(away))
-            return away
-        away = self._send(tensor, microbatch, refs)
-        self._sent[key] = WeakStorage(tensor), weakref.ref(away)
-        return away
+        key = (storage_id(tensor), tensor._version, *layout)
+        sent = self._sent_copies.get(key)
+        host_copy = None if sent is None else sent[1]()
+        if host_copy is not None:
+            refs.setdefault(microbatch, []).append(weakref.ref(host_copy))
+            return host_copy
+        host_copy = self._send(tensor, microbatch, refs)
+        self._sent_copies[key] = WeakStorage(tensor), weakref.ref(host_copy)
+        return host_copy
 
-    def _send(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> Away:
+    def _send(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> HostCopy:
         with torch.no_grad():
-            away = Away(tensor, self._lanes)
-        if self._lanes is not None:
-            self._leaving.setdefault(microbatch, []).append(away)
-        refs.setdefault(microbatch, []).append(weakref.ref(away))
-        return away
+            host_copy = HostCopy(tensor, self._streams)
+        if self._streams is not None:
+            self._leaving.setdefault(microbatch, []).append(host_copy)
+        refs.setdefault(microbatch, []).append(weakref.ref(host_copy))
+        return host_copy
 
     def _free(self, microbatch: int) -> None:
         leaving = self._leaving.pop(microbatch, ())
         if leaving:
             leaving[-1].wait_until_sent()
-        for away in leaving:
-            away.free()
+        for host_copy in leaving:
+            host_copy.free()
 
-    def _stays_here(self, tensor: Tensor) -> bool:
-        return not self._can_go(tensor) or storage_of(tensor) in self._stays
+    def _must_stay(self, tensor: Tensor) -> bool:
+        return not self._can_offload(tensor) or storage_id(tensor) in self._resident_storages
 
-    def _can_go(self, tensor: Tensor) -> bool:
-        return tensor.device == self._device and can_go(tensor, self._kind)
+    def _can_offload(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device and can_offload(tensor, self._kind)
 
 
-def can_go(tensor: Tensor, kind: type[Tensor] = Tensor) -> bool:
+def can_offload(tensor: Tensor, kind: type[Tensor] = Tensor) -> bool:
     """Whether a tensor can go to the host. Plain ones can; foreign subclasses, sparse and quantized ones stay.
 
     Args:
@@ -342,18 +352,18 @@ def _unpack(saved: Saved) -> Tensor:
         return saved.get()
 
 
-def _bring(refs: Sequence[weakref.ref[Away]]) -> None:
+def _start_fetching(refs: Sequence[weakref.ref[HostCopy]]) -> None:
     """Start to fetch all of them, the last first: backward needs them in this order."""
     with torch.no_grad():
-        for away in reversed(list(_alive(refs))):
-            away.bring()
+        for host_copy in reversed(list(_alive(refs))):
+            host_copy.start_fetch()
 
 
-def _alive(refs: Iterable[weakref.ref[Away]]) -> Iterator[Away]:
+def _alive(refs: Iterable[weakref.ref[HostCopy]]) -> Iterator[HostCopy]:
     for ref in refs:
-        away = ref()
-        if away is not None:
-            yield away
+        host_copy = ref()
+        if host_copy is not None:
+            yield host_copy
 
 
 def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> list[str]:
@@ -365,19 +375,19 @@ def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> 
         on_host: for each rank, whether it computes on the CPU.
     """
     rank_of = order.placement.rank_of
-    asked = [stage for stage in range(len(rank_of)) if offload[stage % len(offload)]]
-    idle = [stage for stage in asked if not trips(order.rows[rank_of[stage]], stage).any]
-    there = [stage for stage in asked if on_host[rank_of[stage]] and stage not in idle]
-    found = []
+    offloaded = [stage for stage in range(len(rank_of)) if offload[stage % len(offload)]]
+    idle = [stage for stage in offloaded if not offload_trips(order.rows[rank_of[stage]], stage).any]
+    on_cpu = [stage for stage in offloaded if on_host[rank_of[stage]] and stage not in idle]
+    messages = []
     if idle:
-        found.append(
+        messages.append(
             f"offload: nothing goes to the host on {_stages(idle)}, where each backward comes within {NEAR} "
             "computations of its forward: what travels meanwhile makes no room"
         )
-    if there:
-        found.append(f"offload: {_stages(there)} on the CPU: the copies are made, and save no memory")
-    return found
+    if on_cpu:
+        messages.append(f"offload: {_stages(on_cpu)} on the CPU: the copies are made, and save no memory")
+    return messages
 
 
 def _stages(numbers: Sequence[int]) -> str:
-    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(in_ranges(map(str, numbers)))}"
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, numbers)))}"

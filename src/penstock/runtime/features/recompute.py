@@ -21,24 +21,24 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.errors import ArgumentError, PartitionError
+from penstock._base.formatting import collapse_ranges, named
+from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock._base.stages import StageMeta
-from penstock._base.trees import flatten, map_tensors, unflatten
-from penstock._base.words import in_ranges, named
 from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import SavedTensor
 from penstock.runtime.features.feature import Feature, MakeFeature, Recompute, Rerun, StageContext, recorded_code
-from penstock.runtime.features.offload import Away, Offload
+from penstock.runtime.features.offload import HostCopy, Offload
 from penstock.runtime.front_end import Stage
-from penstock.runtime.kinds import any_use
+from penstock.runtime.microbatch_kinds import merge_kinds
 from penstock.schedule import Action, Op, Schedule
-from penstock.schedule.activations import run_again
+from penstock.schedule.activations import recomputed_microbatches
 
-Keeping = Callable[[Sequence[int]], Collection[int]]
-"""From a stage's microbatches, in the order in which they run, chooses those that keep their forward."""
+ChooseKept = Callable[[Sequence[int]], Collection[int]]
+"""Chooses, from a stage's microbatches in the order in which they run, those that keep their forward."""
 
-KEPT_FORWARDS: Mapping[str, Keeping] = {
+KEPT_FORWARDS: Mapping[str, ChooseKept] = {
     "except_last": lambda forwards: forwards[-1:],
     "always": lambda forwards: (),
 }
@@ -52,7 +52,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         policies: one per stage of the model.
         order: the schedule, with or without communication.
     """
-    said: dict[str, list[int]] = {}
+    stages_by_text: dict[str, list[int]] = {}
     for stage, rank in enumerate(order.placement.rank_of):
         policy = policies[stage % len(policies)]
         if policy == "never":
@@ -61,15 +61,15 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         if isinstance(policy, int):
             text = f"layers 0, {policy}, {2 * policy}, ... run again in backward on "
         elif isinstance(policy, str) and policy in KEPT_FORWARDS:
-            again = len(run_again(KEPT_FORWARDS[policy], order.rows[rank], stage))
-            text = f"{again} of {forwards} forwards run again in backward on "
+            reruns = len(recomputed_microbatches(KEPT_FORWARDS[policy], order.rows[rank], stage))
+            text = f"{reruns} of {forwards} forwards run again in backward on "
         else:
             text = "its own choice of forwards runs again in backward, out of those on "
         name = named(policy).__qualname__ if callable(policy) else repr(policy)
-        said.setdefault(f"recompute={name}: {text}", []).append(stage)
+        stages_by_text.setdefault(f"recompute={name}: {text}", []).append(stage)
     return [
-        f"{text}{'stage' if len(at) == 1 else 'stages'} {', '.join(in_ranges(map(str, at)))}"
-        for text, at in said.items()
+        f"{text}{'stage' if len(indices) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, indices)))}"
+        for text, indices in stages_by_text.items()
     ]
 
 
@@ -82,13 +82,13 @@ class BufferCopies(NamedTuple):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Temporarily makes the copies the modules' buffers, so that they are updated instead."""
-        now = [part._buffers[name] for part, name in self.places]
+        originals = [part._buffers[name] for part, name in self.places]
         try:
             for (part, name), copy in zip(self.places, self.copies, strict=True):
                 part._buffers[name] = copy
             yield
         finally:
-            for (part, name), buffer in zip(self.places, now, strict=True):
+            for (part, name), buffer in zip(self.places, originals, strict=True):
                 part._buffers[name] = buffer
 
 
@@ -99,19 +99,19 @@ class Buffers:
     """
 
     def __init__(self, modules: Iterable[nn.Module], updated: Iterable[Tensor]) -> None:
-        wanted = {id(buffer) for buffer in updated}
-        self._places = [
+        updated_ids = {id(buffer) for buffer in updated}
+        self._slots = [
             (part, name)
             for part in {part: None for module in modules for part in module.modules()}
             for name, buffer in part._buffers.items()
-            if buffer is not None and id(buffer) in wanted
+            if buffer is not None and id(buffer) in updated_ids
         ]
 
     def copy(self) -> BufferCopies:
         """Copy the current buffers. A buffer in several places has one copy."""
-        found = [part._buffers[name] for part, name in self._places]
-        copies = {id(b): exact.copy_as(exact.Layout.of(b), b) for b in found if b is not None}
-        return BufferCopies(self._places, [copies[id(buffer)] for buffer in found])
+        buffers = [part._buffers[name] for part, name in self._slots]
+        copies = {id(b): exact.copy_as(exact.Layout.of(b), b) for b in buffers if b is not None}
+        return BufferCopies(self._slots, [copies[id(buffer)] for buffer in buffers])
 
 
 class RecomputedStage(Feature):
@@ -120,17 +120,17 @@ class RecomputedStage(Feature):
     Args:
         stages: the stage as each microbatch runs it.
         microbatches: those whose forward runs again.
-        overwritten: for each microbatch, positions of the inputs that this stage, or a later one, updates in place.
+        overwritten: for each microbatch, the positions of inputs that this stage or a later one updates.
         offload: moves what is kept to the host.
     """
 
     @classmethod
-    def keeping(cls, kept: Keeping) -> MakeFeature:
+    def keeping(cls, kept: ChooseKept) -> MakeFeature:
         """Build a kind of recomputation, for `recompute=`: run all forwards again but those that `kept` chooses, and
-        those that their backward follows at once."""
+        those directly followed by their backward."""
 
         def of(stage: StageContext) -> Feature | None:
-            return cls.rerunning(stage, run_again(kept, stage.row, stage.index))
+            return cls.rerunning(stage, recomputed_microbatches(kept, stage.row, stage.index))
 
         of.__qualname__ = f"{cls.__qualname__}.keeping"
         return of
@@ -141,8 +141,8 @@ class RecomputedStage(Feature):
         if not microbatches:
             return None
         changed = [
-            overwritten(each.meta, [other.meta for other in partition.stages])
-            for each, partition in zip(stage.stages, stage.binding.partitions, strict=True)
+            overwritten_inputs(microbatch_stage.meta, [s.meta for s in partition.stages])
+            for microbatch_stage, partition in zip(stage.stages, stage.binding.partitions, strict=True)
         ]
         offload = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
         return cls(stage.stages, microbatches, changed, offload)
@@ -155,7 +155,7 @@ class RecomputedStage(Feature):
         offload: Offload | None,
     ) -> None:
         modules = {stage.module: None for stage in stages}
-        use = any_use(stages)
+        use = merge_kinds(stages)
         refuse_again(use.meta.index, use.remembered)
         self._microbatches = frozenset(microbatches)
         self._overwritten = overwritten
@@ -168,40 +168,40 @@ class RecomputedStage(Feature):
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
         """Keep the arguments, and the buffers that the forward updates."""
-        kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
-        return _Again(kept, self._buffers.copy())
+        saved = [self._keep(microbatch, *arg) for arg in enumerate(args)]
+        return _StageRerun(saved, self._buffers.copy())
 
     def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
         if position in self._overwritten[microbatch]:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
-        if self._offload is not None and self._offload.takes(arg, microbatch):
+        if self._offload is not None and self._offload.accepts(arg, microbatch):
             return self._offload.send(arg, microbatch)
         return SavedTensor.of(arg)
 
 
-class _Again(NamedTuple):
+class _StageRerun(NamedTuple):
     """One forward to run again: its arguments, and the earlier state of the buffers it updates."""
 
-    kept: Sequence[Any]
+    saved: Sequence[Any]
     buffers: BufferCopies
 
     def args(self) -> list[Any]:
-        return [_given(arg) for arg in self.kept]
+        return [_restore_argument(arg) for arg in self.saved]
 
     def as_before(self) -> AbstractContextManager[None]:
         return self.buffers.in_place()
 
 
-def _given(arg: Any) -> Any:
+def _restore_argument(arg: Any) -> Any:
     """Return a kept argument, in the form that the forward takes."""
-    if not isinstance(arg, (Away, SavedTensor)):
+    if not isinstance(arg, (HostCopy, SavedTensor)):
         return arg
     tensor = arg.get()
-    if isinstance(arg, Away):
+    if isinstance(arg, HostCopy):
         return tensor
-    return exact.on_memory_of(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+    return exact.share_memory(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
 def updated_buffers(stage: Stage) -> list[Tensor]:
@@ -219,7 +219,7 @@ def updated_buffers(stage: Stage) -> list[Tensor]:
     return [stage.buffers[name] for name in (*stage.meta.updated, *stage.may_update)]
 
 
-def overwritten(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:
+def overwritten_inputs(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:
     """Return the positions of a stage's inputs that any stage updates in place: stages of one rank share their
     memory."""
     names = {i.name for stage in stages for i in stage.inputs if i.mutated}
@@ -250,11 +250,11 @@ class RecomputedLayers(Feature):
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
         """Return the stages with such layers; stages that are recorded alike share one."""
-        again = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
-        for stage in again.values():
+        rewritten = {id(stage): replace(stage, module=with_recomputed_layers(stage, self._every)) for stage in stages}
+        for stage in rewritten.values():
             if stage.frame is not None:
                 stage.frame.adopt(stage.module)
-        return [again[id(stage)] for stage in stages]
+        return [rewritten[id(stage)] for stage in stages]
 
 
 def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
@@ -281,13 +281,13 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
         copies = node.meta.get(INPUT_OVERWRITTEN, False)
-        again = RunsAgain(layer, Buffers([layer], updated), copies=copies)
-        module.add_submodule(node.target, again)
+        recomputed = RecomputedLayer(layer, Buffers([layer], updated), copies=copies)
+        module.add_submodule(node.target, recomputed)
     module.recompile()
     return module
 
 
-class RunsAgain(nn.Module):
+class RecomputedLayer(nn.Module):
     """A layer that runs again in backward.
 
     Args:
@@ -304,11 +304,11 @@ class RunsAgain(nn.Module):
         if not torch.is_grad_enabled():
             return self.layer(*args, **kwargs)
         call = _Call(self.layer, tuple(kwargs), self._buffers_of_layer.copy())
-        given = (*args, *kwargs.values())
-        flat = flatten(given, empty=True)
-        if not self._copies and _are(flat.leaves, given):  # tensors and plain values
-            return call.checkpointed(given)
-        call.first = given  # objects that the first run may change are passed on unchanged
+        values = (*args, *kwargs.values())
+        flat = flatten(values, empty=True)
+        if not self._copies and _are_same(flat.leaves, values):  # tensors and plain values
+            return call.checkpointed(values)
+        call.first_values = values  # objects that the first run may change are passed on unchanged
         if self._copies:
             tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
             call.takes_gradient = [tensor.requires_grad for tensor in tensors]
@@ -321,42 +321,42 @@ class _Call:
     """A call of a layer, which `checkpoint` makes twice, or more often if its backward calls autograd itself.
 
     Attributes:
-        first: the arguments of the first run, if copies are kept for the others.
+        first_values: the arguments of the first run, if copies are kept for the others.
         takes_gradient: one per tensor among the arguments, if copies are kept.
     """
 
     def __init__(self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies) -> None:
         self._layer, self._names, self._buffers = layer, names, buffers
-        self.first: Sequence[Any] | None = None
+        self.first_values: Sequence[Any] | None = None
         self.takes_gradient: Sequence[bool] | None = None
         self._runs_again = False
 
-    def checkpointed(self, kept: Sequence[Any]) -> Any:
+    def checkpointed(self, values: Sequence[Any]) -> Any:
         """Make the first run, and prepare for running again on what is kept.
 
         The second run continues to its end, although it has the last activation earlier: then whatever the layer does
         after that in Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
         """
-        return checkpoint(self, *kept, use_reentrant=False, early_stop=False)
+        return checkpoint(self, *values, use_reentrant=False, early_stop=False)
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *values: Any) -> Any:
         runs_again, self._runs_again = self._runs_again, True
-        if self.first is not None:
-            given, self.first = tuple(self.first), None
+        if self.first_values is not None:
+            values, self.first_values = tuple(self.first_values), None
         elif self.takes_gradient is not None:
             flags = iter(self.takes_gradient)
-            given = map_tensors(lambda tensor: received(tensor, next(flags)), given)
-        positional = len(given) - len(self._names)
+            values = map_tensors(lambda tensor: as_graph_value(tensor, next(flags)), values)
+        positional = len(values) - len(self._names)
         with self._buffers.in_place() if runs_again else nullcontext():
-            return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
+            return self._layer(*values[:positional], **dict(zip(self._names, values[positional:], strict=True)))
 
 
-def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
+def _are_same(leaves: Sequence[Any], values: Sequence[Any]) -> bool:
     """Whether the leaves are the given values themselves, without containers: a list of one tensor has one leaf too."""
-    return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
+    return len(leaves) == len(values) and all(map(operator.is_, leaves, values))
 
 
-def received(value: Tensor, takes_gradient: bool) -> Tensor:
+def as_graph_value(value: Tensor, takes_gradient: bool) -> Tensor:
     """Make a kept copy a value of a graph again, which may be updated in place."""
     if not takes_gradient:
         return value

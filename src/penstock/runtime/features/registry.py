@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted, named
-from penstock.runtime.features.compiled import Compiled, OwnGradients
+from penstock._base.formatting import named, pluralize
+from penstock.runtime.features.compiled import Compiled, SeparateGradients
 from penstock.runtime.features.deferred_norm import CheckpointedNorms
 from penstock.runtime.features.feature import (
     HOOKS,
@@ -25,7 +25,7 @@ from penstock.runtime.features.feature import (
 )
 from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_attributes import ForwardAttributes
-from penstock.runtime.features.frame import Framed, Reduced
+from penstock.runtime.features.frame import FramedCode, ShardedReduction
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedLayers, RecomputedStage
 from penstock.runtime.features.step_check import StepCheck
@@ -41,7 +41,7 @@ def _recomputed(stage: StageContext) -> Feature | None:
     kind = stage.recompute
     if not stage.training or isinstance(kind, int):
         return None
-    return RECOMPUTE[kind](stage) if isinstance(kind, str) else own_feature("recompute", kind, stage)
+    return RECOMPUTE[kind](stage) if isinstance(kind, str) else make_user_feature("recompute", kind, stage)
 
 
 FEATURES: tuple[MakeFeature, ...] = (
@@ -49,11 +49,11 @@ FEATURES: tuple[MakeFeature, ...] = (
     Offload.of,
     _recomputed,
     Compiled.of,
-    OwnGradients.of,
+    SeparateGradients.of,
     FiniteStage.of,
     check_forward_order,
-    Framed.of,  # around whatever runs the code
-    Reduced.of,
+    FramedCode.of,  # around whatever runs the code
+    ShardedReduction.of,
     lambda stage: stage.binding.norms,
     ForwardAttributes.of,
     CheckpointedNorms.of,  # exchanges buffers within a backward, in which nothing else may update them
@@ -62,7 +62,7 @@ FEATURES: tuple[MakeFeature, ...] = (
 """All features of Penstock, the outermost first."""
 
 
-def own_feature(argument: str, make: MakeFeature, stage: StageContext) -> Feature | None:
+def make_user_feature(argument: str, make: MakeFeature, stage: StageContext) -> Feature | None:
     """Return what the user's function makes for a stage.
 
     Raises:
@@ -106,53 +106,53 @@ def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[
     Raises:
         ArgumentError: a choice is unknown, or is not for these stages.
     """
-    found = _per_stage("recompute", choice, stages, "never")
-    for each in found:
-        _check_recompute(each, tuple(policies))
-    return tuple(found)
+    by_stage = _per_stage("recompute", choice, stages, "never")
+    for stage_choice in by_stage:
+        _check_recompute(stage_choice, tuple(policies))
+    return tuple(by_stage)
 
 
 def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
     """Return whether each stage offloads. Raise ArgumentError if the argument does not fit these stages."""
-    found = _per_stage("offload", choice, stages, False)
-    for each in found:
-        if not isinstance(each, bool):
-            raise ArgumentError(f"offload={each!r}: expected True or False, or a list or dict of these, by stage")
-    return tuple(found)
+    by_stage = _per_stage("offload", choice, stages, False)
+    for value in by_stage:
+        if not isinstance(value, bool):
+            raise ArgumentError(f"offload={value!r}: expected True or False, or a list or dict of these, by stage")
+    return tuple(by_stage)
 
 
-def refuse_class(argument: str, given: object) -> None:
+def check_not_class(argument: str, value: object) -> None:
     """Raise ArgumentError for a feature's class, where the function that makes one is expected."""
-    if isinstance(given, type) and issubclass(given, Feature):
-        raise ArgumentError(f"{argument}: {given.__name__} is a class; pass what makes a stage's: {given.__name__}.of")
+    if isinstance(value, type) and issubclass(value, Feature):
+        raise ArgumentError(f"{argument}: {value.__name__} is a class; pass what makes a stage's: {value.__name__}.of")
 
 
-def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
-    """Return each stage's choice. `given` has one of the three forms."""
-    if isinstance(given, Mapping):
-        unknown = [stage for stage in given if stage not in range(stages)]
+def _per_stage(name: str, choice: Any, stages: int, default: Any) -> list[Any]:
+    """Return each stage's choice. `choice` has one of the three forms."""
+    if isinstance(choice, Mapping):
+        unknown = [stage for stage in choice if stage not in range(stages)]
         if unknown:
             raise ArgumentError(f"{name}: there is no stage {unknown[0]!r}; the stages are 0 to {stages - 1}")
-        return [given.get(stage, default) for stage in range(stages)]
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        if len(given) != stages:
+        return [choice.get(stage, default) for stage in range(stages)]
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        if len(choice) != stages:
             raise ArgumentError(
-                f"{name} has {counted(len(given), 'entry')}; expected one for each of {stages} stages, or a dict by "
+                f"{name} has {pluralize(len(choice), 'entry')}; expected one for each of {stages} stages, or a dict by "
                 "stage"
             )
-        return list(given)
-    return [given] * stages
+        return list(choice)
+    return [choice] * stages
 
 
 def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
     if callable(choice):
-        refuse_class("recompute", choice)
+        check_not_class("recompute", choice)
         return
     is_number = isinstance(choice, int) and not isinstance(choice, bool)
     if not (choice >= 1 if is_number else choice in policies):
-        of_peers = {"'full'": "pass 'always'; ", "True": "pass 'always'; ", "False": "pass 'never'; "}
+        hints = {"'full'": "pass 'always'; ", "True": "pass 'always'; ", "False": "pass 'never'; "}
         raise ArgumentError(
-            f"recompute={choice!r}: {of_peers.get(repr(choice), '')}expected {', '.join(map(repr, policies))}, an "
+            f"recompute={choice!r}: {hints.get(repr(choice), '')}expected {', '.join(map(repr, policies))}, an "
             "integer n >= 1 (every n-th layer), a function that makes a feature for a stage, or a list or dict of "
             "these, by stage"
         )

@@ -4,7 +4,7 @@
   with the new values.
 - Updates of buffers that forwards take or update, as an average does in a checkpoint: in plain training each backward
   directly follows its forward.
-- Random numbers, as hooks that add noise to gradients draw them: in backward nothing tells which module draws.
+- Random numbers, as hooks that add noise to gradients draw them: in backward the drawing module is unknown.
 
 A sum over microbatches in a buffer that no forward takes is fine, since backwards run in order.
 """
@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import generator_of
+from penstock._base.compat import device_generator
 from penstock._base.errors import PartitionError
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.runtime.gradients.distribution import is_distributed
@@ -35,24 +35,26 @@ class StepCheck(Feature):
         return cls(stage) if stage.training else None
 
     def __init__(self, stage: StageContext) -> None:
-        one, deferred = stage.stage, stage.deferred
-        updated = {*one.meta.updated, *one.may_update}
-        held: dict[str, Tensor] = {name: p for name, p in one.parameters.items() if not is_distributed(p)}
-        held |= {
+        merged, deferred = stage.stage, stage.deferred
+        updated = {*merged.meta.updated, *merged.may_update}
+        checked: dict[str, Tensor] = {name: p for name, p in merged.parameters.items() if not is_distributed(p)}
+        checked |= {
             name: buffer
-            for name, buffer in one.buffers.items()
-            if (stage.copies or name in one.reads or name in updated) and id(buffer) not in deferred
+            for name, buffer in merged.buffers.items()
+            if (stage.copies or name in merged.reads or name in updated) and id(buffer) not in deferred
         }
         if not stage.copies and _alternates(stage):
-            held = {}
-        self._index, self._copies, self._held = stage.index, stage.copies, held
-        self._steady = {name: tensor for name, tensor in held.items() if name not in updated}
-        self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(stage.device)]))
-        own = [(a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)]
-        reached = any(i.meta.requires_grad for each in stage.stages for i in each.meta.inputs)
+            checked = {}
+        self._index, self._copies, self._checked = stage.index, stage.copies, checked
+        self._steady = {name: tensor for name, tensor in checked.items() if name not in updated}
+        self._generators = tuple(dict.fromkeys([torch.default_generator, device_generator(stage.device)]))
+        backwards = [
+            (a.op is Op.W, a.microbatch) for a in stage.row if a.stage == stage.index and a.op in (Op.B, Op.I, Op.W)
+        ]
+        reached = any(i.meta.requires_grad for microbatch_stage in stage.stages for i in microbatch_stage.meta.inputs)
         # Where no input takes a gradient, layer drop may leave a microbatch without a backward: the first may be any.
-        self._looks_at = {*own[:1], *own[-1:]} if reached else {*own}
-        self._last = len(self._looks_at)
+        self._checked_backwards = {*backwards[:1], *backwards[-1:]} if reached else {*backwards}
+        self._last = len(self._checked_backwards)
         self._done = 0
         self._before: dict[str, int] = {}
         self._states: list[tuple[int, bytes]] = []
@@ -64,7 +66,7 @@ class StepCheck(Feature):
     def applies(self, hook: str, at: int | Action) -> bool:
         """Whether the hook applies: to the first and the last of the stage's backwards, or to all, if those may not
         come."""
-        return (hook == "weights", at) in self._looks_at
+        return (hook == "weights", at) in self._checked_backwards
 
     def autograd(self, microbatch: int) -> Context:
         """Wrap autograd's backward."""
@@ -77,8 +79,8 @@ class StepCheck(Feature):
 
     def __enter__(self) -> None:
         if self._done == 1:
-            self._before |= _versions(self._held)
-        self._states = [_state_of(generator) for generator in self._generators]
+            self._before |= _versions(self._checked)
+        self._states = [_rng_state(generator) for generator in self._generators]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -86,11 +88,11 @@ class StepCheck(Feature):
         """Raise PartitionError also where autograd finds by itself that its tensors have changed."""
         if kind is not None and not (isinstance(error, RuntimeError) and "inplace operation" in str(error)):
             return
-        for name, tensor in (self._held if self._done == 1 else self._steady).items():
+        for name, tensor in (self._checked if self._done == 1 else self._steady).items():
             if tensor._version != self._before[name]:
                 raise self._refusal(name, tensor) from error
-        for (seed, before), (seed_now, now) in zip(self._states, map(_state_of, self._generators), strict=True):
-            if seed_now == seed and now != before:  # what runs again restores or seeds the generators
+        for (seed, state), (seed_now, state_now) in zip(self._states, map(_rng_state, self._generators), strict=True):
+            if seed_now == seed and state_now != state:  # what runs again restores or seeds the generators
                 raise PartitionError(
                     f"the backward of stage {self._index} draws random numbers (in a hook on a gradient, or in the "
                     "backward of an autograd function): they would depend on the order of the schedule, and differ "
@@ -121,14 +123,14 @@ class StepCheck(Feature):
 
 def _alternates(stage: StageContext) -> bool:
     """Whether each backward directly follows its forward, as in plain training."""
-    own = [a.microbatch for a in stage.row if a.stage == stage.index and a.op in (Op.F, Op.B, Op.I, Op.W)]
-    return sum(1 for _ in groupby(own)) == len({*own})
+    microbatches = [a.microbatch for a in stage.row if a.stage == stage.index and a.op in (Op.F, Op.B, Op.I, Op.W)]
+    return sum(1 for _ in groupby(microbatches)) == len({*microbatches})
 
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor._version for name, tensor in tensors.items()}
 
 
-def _state_of(generator: torch.Generator) -> tuple[int, bytes]:
+def _rng_state(generator: torch.Generator) -> tuple[int, bytes]:
     state = generator.get_state()
     return generator.initial_seed(), ctypes.string_at(state.data_ptr(), state.numel())

@@ -1,7 +1,7 @@
 """Distributed tensors, of which each process holds a part, stages that `fully_shard` was applied to, and the dtype in
 which gradients accumulate.
 
-torch's `DTensor` is slow to import. `_base.gradients` says what follows from `grad_dtype=`."""
+torch's `DTensor` is slow to import. See `_base.gradients` for the consequences of `grad_dtype=`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def parallelized_by(root: nn.Module, *packages: str) -> str:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds: all of it, unless it is distributed."""
-    mine: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
-    return mine
+    part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return part
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Return the whole tensor. A collective if it is distributed."""
     full: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return full
@@ -49,13 +49,13 @@ def whole(tensor: Tensor) -> Tensor:
 def on_host(numbers: Sequence[Tensor]) -> list[Tensor]:
     """Bring scalars to the CPU: those of one device and dtype travel together, so that the host waits once."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, number in enumerate(numbers):
-        groups.setdefault((number.device, number.dtype), []).append(place)
-    found = list(numbers)
-    for places in groups.values():
-        for place, number in zip(places, torch.stack([numbers[place] for place in places]).cpu(), strict=True):
-            found[place] = number.clone()  # a view would travel with all the others
-    return found
+    for index, number in enumerate(numbers):
+        groups.setdefault((number.device, number.dtype), []).append(index)
+    results = list(numbers)
+    for indices in groups.values():
+        for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).cpu(), strict=True):
+            results[index] = number.clone()  # a view would travel with all the others
+    return results
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:
@@ -107,7 +107,7 @@ def check_sharding(stage: Stage, divided: Sequence[str], shared: Mapping[str, Se
         if not is_distributed(parameter):
             continue
         over = mesh_dimensions(parameter)
-        left = [dimension for dimension in divided if dimension not in over]
+        missing = [dimension for dimension in divided if dimension not in over]
         if not over:
             raise ArgumentError(
                 f"parallelize distributed {name!r} over a mesh without mesh_dim_names; give it a part of the "
@@ -118,10 +118,11 @@ def check_sharding(stage: Stage, divided: Sequence[str], shared: Mapping[str, Se
                 f"parallelize distributed {name!r}, which stages {list(shared[name])} share; leave it whole "
                 "(fully_shard(..., ignored_params={...})), or choose cuts that keep its uses on one stage"
             )
-        if left and len(left) < len(divided):
+        if missing and len(missing) < len(divided):
             raise ArgumentError(
-                f"parallelize sharded {name!r} over {over}, but the batch is divided along {left[0]!r} as well, where "
-                f"nothing would add its gradients up; shard over {tuple(divided)} together, as mesh[{tuple(divided)}]"
+                f"parallelize sharded {name!r} over {over}, but the batch is divided along {missing[0]!r} as well, "
+                f"where nothing would add its gradients up; shard over {tuple(divided)} together, as "
+                f"mesh[{tuple(divided)}]"
             )
 
 
@@ -167,7 +168,7 @@ class Sharded:
         self.frame = frame
         self._parts: list[Any] = [module for module in frame.modules() if is_sharded(module)]
         self._arriving: list[Any] = []
-        self._whole = {id(p) for p in frame.parameters() if not is_distributed(p)}
+        self._undistributed = {id(p) for p in frame.parameters() if not is_distributed(p)}
         self._widened = False
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
@@ -195,7 +196,7 @@ class Sharded:
         dtypes = {p: reduction_dtype(part) for part in self._parts for p in part.parameters()}  # inner parts come last
         for parameter, dtype in dtypes.items():
             narrow = dtype is not None and gradient_dtype(parameter).itemsize < dtype.itemsize
-            if narrow and parameter.is_floating_point() and id(parameter) not in self._whole:
+            if narrow and parameter.is_floating_point() and id(parameter) not in self._undistributed:
                 parameter.grad_dtype = dtype
 
     def reshard(self) -> None:

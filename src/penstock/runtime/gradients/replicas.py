@@ -92,7 +92,7 @@ class Replicas:
         numbers = (world.everyone.index(rank) for rank in world.replicas)
         self.others = tuple(number for number in numbers if number != world.number)
         self.behind = False
-        self._owed: dict[int, nn.Parameter] = {}
+        self._unaveraged: dict[int, nn.Parameter] = {}
 
     def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
         """Return the averages of the gradients of this process's stages, by stage.
@@ -100,16 +100,16 @@ class Replicas:
         Args:
             tied: parameters that other ranks of the pipeline hold too.
         """
-        here = list(stages)
-        holders = Counter(id(p) for stage in here for p in stage.parameters.values())
+        local_stages = list(stages)
+        holders = Counter(id(p) for stage in local_stages for p in stage.parameters.values())
         shared = {id(p) for p in tied} | {key for key, count in holders.items() if count > 1}
         trained = {
             stage.meta.index: [p for p in stage.parameters.values() if p.requires_grad and not self._is_sharded(p)]
-            for stage in here
+            for stage in local_stages
         }
-        own = {stage: [p for p in some if id(p) not in shared] for stage, some in trained.items()}
-        own[SHARED] = list({id(p): p for some in trained.values() for p in some if id(p) in shared}.values())
-        return {stage: self._average(some, stage) for stage, some in own.items()}
+        by_stage = {stage: [p for p in group if id(p) not in shared] for stage, group in trained.items()}
+        by_stage[SHARED] = list({id(p): p for group in trained.values() for p in group if id(p) in shared}.values())
+        return {stage: self._average(group, stage) for stage, group in by_stage.items()}
 
     def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> Average:
         position = Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others)
@@ -133,11 +133,11 @@ class Replicas:
             for average in averages.values():
                 watched.position = average.position
                 average.end_step()
-            if late := [parameter for key, parameter in self._owed.items() if key not in trained]:
-                self._average_late(late, watched)
-            self._owed.clear()
+            if unaveraged := [parameter for key, parameter in self._unaveraged.items() if key not in trained]:
+                self._average_late(unaveraged, watched)
+            self._unaveraged.clear()
         else:
-            self._owed.update(trained)
+            self._unaveraged.update(trained)
         watched.position = Position("buffers", self.others)
         copy_from_first(buffers, self._groups["replicas"], self._staging)
 
@@ -161,22 +161,22 @@ class Replicas:
         Raises:
             ArgumentError: another replica does something else, so they would wait for each other in vain.
         """
-        mine = [float(training), float(training and self.active), float(settings)]
-        values = torch.tensor([weight, *mine], dtype=torch.float64)
+        local_values = [float(training), float(training and self.active), float(settings)]
+        values = torch.tensor([weight, *local_values], dtype=torch.float64)
         watched.position = Position("the weights of the batch", self.others)
         dist.all_reduce(values, group=self._groups["weights"])
         watched.position = OUTSIDE
-        total, *said = values.tolist()
-        for own, sum_of_all, words in zip(mine, said, _ALIKE, strict=True):
-            if own * self._count != sum_of_all:
+        total, *sums = values.tolist()
+        for value, sum_of_all, problem in zip(local_values, sums, _MISMATCHES, strict=True):
+            if value * self._count != sum_of_all:
                 raise ArgumentError(
-                    f"the replicas do not take the same step: {words}; all replicas must make the same calls, as often "
-                    "as each other, and set train(), eval(), requires_grad_() and autocast alike"
+                    f"the replicas do not take the same step: {problem}; all replicas must make the same calls, as "
+                    "often as each other, and set train(), eval(), requires_grad_() and autocast alike"
                 )
         return float(total) / self._count
 
 
-_ALIKE = (
+_MISMATCHES = (
     "some train, others evaluate",
     "some are within no_sync(), others are not",
     "they differ in modes, requires_grad flags or autocast",

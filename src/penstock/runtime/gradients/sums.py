@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock._base.gradients import by_gradient_dtype, gradient_dtype, slot_elements
+from penstock._base.gradients import gradient_dtype, group_by_gradient_dtype, slot_elements
 from penstock._base.stages import ties, ties_across_ranks
 from penstock.distributed.failure import Position
 from penstock.runtime.front_end import Stage
@@ -41,7 +41,7 @@ class GradientSum:
 
     From the second step on, the gradients that the step before had accumulate in the buffer: `.grad` are views of it,
     and nothing is copied before the sum, nor after it. A gradient that is new, or that someone replaced, is copied into
-    the buffer; one that does not come is told by its view, which was never written to.
+    the buffer; a gradient that was not computed is recognized by its view, which was never written to.
 
     Args:
         parameters: the same parameters, in the same order, on each process.
@@ -65,12 +65,12 @@ class GradientSum:
         self._before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        for members in by_gradient_dtype(self.parameters).values():
+        for members in group_by_gradient_dtype(self.parameters).values():
             self._prepare(members)
 
     def start(self) -> None:
         """Start the sum."""
-        self._buffers = [self._flat(members) for members in by_gradient_dtype(self.parameters).values()]
+        self._buffers = [self._fill_buffer(members) for members in group_by_gradient_dtype(self.parameters).values()]
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
@@ -82,35 +82,35 @@ class GradientSum:
                 parameter.grad = _add(before[parameter], total)
         elif self._before:  # nothing was added
             for parameter, grad in before.items():
-                parameter.grad = _add(grad, self._own(parameter))
+                parameter.grad = _add(grad, self._step_gradient(parameter))
         self._before, self._buffers, self._pending = [], [], None
         self._prepared.clear()
         self._views.clear()
 
     def _prepare(self, members: Sequence[nn.Parameter]) -> None:
         """Make the buffer of the coming step, in which the gradients that the last one had accumulate."""
-        had, _ = self._present.get(gradient_dtype(members[0]), ([], None))
-        if len(had) != len(members):
+        flags, _ = self._present.get(gradient_dtype(members[0]), ([], None))
+        if len(flags) != len(members):
             return
-        for parameter, here, place in zip(members, had, _places(self._empty(members), members), strict=False):
-            if here and _lies_flat(parameter):
-                view = place.view(parameter.shape).data  # counts its own writes
+        for parameter, flag, slot in zip(members, flags, _slots(self._new_buffer(members), members), strict=False):
+            if flag and _is_flat(parameter):
+                view = slot.view(parameter.shape).data  # counts its own writes
                 parameter.grad = self._views[parameter] = view
 
-    def _empty(self, members: Sequence[nn.Parameter]) -> Tensor:
+    def _new_buffer(self, members: Sequence[nn.Parameter]) -> Tensor:
         """Return a buffer of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
-        dtype, size = gradient_dtype(members[0]), sum(_slots(members)) + len(members)
-        nothing = complex(-0.0, -0.0) if dtype.is_complex else -0.0
-        self._prepared[dtype] = torch.full((size,), nothing, dtype=dtype, device=members[0].device)
+        dtype, size = gradient_dtype(members[0]), sum(_slot_sizes(members)) + len(members)
+        negative_zero = complex(-0.0, -0.0) if dtype.is_complex else -0.0
+        self._prepared[dtype] = torch.full((size,), negative_zero, dtype=dtype, device=members[0].device)
         return self._prepared[dtype]
 
-    def _own(self, parameter: nn.Parameter) -> Tensor | None:
+    def _step_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of this step."""
         grad = parameter.grad
         is_untouched = grad is not None and grad is self._views.get(parameter) and grad._version == 0
         return None if is_untouched else grad
 
-    def _flat(self, members: Sequence[nn.Parameter]) -> Tensor:
+    def _fill_buffer(self, members: Sequence[nn.Parameter]) -> Tensor:
         for parameter in members:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ArgumentError(
@@ -118,67 +118,67 @@ class GradientSum:
                     "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
                 )
         dtype = gradient_dtype(members[0])
-        flags = self._flags(members, dtype)
+        flags = self._presence(members, dtype)
         buffer = self._prepared.get(dtype)
         if buffer is None:
-            buffer = self._empty(members)
-        *places, last = _places(buffer, members)
-        last.copy_(flags)
-        for parameter, place in zip(members, places, strict=True):
+            buffer = self._new_buffer(members)
+        *slots, counts = _slots(buffer, members)
+        counts.copy_(flags)
+        for parameter, slot in zip(members, slots, strict=True):
             if parameter.grad is not self._views.get(parameter):
                 grad = local_gradient(parameter)
-                place.copy_(torch.zeros_like(place) if grad is None else grad.reshape(-1))
+                slot.copy_(torch.zeros_like(slot) if grad is None else grad.reshape(-1))
         return buffer
 
-    def _flags(self, members: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
+    def _presence(self, members: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
         """Return which gradients are here, as numbers on the device: those of the last step if the same ones are."""
-        present = [self._own(p) is not None for p in members]
-        known, like = self._present.get(dtype), local(members[0].detach())
-        if known is None or known[0] != present or known[1].device != like.device:
-            known = self._present[dtype] = present, like.new_tensor([float(here) for here in present], dtype=dtype)
-        return known[1]
+        present = [self._step_gradient(p) is not None for p in members]
+        cached, sample = self._present.get(dtype), local(members[0].detach())
+        if cached is None or cached[0] != present or cached[1].device != sample.device:
+            cached = self._present[dtype] = (present, sample.new_tensor([float(flag) for flag in present], dtype=dtype))
+        return cached[1]
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Yield each parameter's sum; None if no process has a gradient."""
-        for members, buffer in zip(by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
-            *flat, held = _places(buffer, members)
-            here, _ = self._present[buffer.dtype]
-            counts: Sequence[float] = here if all(here) else held.cpu().tolist()
+        for members, buffer in zip(group_by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
+            *sums, count_slot = _slots(buffer, members)
+            present, _ = self._present[buffer.dtype]
+            counts: Sequence[float] = present if all(present) else count_slot.cpu().tolist()
             if self._divisor > 1:
                 buffer /= self._divisor
-            for parameter, total, count in zip(members, flat, counts, strict=True):
-                yield parameter, self._view(parameter, total) if count else None
+            for parameter, total, count in zip(members, sums, counts, strict=True):
+                yield parameter, self._gradient_view(parameter, total) if count else None
 
-    def _view(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+    def _gradient_view(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
         view = self._views.get(parameter)
-        return _in_place(total, parameter) if view is None else view
+        return _gradient_in_buffer(total, parameter) if view is None else view
 
 
-def _slots(members: Sequence[nn.Parameter]) -> list[int]:
+def _slot_sizes(members: Sequence[nn.Parameter]) -> list[int]:
     """Return the number of elements of each gradient in a buffer."""
     dtype = gradient_dtype(members[0])
     return [slot_elements(local(parameter.detach()).numel(), dtype) for parameter in members]
 
 
-def _places(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+def _slots(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:
     """Return where each gradient is in a buffer, and then the numbers of processes that have them."""
-    *slots, counts = torch.split(buffer, [*_slots(members), len(members)])
+    *slots, counts = torch.split(buffer, [*_slot_sizes(members), len(members)])
     return [*(slot[: local(p.detach()).numel()] for slot, p in zip(slots, members, strict=True)), counts]
 
 
-def _lies_flat(parameter: nn.Parameter) -> bool:
+def _is_flat(parameter: nn.Parameter) -> bool:
     """Whether a piece of a buffer can be the parameter's gradient."""
     return parameter.is_contiguous() and not is_distributed(parameter)
 
 
-def _in_place(total: Tensor, parameter: nn.Parameter) -> Tensor:
+def _gradient_in_buffer(total: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return a gradient in the buffer's memory, unless the parameter is laid out otherwise, or only part of it is
     here."""
-    if _lies_flat(parameter):
+    if _is_flat(parameter):
         return total.view(parameter.shape).data  # counts its own writes
     grad = torch.empty_like(parameter.data, dtype=total.dtype)
-    mine = local(grad)
-    mine.copy_(total.view(mine.shape))
+    local_grad = local(grad)
+    local_grad.copy_(total.view(local_grad.shape))
     return grad
 
 
@@ -226,14 +226,14 @@ class TieReducer(GradientSum):
         self.position = Position(f"REDUCE_GRAD{index}", peers)
         """The rank's position while it waits for the sum."""
 
-    def start_equal(self) -> None:
+    def start_copies(self) -> None:
         """Start to copy the first rank's parameters to the others: a sum in which the others contribute zeros."""
         for parameter in self.parameters:
             if not self._is_first:
                 parameter.data.zero_()
         self._pending = self._reduce([parameter.data for parameter in self.parameters])
 
-    def end_equal(self) -> None:
+    def finish_copies(self) -> None:
         """Wait for the copies."""
         assert self._pending is not None
         self._pending.wait()
@@ -255,21 +255,25 @@ class Tied(NamedTuple):
     in_one_backward: bool
 
 
-def tied_among(stages: Sequence[Stage], here: Iterable[Stage], pipelines: int) -> tuple[Tied, ...]:
+def find_tied(stages: Sequence[Stage], local_stages: Iterable[Stage], pipelines: int) -> tuple[Tied, ...]:
     """Return the parameters of this process's stages that several stages hold.
 
     Args:
         stages: all stages, pipeline by pipeline.
-        here: the stages of this process.
+        local_stages: the stages of this process.
         pipelines: how many copies of the model there are.
     """
-    held = {name: parameter for stage in here for name, parameter in stage.parameters.items()}
+    local_parameters = {name: parameter for stage in local_stages for name, parameter in stage.parameters.items()}
     in_one = ties([stage.meta for stage in stages[: len(stages) // pipelines]])
-    every = ties([stage.meta for stage in stages])
-    return tuple(Tied(name, on, held[name], name in in_one) for name, on in every.items() if name in held)
+    all_ties = ties([stage.meta for stage in stages])
+    return tuple(
+        Tied(name, holders, local_parameters[name], name in in_one)
+        for name, holders in all_ties.items()
+        if name in local_parameters
+    )
 
 
-def refuse_hooks(tied: Iterable[Tied]) -> None:
+def check_no_hooks(tied: Iterable[Tied]) -> None:
     """Raise PartitionError if one of these parameters has a hook that would see only part of its gradient."""
     for name, stages, parameter, in_one_backward in tied:
         if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):

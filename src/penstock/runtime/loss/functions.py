@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, PenstockError
-from penstock._base.trees import leaf_tensors
-from penstock._base.words import in_a_line
+from penstock._base.formatting import one_line
+from penstock._base.pytree import leaf_tensors
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -46,16 +46,16 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):
         signature = _BOTH  # functions written in C have no signature
-    if _takes(signature, 2):
+    if _accepts(signature, 2):
         return cast(Loss, function)
-    if _takes(signature, 1):
+    if _accepts(signature, 1):
         return OutputLoss(function)
     raise ArgumentError(
         f"loss_fn takes {signature}; expected loss_fn(output, target), or loss_fn(output) where no target is needed"
     )
 
 
-def saying_what_is_missing(loss: Loss | None) -> Loss | None:
+def explain_missing_target(loss: Loss | None) -> Loss | None:
     """Wrap the loss with a clear message if it raises because a step has no target, or none of tensors."""
     if loss is None or isinstance(loss, OutputLoss):
         return loss
@@ -67,14 +67,14 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
             if isinstance(error, PenstockError):
                 raise
             if target is None:
-                given = "target=None, but this rank runs the last stage, and loss_fn(output, None)"
+                problem = "target=None, but this rank runs the last stage, and loss_fn(output, None)"
                 remedy = "pass target=... where pipe.needs_targets is true"
             elif isinstance(error, TypeError) and not leaf_tensors(target):
-                given = f"target is of type {type(target).__name__}, and loss_fn"
+                problem = f"target is of type {type(target).__name__}, and loss_fn"
                 remedy = "if it expects a tensor, pass target=torch.from_numpy(target) (a list: torch.as_tensor)"
             else:
                 raise
-            raise ArgumentError(f"{given} raised {in_a_line(error)}; {remedy}") from error
+            raise ArgumentError(f"{problem} raised {one_line(error)}; {remedy}") from error
 
     update_wrapper(call, loss, updated=())  # for code that inspects what the loss reads
     return call
@@ -83,7 +83,7 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
 _BOTH = inspect.signature(lambda output, target: None)
 
 
-def _takes(signature: inspect.Signature, arguments: int) -> bool:
+def _accepts(signature: inspect.Signature, arguments: int) -> bool:
     try:
         signature.bind(*[None] * arguments)
     except TypeError:
@@ -95,7 +95,7 @@ _IGNORED = -100
 """The class that torch's losses ignore by default, and models of `transformers` always."""
 
 
-class _Reduces(NamedTuple):
+class _Reduction(NamedTuple):
     """How one of torch's losses reduces a batch; `weight` and `ignored` are those of losses of classes."""
 
     reduction: str
@@ -103,80 +103,80 @@ class _Reduces(NamedTuple):
     ignored: int | None = None
 
 
-def advice(loss: Callable[..., Any] | None, reduction: object) -> str | None:
+def reduction_advice(loss: Callable[..., Any] | None, reduction: object) -> str | None:
     """Return what to pass as `reduction` if the given one is not that of torch's loss; None if it is, or for other
     losses."""
-    how = None if callable(reduction) else _reduces(loss)
-    if how is None:
+    rule = None if callable(reduction) else _find_reduction(loss)
+    if rule is None:
         return None
-    if reduction == "mean" and how.reduction == "sum":
+    if reduction == "mean" and rule.reduction == "sum":
         return (
             "loss_fn sums over its microbatch (reduction='sum'), but the pipeline takes the mean of these, so that "
             "the loss and all gradients are those of the whole batch divided by the number of microbatches; pass "
             "reduction='sum' to penstock.pipeline, too"
         )
-    if reduction == "sum" and how.reduction != "sum":
+    if reduction == "sum" and rule.reduction != "sum":
         return (
             "reduction='sum', but loss_fn takes the mean over its microbatch, so that the loss and all gradients grow "
             "with the number of microbatches; omit reduction=, or pass reduction='sum' to loss_fn, too"
         )
-    if reduction == "mean" and (how.weight is not None or how.ignored not in (None, _IGNORED)):
-        return f"loss_fn weights its targets, so that the mean of its microbatches is not the batch's; {_remedy(how)}"
+    if reduction == "mean" and (rule.weight is not None or rule.ignored not in (None, _IGNORED)):
+        return f"loss_fn weights its targets, so that the mean of its microbatches is not the batch's; {_remedy(rule)}"
     return None
 
 
-def padding(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequence[int]) -> str | None:
+def padding_advice(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequence[int]) -> str | None:
     """Return what to pass as `reduction` if microbatches differ in how many targets are not ignored, as padding is; or
     None.
 
     A mean over no target is NaN. Any integer target of -100 counts as ignored: for a model's own loss and for functions
     that call torch's, as most do.
     """
-    how = _reduces(loss) or _Reduces("mean", None, _IGNORED)
-    if how.ignored is None or how.reduction != "mean":
+    rule = _find_reduction(loss) or _Reduction("mean", None, _IGNORED)
+    if rule.ignored is None or rule.reduction != "mean":
         return None
     if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
         return None
-    counts = [int((target != how.ignored).sum()) for target in targets]
+    counts = [int((target != rule.ignored).sum()) for target in targets]
     if counts == [target.numel() for target in targets] or all(
         count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True)
     ):
         return None
     return (
-        f"targets of {how.ignored} are ignored, and the microbatches have {counts} others: the mean of their losses is "
-        f"not that of the batch, and NaN for a microbatch without any; {_remedy(how)}"
+        f"targets of {rule.ignored} are ignored, and the microbatches have {counts} others: the mean of their losses "
+        f"is not that of the batch, and NaN for a microbatch without any; {_remedy(rule)}"
         f"{'' if loss else ' (target[:, 1:] in both places, if the model shifts its labels)'}"
     )
 
 
-def _remedy(how: _Reduces) -> str:
+def _remedy(rule: _Reduction) -> str:
     """Describe what to pass."""
-    counted = f"target != {how.ignored}"
-    weight = f"({counted}).sum()" if how.weight is None else f"weight[target[{counted}]].sum()"
+    counted = f"target != {rule.ignored}"
+    weight = f"({counted}).sum()" if rule.weight is None else f"weight[target[{counted}]].sum()"
     return f"pass reduction=lambda target: {weight} to penstock.pipeline"
 
 
-def _reduces(loss: Callable[..., Any] | None) -> _Reduces | None:
+def _find_reduction(loss: Callable[..., Any] | None) -> _Reduction | None:
     """Return how a loss of torch's reduces; None for others."""
     if loss is None or may_draw(loss):
         return None
-    function, given = _plain_function(loss)
+    function, options = _plain_function(loss)
     if isinstance(function, nn.Module):
-        given = {**vars(function), **function._buffers}
+        options = {**vars(function), **function._buffers}
     else:
-        given = _defaults(function) | given
-    if given.get("reduction") not in ("mean", "batchmean", "sum"):
+        options = _defaults(function) | options
+    if options.get("reduction") not in ("mean", "batchmean", "sum"):
         return None
-    of_classes = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (F.cross_entropy, F.nll_loss)
-    return _Reduces(given["reduction"], *((given["weight"], given["ignore_index"]) if of_classes else ()))
+    has_classes = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (F.cross_entropy, F.nll_loss)
+    return _Reduction(options["reduction"], *((options["weight"], options["ignore_index"]) if has_classes else ()))
 
 
 @cache
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
-def is_of_torch(loss: Callable[..., Any] | None) -> bool:
+def is_torch_loss(loss: Callable[..., Any] | None) -> bool:
     """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
     function, _ = _plain_function(loss)
     return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
@@ -190,20 +190,20 @@ def may_draw(loss: Callable[..., Any] | None) -> bool:
     if isinstance(function, nn.Module):
         takes_a_function = isinstance(function, nn.TripletMarginWithDistanceLoss) or "forward" in vars(function)
         return takes_a_function or type(function).__module__ != nn.modules.loss.__name__
-    return not any(function is one for one in _LOSSES)
+    return not any(function is torch_loss for torch_loss in _LOSSES)
 
 
 def _plain_function(loss: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
     """Return the function or module that a loss is made of (None for a module with parts or hooks, which are the
     user's), and the keyword arguments that partials set."""
     function: Any = None if loss is None else inspect.unwrap(loss)
-    given: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     while isinstance(function, partial):
-        given, function = {**function.keywords, **given}, function.func
+        keywords, function = {**function.keywords, **keywords}, function.func
     is_module = isinstance(function, nn.Module)
     if is_module and (function._modules or function._forward_hooks or function._forward_pre_hooks):
         return None, {}
-    return function, given
+    return function, keywords
 
 
 _LOSSES = tuple(

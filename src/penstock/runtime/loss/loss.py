@@ -14,9 +14,9 @@ from penstock._base.errors import ArgumentError, is_number
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import distinct
-from penstock.runtime.loss.functions import Loss, is_of_torch, may_draw
-from penstock.runtime.loss.own_tensors import Watching, check_graph
+from penstock.runtime.loss.functions import Loss, is_torch_loss, may_draw
+from penstock.runtime.loss.loss_tensors import LossGuard, check_graph
+from penstock.runtime.microbatch_kinds import distinct
 
 Reduction = Literal["mean", "sum"] | Callable[[Any], float | Tensor]
 """How the loss reduces a batch: a mean over its rows, a sum, or a function of a microbatch's target that gives the
@@ -47,21 +47,21 @@ def weights(
     if reduction == "sum":
         return [float(replicas)] * len(sizes)
     if reduction == "mean":
-        given = [float(size) for size in sizes]
+        raw = [float(size) for size in sizes]
     elif callable(reduction):
-        given = [float(reduction(target)) for target in targets]
+        raw = [float(reduction(target)) for target in targets]
     else:
         raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
-    total = mean(sum(given))
-    if any(weight < 0 or weight != weight for weight in given) or total == 0:
+    total = mean(sum(raw))
+    if any(weight < 0 or weight != weight for weight in raw) or total == 0:
         raise ArgumentError(
-            f"reduction: the weights of the microbatches' targets are {given}; "
+            f"reduction: the weights of the microbatches' targets are {raw}; "
             "expected non-negative numbers that are not all zero (a batch in which no token counts has no mean)"
         )
-    return exact.seeds(given, total)
+    return exact.seeds(raw, total)
 
 
-def no_loss(output: object) -> ArgumentError:
+def no_loss_error(output: object) -> ArgumentError:
     """Build the error for a model without a loss function that does not compute its own loss."""
     return ArgumentError(
         f"loss_fn=None, but the model's output ({type(output).__name__}) contains no scalar loss; "
@@ -76,20 +76,20 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
         ArgumentError: it is not a scalar.
     """
     if loss is None and function is None:
-        raise no_loss(output)
-    loss = loss_in(loss)
+        raise no_loss_error(output)
+    loss = extract_loss(loss)
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and loss.dim() <= 1:
             return loss
-        given, remedy = f"a tensor of shape {list(loss.shape)}", "reduce it"
+        returned, remedy = f"a tensor of shape {list(loss.shape)}", "reduce it"
     elif loss is None:
-        given, remedy = "None", "return it"
+        returned, remedy = "None", "return it"
     else:
-        given, remedy = type(loss).__name__, "return the tensor itself, without item() or float()"
-    raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: {remedy}")
+        returned, remedy = type(loss).__name__, "return the tensor itself, without item() or float()"
+    raise ArgumentError(f"loss(output, target) returned {returned}; expected a scalar tensor: {remedy}")
 
 
-def no_gradient() -> ArgumentError:
+def no_gradient_error() -> ArgumentError:
     """Build the error for a loss without a graph although parameters should be trained."""
     return ArgumentError(
         "the loss takes no gradient, so nothing would be trained; return a loss that is computed from the model's "
@@ -116,7 +116,7 @@ class LossHead:
         loss: the user's loss; None if the model computes its own.
         partitions: one per microbatch; they build the model's output from what leaves the last stage.
         streams: random streams; the loss function has one for each microbatch.
-        needed: whether there must be a loss.
+        required: whether there must be a loss.
         pipelines: how many copies of the last stage there are.
     """
 
@@ -126,27 +126,27 @@ class LossHead:
         partitions: Sequence[Partition],
         streams: Streams,
         *,
-        needed: bool,
+        required: bool,
         pipelines: int = 1,
     ) -> None:
         self._loss = loss
-        apart = distinct(partitions)
+        variants = distinct(partitions)
         self._partitions = partitions
         self._streams = streams
-        self._needed = needed
+        self._required = required
         self._targets: Sequence[Any] | None = None
         self._weights: Sequence[float] = ()
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
         self._draws = self._draws_foreign = True
-        lasts = [stage for each in apart for stage in each.stages[-1:]]
-        last = {id(t) for stage in lasts for t in (*stage.parameters.values(), *stage.buffers.values())}
-        elsewhere = {id(tensor): name for each in apart for name, tensor in each.elsewhere.items()}
-        self._elsewhere = {key: name for key, name in elsewhere.items() if key not in last}
-        self._watched = not self._elsewhere
+        last_stages = [stage for partition in variants for stage in partition.stages[-1:]]
+        last_ids = {id(t) for stage in last_stages for t in (*stage.parameters.values(), *stage.buffers.values())}
+        elsewhere = {id(tensor): name for partition in variants for name, tensor in partition.elsewhere.items()}
+        self._elsewhere = {key: name for key, name in elsewhere.items() if key not in last_ids}
+        self._checked = not self._elsewhere
         # With several copies of the last stage, each calls the loss for a part of the batch.
-        self._fixed = {n: b for stage in lasts for n, b in stage.buffers.items() if pipelines > 1}
+        self._fixed_buffers = {n: b for stage in last_stages for n, b in stage.buffers.items() if pipelines > 1}
         self.losses: list[Tensor | None] = []
         self.parts: list[dict[str, Tensor]] = []
         """What each microbatch's loss consists of, if the loss function returns that, too."""
@@ -163,7 +163,7 @@ class LossHead:
         """
         self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
         self._draws = may_draw(self._loss)
-        self._draws_foreign = self._draws and not is_of_torch(self._loss)
+        self._draws_foreign = self._draws and not is_torch_loss(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
         self.parts = [{} for _ in weights]
@@ -175,14 +175,14 @@ class LossHead:
         returned = output = partition.build_output(leaves)
         loss: Any = None
         if self._loss is None:
-            loss = own_loss(output)
+            loss = model_loss(output)
         elif self._targets is not None:
-            returned = self._returned(microbatch, output, leaves)
-            loss = returned if type(returned) is Tensor else loss_in(returned)
-            if not self._watched and isinstance(loss, Tensor):
+            returned = self._call_loss(microbatch, output, leaves)
+            loss = returned if type(returned) is Tensor else extract_loss(returned)
+            if not self._checked and isinstance(loss, Tensor):
                 check_graph(loss, self._elsewhere)
-                self._watched = True
-        if loss is None and not self._needed:
+                self._checked = True
+        if loss is None and not self._required:
             return None
         if type(loss) is not Tensor or loss.dim():
             loss = checked_value(loss, output, self._loss)
@@ -190,33 +190,33 @@ class LossHead:
         if returned is not loss:
             self.parts[microbatch] = dict(_scalars(returned, loss))
         weight = self._weights[microbatch]
-        return loss if weight else root_of(loss, weight, leaves)
+        return loss if weight else backward_root(loss, weight, leaves)
 
-    def _returned(self, microbatch: int, output: Any, leaves: Sequence[Tensor]) -> Any:
+    def _call_loss(self, microbatch: int, output: Any, leaves: Sequence[Tensor]) -> Any:
         """What the user's loss function returns for a microbatch."""
         assert self._loss is not None
         assert self._targets is not None
         if self._draws:
             self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
-        target, left = self._targets[microbatch], self._partitions[microbatch].left
-        if self._watched and not left and not self._fixed:
+        target, left_values = self._targets[microbatch], self._partitions[microbatch].left
+        if self._checked and not left_values and not self._fixed_buffers:
             return self._loss(output, target)
-        versions = [buffer._version for buffer in self._fixed.values()]
+        versions = [buffer._version for buffer in self._fixed_buffers.values()]
         with (
             self._partitions[microbatch].leaving(leaves),
-            nullcontext() if self._watched else Watching(self._elsewhere),
+            nullcontext() if self._checked else LossGuard(self._elsewhere),
         ):
             returned = self._loss(output, target)
-        for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
+        for (name, buffer), version in zip(self._fixed_buffers.items(), versions, strict=True):
             if buffer._version != version:
-                raise _updates(name)
+                raise _buffer_update_error(name)
         return returned
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
         """Keep a microbatch's output, if the step is to. Empties `leaves`."""
         if self._keep_outputs:
-            kept = [leaf for leaf in exact.handed_on(leaves) if leaf is not None]
-            self.outputs[microbatch] = self._partitions[microbatch].build_output(kept)
+            detached = [leaf for leaf in exact.detach_or_copy(leaves) if leaf is not None]
+            self.outputs[microbatch] = self._partitions[microbatch].build_output(detached)
 
     def seed(self, microbatch: int) -> Tensor | None:
         """Return the gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
@@ -228,7 +228,7 @@ class LossHead:
             seed = self._seeds[key] = torch.full_like(loss, self._weights[microbatch] * self._scale)
         return seed
 
-    def counts(self, microbatch: int) -> bool:
+    def has_weight(self, microbatch: int) -> bool:
         """Whether a microbatch's loss counts in the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
@@ -247,7 +247,7 @@ class LossHead:
         return [self.losses, *([parts.get(name) for parts in self.parts] for name in self.names)]
 
 
-def _updates(name: str) -> ArgumentError:
+def _buffer_update_error(name: str) -> ArgumentError:
     return ArgumentError(
         f"the loss updates its buffer {name!r} (a moving average, as in DINO), but this schedule has several copies of "
         "the last stage, each of which calls the loss for a part of the batch only; use a schedule with one copy "
@@ -271,17 +271,17 @@ def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> T
     return total
 
 
-def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
+def backward_root(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
     """Return what a microbatch's backward starts from: its loss.
 
     If its weight is 0, the loss may be NaN, and 0 * NaN is NaN; so it is then a zero made from the model's output.
     """
     if weight != 0:
         return loss
-    others = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
-    if not others:
+    trained = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
+    if not trained:
         return loss
-    zero = torch.stack([leaf.sum().to(loss) for leaf in others]).sum() * 0
+    zero = torch.stack([leaf.sum().to(loss) for leaf in trained]).sum() * 0
     return zero.reshape(loss.shape)
 
 
@@ -295,15 +295,15 @@ def checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def own_loss(output: Any) -> Tensor | None:
+def model_loss(output: Any) -> Tensor | None:
     """Return the loss that a model computed itself: `output.loss`, `output["loss"]`, an output that is a scalar, or the
     one scalar of a tuple or list that requires a gradient (the only scalar, if nothing requires one)."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if loss is output and isinstance(output, (tuple, list)):
         scalars = [value for value in output if _is_scalar(value)]
         trained = [value for value in scalars if value.requires_grad]
-        found = trained if torch.is_grad_enabled() else scalars
-        return found[0] if len(found) == 1 else None
+        candidates = trained if torch.is_grad_enabled() else scalars
+        return candidates[0] if len(candidates) == 1 else None
     return loss if _is_scalar(loss) else None
 
 
@@ -311,7 +311,7 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def loss_in(returned: Any) -> Any:
+def extract_loss(returned: Any) -> Any:
     """Return the loss in what a loss function returned: the entry "loss", or else the first."""
     if isinstance(returned, Tensor):
         return returned

@@ -31,9 +31,9 @@ class Originals:
         self._model = model
         self.parameters = list(model.parameters())
         self._modules = list(model.modules())
-        self._held = self._now()
+        self._contents = self._current_contents()
         self._names = [name for name, _ in model.named_parameters()]
-        self._places = [
+        self._slots = [
             (f"{name}.{key}".lstrip("."), module, key)
             for name, module in model.named_modules()
             for key in module._buffers
@@ -41,27 +41,27 @@ class Originals:
         ]
         self._buffers = self._current_buffers()
 
-    def refuse_others(self) -> None:
+    def check_unchanged(self) -> None:
         """Check, before a step, that the model still holds these parameters and buffers. Raise ArgumentError if it does
         not."""
-        for (name, _, _), before, buffer in zip(self._places, self._buffers, self._current_buffers(), strict=True):
+        for (name, _, _), before, buffer in zip(self._slots, self._buffers, self._current_buffers(), strict=True):
             if buffer is not before:
                 raise ArgumentError(_replaced(name, before, buffer))
-        held = self._now()
-        if len(held) == len(self._held) and all(map(is_, held, self._held)):
+        contents = self._current_contents()
+        if len(contents) == len(self._contents) and all(map(is_, contents, self._contents)):
             return
-        now = list(self._model.parameters())
-        if len(now) == len(self.parameters) and all(map(is_, now, self.parameters)):
+        current = list(self._model.parameters())
+        if len(current) == len(self.parameters) and all(map(is_, current, self.parameters)):
             self._modules = list(self._model.modules())
-            self._held = self._now()
+            self._contents = self._current_contents()
             return
-        known, left = {id(p) for p in self.parameters}, {id(p) for p in now}
-        new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
-        gone = [name for name, p in zip(self._names, self.parameters, strict=True) if id(p) not in left]
-        if new or gone:
+        original_ids, current_ids = {id(p) for p in self.parameters}, {id(p) for p in current}
+        new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in original_ids]
+        missing = [name for name, p in zip(self._names, self.parameters, strict=True) if id(p) not in current_ids]
+        if new or missing:
             raise ArgumentError(
                 "the model no longer holds the parameters that the pipeline was made with: "
-                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. A module or parameter "
+                f"{f'{new[0]!r} is new' if new else f'{missing[0]!r} is gone'}. A module or parameter "
                 "that is put in place later belongs to no stage, and no optimizer made from pipe.parameters() has it: "
                 "make a new pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
             )
@@ -70,7 +70,7 @@ class Originals:
         """Check, after a step, that its forwards replaced no buffer that state dicts hold. Raise PartitionError if they
         did."""
         now = self._current_buffers()
-        for (name, module, key), before, buffer in zip(self._places, self._buffers, now, strict=True):
+        for (name, module, key), before, buffer in zip(self._slots, self._buffers, now, strict=True):
             if buffer is not before and before is not None and key not in module._non_persistent_buffers_set:
                 raise PartitionError(
                     f"the forward replaced buffer {name!r} by a new tensor, which a recording did not show: stages and "
@@ -79,26 +79,26 @@ class Originals:
                 )
         self._buffers = now  # a forward may replace a buffer of constants that it computes
 
-    def _now(self) -> list[object]:
+    def _current_contents(self) -> list[object]:
         """Return the parameters and modules that each module holds. If they are the same, so are the model's
         parameters, which take longer to find."""
         return [
             *chain.from_iterable(map(dict.values, map(_parameters, self._modules))),
-            *chain.from_iterable(map(dict.values, map(_parts, self._modules))),
+            *chain.from_iterable(map(dict.values, map(_children, self._modules))),
         ]
 
     def _current_buffers(self) -> list[Tensor | None]:
-        return [module._buffers.get(key) for _, module, key in self._places]
+        return [module._buffers.get(key) for _, module, key in self._slots]
 
 
-_parameters, _parts = attrgetter("_parameters"), attrgetter("_modules")
+_parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 
 
-def _replaced(name: str, before: Tensor | None, now: Tensor | None) -> str:
-    if before is not None and now is not None and (before.dtype, before.device) != (now.dtype, now.device):
-        was, has = (f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in (before, now))
+def _replaced(name: str, before: Tensor | None, after: Tensor | None) -> str:
+    if before is not None and after is not None and (before.dtype, before.device) != (after.dtype, after.device):
+        old, new = (f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in (before, after))
         return (
-            f"buffer {name!r} was {was} when the pipeline was made, and is {has} now: the model was converted "
+            f"buffer {name!r} was {old} when the pipeline was made, and is {new} now: the model was converted "
             "(.double(), .half(), .to(...)), which puts new buffers in place of those that stages and state dicts "
             "have. Convert it before penstock.pipeline, or make a new pipeline"
         )
@@ -108,11 +108,11 @@ def _replaced(name: str, before: Tensor | None, now: Tensor | None) -> str:
     )
 
 
-_UNDONE = ("_buffers", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_DICTS = ("_buffers", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextmanager
-def undone_if_it_raises(
+def undo_on_error(
     modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], updated: Set[Tensor] | None, *, local: bool
 ) -> Iterator[None]:
     """Wrap a step: undoes what one that raises has done to the model.
@@ -124,18 +124,18 @@ def undone_if_it_raises(
         local: whether one process drives all ranks.
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters]
-    kept = {grad for _, grad in gradients if grad is not None}
-    changing = updated | kept if local and updated is not None else ()
-    copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changing]
-    held = [held for m in modules for held in (vars(m), *(vars(m).get(name, {}) for name in _UNDONE))] if local else []
-    attributes = [each.copy() for each in held]
+    existing = {grad for _, grad in gradients if grad is not None}
+    changeable = updated | existing if local and updated is not None else ()
+    copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changeable]
+    states = [d for m in modules for d in (vars(m), *(vars(m).get(name, {}) for name in _DICTS))] if local else []
+    attributes = [state.copy() for state in states]
     try:
         yield
     except BaseException as error:
-        for each, before in zip(held, attributes, strict=True):
-            each.clear()
-            each.update(before)
-        if kept and not local:
+        for state, before in zip(states, attributes, strict=True):
+            state.clear()
+            state.update(before)
+        if existing and not local:
             error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
         for parameter, grad in gradients:
             if local or grad is None:

@@ -1,6 +1,6 @@
 """Parameters and buffers whose values are on other ranks: a training script that computes with them gets an error.
 
-They are on the meta device, and torch does not always complain: `mine.add_(theirs)` leaves `mine` as it is. A teacher's
+They are on the meta device, and torch does not always raise: `local.add_(remote)` leaves `local` as it is. A teacher's
 moving average of a student on another rank would merely shrink.
 """
 
@@ -26,7 +26,7 @@ WRITE_ALL = (
 
 
 class RemoteTensor(Tensor):
-    """A tensor on the meta device, or one computed from it; it knows the name of the missing tensor."""
+    """A tensor on the meta device, or one computed from it; it carries the name of the missing tensor."""
 
     penstock_name = "a parameter"
 
@@ -38,7 +38,7 @@ class RemoteTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return another stand-in: an average of the weights starts with a copy of the model
         (`AveragedModel(pipe.model)`)."""
-        copied: Tensor = memo.setdefault(id(self), remote(self, self.penstock_name))
+        copied: Tensor = memo.setdefault(id(self), make_remote(self, self.penstock_name))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -52,23 +52,23 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
     """The same for a parameter."""
 
 
-def remote(tensor: Tensor, name: str) -> Tensor:
+def make_remote(tensor: Tensor, name: str) -> Tensor:
     """Return a stand-in for the parameter or buffer of that name, whose values are on another rank."""
     empty = torch.empty_like(tensor, device="meta").detach()
     if isinstance(tensor, nn.Parameter):
-        made = RemoteParameter(empty, tensor.requires_grad)
-        made.penstock_name = name
-        return made
-    marked: Tensor = _marked(empty, name)
+        parameter = RemoteParameter(empty, tensor.requires_grad)
+        parameter.penstock_name = name
+        return parameter
+    marked: Tensor = _mark_remote(empty, name)
     return marked
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    given = list(tensors_in((args, kwargs)))
-    name = next(tensor.penstock_name for tensor in given if isinstance(tensor, RemoteTensor))
-    if any(map(_is_here, _written(func, args, kwargs))):
-        raise _refusal(name)
-    if _draws(func):
+    inputs = list(tensors_in((args, kwargs)))
+    name = next(tensor.penstock_name for tensor in inputs if isinstance(tensor, RemoteTensor))
+    if any(map(_has_values, _written_tensors(func, args, kwargs))):
+        raise _no_values_error(name)
+    if _fills_randomly(func):
         raise ArgumentError(
             f"{name!r} has no values on this rank, so that nothing would be drawn for it, and the random numbers of "
             "this rank's own parameters would differ from plain torch's. Initialize the model before "
@@ -78,15 +78,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
-        raise _refusal(name) from error
-    if any(map(_is_here, given)) and any(map(_is_here, tensors_in(result))):
-        raise _refusal(name)
+        raise _no_values_error(name) from error
+    if any(map(_has_values, inputs)) and any(map(_has_values, tensors_in(result))):
+        raise _no_values_error(name)
     if type(result) in (tuple, list):
-        return type(result)(_marked(item, name) for item in result)
-    return _marked(result, name)
+        return type(result)(_mark_remote(item, name) for item in result)
+    return _mark_remote(result, name)
 
 
-def _draws(func: Any) -> bool:
+def _fills_randomly(func: Any) -> bool:
     """Whether a function fills its tensor with random numbers."""
     name = getattr(func, "__name__", "")
     if getattr(func, "__module__", "") == "torch.nn.init":
@@ -103,26 +103,26 @@ def _is_asked_by_init() -> bool:
     return frame is not None and frame.f_code.co_filename == nn.init.__file__
 
 
-def _marked(value: Any, name: str) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, RemoteTensor) or _is_here(value):
+def _mark_remote(value: Any, name: str) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, RemoteTensor) or _has_values(value):
         return value
-    made = value.as_subclass(RemoteTensor)
-    made.penstock_name = name
-    return made
+    marked = value.as_subclass(RemoteTensor)
+    marked.penstock_name = name
+    return marked
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an in-place operation writes to."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return list(tensors_in((args[0] if in_place and args else (), kwargs.get("out"))))
 
 
-def _is_here(tensor: Tensor) -> bool:
+def _has_values(tensor: Tensor) -> bool:
     return tensor.device.type != "meta"
 
 
-def _refusal(name: str) -> ArgumentError:
+def _no_values_error(name: str) -> ArgumentError:
     return ArgumentError(
         f"{name!r} has no values on this rank: it belongs to a stage of another one. To run the model, call "
         f"pipe.predict; to save it, {WRITE_ALL}. In a loop over parameters, use those of pipe.named_parameters(), "

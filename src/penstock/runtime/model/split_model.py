@@ -23,15 +23,15 @@ from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import Sharded, check_sharding
 from penstock.runtime.gradients.sums import tie_groups
-from penstock.runtime.kinds import all_uses, with_copies
-from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, notes, tensors_of, with_loss
-from penstock.runtime.model.originals import Originals, undone_if_it_raises
-from penstock.runtime.model.taking_over import (
+from penstock.runtime.loss.loss_tensors import PREFIXES, add_loss_tensors, collect_tensors, is_trained, notes
+from penstock.runtime.microbatch_kinds import merge_stages, with_copies
+from penstock.runtime.model.originals import Originals, undo_on_error
+from penstock.runtime.model.ownership import (
     Materialize,
-    holders_of,
-    move_together,
-    refuse_held_elsewhere,
-    refuse_overlaps,
+    check_held_locally,
+    check_no_overlaps,
+    find_holders,
+    move_to_single_device,
     take_over,
 )
 from penstock.schedule import Placement
@@ -60,8 +60,8 @@ class SplitModel:
         parallelize: Parallelize | None = None,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        self._loss_tensors = tensors_of(loss)
-        self._of_loss: dict[str, Tensor] | None = None
+        self._loss_tensors = collect_tensors(loss)
+        self._loss_only: dict[str, Tensor] | None = None
         self._frames: Frames | None = None
         self._stages: Sequence[Stage] = ()
         self._engine = engine
@@ -70,40 +70,40 @@ class SplitModel:
         self.model = partitioner.model
         self.modules = list(self.model.modules())
         # A forward may branch on values, so all ranks must record the same ones.
-        example = engine.control.give(example)
+        example = engine.control.share(example)
         self._example = example
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
-            move_together(self.model, engine)
+            move_to_single_device(self.model, engine)
             with engine.control.working("the recording of the model"):
                 self._record(training=True)
-        self._weigh()
-        self._cut_alike()
-        holders = holders_of(self.model, engine)
+        self._measure_units()
+        self._adopt_division()
+        holders = find_holders(self.model, engine)
         with engine.control.agreed():
-            stages = all_uses(self._record(training=True))
-            refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
+            stages = merge_stages(self._record(training=True))
+            check_no_overlaps(stages, lambda stage: self._memory_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
-            self._refuse_copies(stages, parallelize)
-            refuse_held_elsewhere(self.model, stages, placement, *holders)
+            self._check_copies(stages, parallelize)
+            check_held_locally(self.model, stages, placement, *holders)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
                     self._copied.clear()
                     self._partitioner.forget()
-        engine.control.start_equal(self._held_tensors())
+        engine.control.copy_from_first_process(self._held_tensors())
         if parallelize is not None:
             with engine.control.agreed(PenstockError):  # because the user's function may wait for other processes
                 with engine.control.working("parallelize="):
                     self._parallelize(parallelize, shared)
-        self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
-        self._stages = all_uses(self.partitions(training=True))
+        self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_pipeline(set(self.sharded)))
+        self._stages = merge_stages(self.partitions(training=True))
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
-        held = dict(self.held_parameters())
-        engine.tie(self.tie_groups, lambda name: held[name])
+        parameters = dict(self.held_parameters())
+        engine.tie(self.tie_groups, lambda name: parameters[name])
         self._originals = Originals(self.model, partitioner.opened_modules())
-        self.loss_notes = notes(loss, self._of_loss or {})
+        self.loss_notes = notes(loss, self._loss_only or {})
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -120,9 +120,9 @@ class SplitModel:
         """
         placed = [self._place(partition) for partition in self._record(training=training, outline=outline)]
         if training and not self._known_parameters:
-            self._known_parameters = {name for stage in all_uses(placed) for name in stage.parameters}
+            self._known_parameters = {name for stage in merge_stages(placed) for name in stage.parameters}
         for partition in placed:
-            self._refuse_what_is_elsewhere(partition, training=training)
+            self._check_tensors_held(partition, training=training)
         for cache in (self._copied, self._placed):
             while len(cache) > KEPT_PARTITIONS:
                 del cache[next(iter(cache))]
@@ -132,7 +132,7 @@ class SplitModel:
         """Return what a recording depends on besides its inputs: each module's mode, which parameters are trained,
         autocast, and the plain attributes of modules whose forwards were recorded call by call."""
         with plain_tensors():  # those of other ranks would look at each call
-            trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._of_loss or {}).values())))
+            trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._loss_only or {}).values())))
         return (
             tuple(map(_training, self.modules)),
             trained,
@@ -140,23 +140,23 @@ class SplitModel:
             self._partitioner.attributes(),
         )
 
-    def refuse_other_parameters(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
         if self._frames is None:  # sharding replaces the parameters
-            self._originals.refuse_others()
+            self._originals.check_unchanged()
 
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wrap a step: its own changes to the model's attributes need no new recording. See `undone_if_it_raises`.
+        """Wrap a step: its own changes to the model's attributes need no new recording. See `undo_on_error`.
 
         Args:
             signature: what `signature` returned before the step.
         """
-        of_loss = {tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)}
-        uncertain = {stage.buffers[name] for stage in self._stages_here() for name in stage.may_update}
-        updated = {*bound.updated, *uncertain, *of_loss} if bound.training else None
+        loss_buffers = {tensor for tensor in (self._loss_only or {}).values() if not isinstance(tensor, nn.Parameter)}
+        uncertain = {stage.buffers[name] for stage in self._local_stages() for name in stage.may_update}
+        updated = {*bound.updated, *uncertain, *loss_buffers} if bound.training else None
         parameters = [parameter for _, parameter in self.held_parameters()]
-        with undone_if_it_raises(self.modules, parameters, updated, local=self._engine.world.is_local):
+        with undo_on_error(self.modules, parameters, updated, local=self._engine.world.is_local):
             yield
             self._originals.settle()
             self._partitioner.settle(signature[-1])
@@ -164,29 +164,29 @@ class SplitModel:
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return every parameter of the unsplit model, without duplicates, in the model's order."""
         names = self._partitioner.names()
-        own = [(names[name], parameter) for name, parameter in self.model.named_parameters()]
-        known, of_loss = set(names.values()), (self._of_loss or {}).items()
-        return own + [(name, p) for name, p in of_loss if is_trained(p) and name not in known]  # type: ignore[misc]
+        named = [(names[name], parameter) for name, parameter in self.model.named_parameters()]
+        model_names, loss_tensors = set(names.values()), (self._loss_only or {}).items()
+        return named + [(name, p) for name, p in loss_tensors if is_trained(p) and name not in model_names]  # type: ignore[misc]
 
     def all_names(self) -> list[str]:
         """Return the names of every parameter and persistent buffer of the unsplit model, without duplicates."""
         names = self._partitioner.names()
         saved = {*map(unwrapped, self.model.state_dict(keep_vars=True))}
-        every = (*self.model.named_parameters(), *self.model.named_buffers())
-        own = [names[name] for name, _ in every if unwrapped(name) in saved]
-        return [*dict.fromkeys((*own, *(self._of_loss or ())))]
+        named_tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        model_names = [names[name] for name, _ in named_tensors if unwrapped(name) in saved]
+        return [*dict.fromkeys((*model_names, *(self._loss_only or ())))]
 
     def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of this process's stages, without duplicates, in the unsplit model's order."""
-        held = {name: p for stage in self._stages_here() for name, p in stage.parameters.items()}
-        return [(name, held[name]) for name, _ in self.all_parameters() if name in held]
+        by_name = {name: p for stage in self._local_stages() for name, p in stage.parameters.items()}
+        return [(name, by_name[name]) for name, _ in self.all_parameters() if name in by_name]
 
     def held_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the buffers of this process's stages, without duplicates, in the unsplit model's order."""
         names = self._partitioner.names()
-        held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
-        own = [names[name] for name, _ in self.model.named_buffers()]
-        return [(name, held[name]) for name in dict.fromkeys((*own, *(self._of_loss or ()))) if name in held]
+        buffers = {name: b for stage in self._local_stages() for name, b in stage.buffers.items()}
+        order = [names[name] for name, _ in self.model.named_buffers()]
+        return [(name, buffers[name]) for name in dict.fromkeys((*order, *(self._loss_only or ()))) if name in buffers]
 
     def held_unused(self) -> list[tuple[str, Tensor]]:
         """Return the parameters and persistent buffers that no stage uses, if this process is rank 0, which keeps
@@ -195,8 +195,8 @@ class SplitModel:
             return []
         used = {name for stage in self._stages for name in (*stage.parameters, *stage.buffers)}
         saved, names = set(self.all_names()), self._partitioner.names()
-        every = (*self.model.named_parameters(), *self.model.named_buffers())
-        return [(names[raw], tensor) for raw, tensor in every if names[raw] in saved - used]
+        named_tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        return [(names[raw], tensor) for raw, tensor in named_tensors if names[raw] in saved - used]
 
     def names(self) -> dict[str, str]:
         """Map every name of a parameter or buffer in the unsplit model, tied ones included, to its first name."""
@@ -210,17 +210,17 @@ class SplitModel:
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
         """Apply the user's function to this process's stages. Earlier recordings are discarded and made again."""
         partitions = self.partitions(training=True)
-        here = [stage for stage in partitions[0].stages if self._is_here(stage)]
-        _refuse_uneven(all_uses(partitions), partitions[0].stages)
-        self._frames = Frames(self.model, here, function)
+        local_stages = [stage for stage in partitions[0].stages if self._is_local(stage)]
+        _check_same_parameters(merge_stages(partitions), partitions[0].stages)
+        self._frames = Frames(self.model, local_stages, function)
         self._copied.clear()
         self._placed.clear()
         self._partitioner.forget()
-        for stage in all_uses(self.partitions(training=True)):
-            if self._is_here(stage):
+        for stage in merge_stages(self.partitions(training=True)):
+            if self._is_local(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
 
-    def _weigh(self) -> None:
+    def _measure_units(self) -> None:
         """Let the first process measure how long the model's units take, while the others wait: they share its cores. A
         front end without `weigh` has no use for it."""
         weigh: Callable[..., None] | None = getattr(self._partitioner, "weigh", None)
@@ -228,26 +228,26 @@ class SplitModel:
             if weigh is None or not self._engine.world.is_first:
                 return
             with self._engine.control.working("the measuring of its units"), self._recording(training=True):
-                args, kwargs = self._example.fill(self._engine.recorded_for)[0]
+                args, kwargs = self._example.fill(self._engine.recording_device)[0]
                 weigh(args, kwargs)
             self._copied.clear()
 
-    def _cut_alike(self) -> None:
+    def _adopt_division(self) -> None:
         """Cut where the first process does: the work of a block, and how long it takes, differ between processes."""
-        division = self._engine.control.give_all(self._partitioner.division)
+        division = self._engine.control.share_with_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
             self._partitioner.divide(division)
 
-    def _is_here(self, stage: Stage) -> bool:
+    def _is_local(self, stage: Stage) -> bool:
         return self._placement.rank_of[stage.meta.index] in self._engine.ranks
 
     def _held_tensors(self) -> list[Tensor]:
         """Return every parameter and buffer of this process's stages, in the model's order."""
-        stages = all_uses(self._record(training=True))
-        here = [stage for stage in stages if self._is_here(stage)]
-        held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
-        return [held[name] for name in sorted(held)]
+        stages = merge_stages(self._record(training=True))
+        local_stages = [stage for stage in stages if self._is_local(stage)]
+        by_name = {name: t for stage in local_stages for name, t in (*stage.parameters.items(), *stage.buffers.items())}
+        return [by_name[name] for name in sorted(by_name)]
 
     @contextmanager
     def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
@@ -257,36 +257,36 @@ class SplitModel:
             yield
 
     def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
-        given = outline or self._example
+        microbatches = outline or self._example
         with self._recording(training=training, outline=outline):
-            examples = given.fill(self._engine.recorded_for)
+            examples = microbatches.fill(self._engine.recording_device)
             return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 
-    def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
+    def _check_tensors_held(self, partition: Partition, *, training: bool) -> None:
         """Refuse a recording that needs tensors of other processes.
 
         Each process holds what its stages need for the example's microbatches, but another may take another branch.
         """
         if self._engine.world.is_local:
             if training:
-                self._warn_of_new_parameters(partition)
+                self._warn_about_new_parameters(partition)
             return
         rank_of = self._placement.rank_of
-        held = {(rank_of[stage.meta.index], name) for stage in self._stages for name in _names(stage)}
-        for stage in partition.stages if held else ():
+        available = {(rank_of[stage.meta.index], name) for stage in self._stages for name in _names(stage)}
+        for stage in partition.stages if available else ():
             for name in _names(stage):
-                if (rank_of[stage.meta.index], name) not in held:
+                if (rank_of[stage.meta.index], name) not in available:
                     raise PartitionError(
                         f"for this batch the model's forward uses {name!r} on stage {stage.meta.index}, which it did "
                         "not for the pipeline's example, so that the rank of this stage does not hold it; pass an "
                         "example that takes the same branch, or other cuts"
                     )
 
-    def _warn_of_new_parameters(self, partition: Partition) -> None:
+    def _warn_about_new_parameters(self, partition: Partition) -> None:
         used = {name: p for stage in partition.stages for name, p in stage.parameters.items()}
-        known = self._known_parameters
-        new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known]
-        known.update(used)
+        known_names = self._known_parameters
+        new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known_names]
+        known_names.update(used)
         if new:
             warn(
                 f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
@@ -299,20 +299,20 @@ class SplitModel:
         """Return the partition with the stages of all pipelines."""
         if id(partition) not in self._copied:
             # Stored with the original: an id is unique only while its object lives.
-            whole = with_loss(partition, self._named(partition))
-            self._copied[id(partition)] = partition, with_copies(whole, self._placement.pipelines)
+            complete = add_loss_tensors(partition, self._name_loss_tensors(partition))
+            self._copied[id(partition)] = partition, with_copies(complete, self._placement.pipelines)
         return self._copied[id(partition)][1]
 
-    def _named(self, partition: Partition) -> Mapping[str, Tensor]:
+    def _name_loss_tensors(self, partition: Partition) -> Mapping[str, Tensor]:
         """Return the loss's tensors that no stage holds, by their names in state dicts. A loss may be a part of the
         model."""
-        if self._of_loss is None:
-            held = {id(t) for stage in partition.stages for t in (*stage.parameters.values(), *stage.buffers.values())}
-            known = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
-            prefix = next(p for p in PREFIXES if not any(name.startswith(p) for name in known.values()))
-            own = {name: tensor for name, tensor in self._loss_tensors.items() if id(tensor) not in held}
-            self._of_loss = {known.get(id(tensor), prefix + name): tensor for name, tensor in own.items()}
-        return self._of_loss
+        if self._loss_only is None:
+            ids = {id(t) for stage in partition.stages for t in (*stage.parameters.values(), *stage.buffers.values())}
+            names = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+            prefix = next(p for p in PREFIXES if not any(name.startswith(p) for name in names.values()))
+            unheld = {name: tensor for name, tensor in self._loss_tensors.items() if id(tensor) not in ids}
+            self._loss_only = {names.get(id(tensor), prefix + name): tensor for name, tensor in unheld.items()}
+        return self._loss_only
 
     def _place(self, partition: Partition) -> Partition:
         """Return the partition with this process's stages on their devices."""
@@ -333,14 +333,14 @@ class SplitModel:
         frame.adopt(placed.module)
         return replace(placed, frame=frame)
 
-    def _stages_here(self) -> list[Stage]:
-        return [stage for stage in self._stages if self._is_here(stage)]
+    def _local_stages(self) -> list[Stage]:
+        return [stage for stage in self._stages if self._is_local(stage)]
 
-    def _place_of(self, rank: int) -> Hashable:
+    def _memory_of(self, rank: int) -> Hashable:
         """Return where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(self, stages: Sequence[Stage], parallelize: Parallelize | None) -> None:
+    def _check_copies(self, stages: Sequence[Stage], parallelize: Parallelize | None) -> None:
         if parallelize is not None and self._placement.pipelines > 1:
             raise ArgumentError(
                 "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
@@ -348,15 +348,15 @@ class SplitModel:
             )
         if not self._engine.world.is_local:
             return
-        holders: dict[str, list[int]] = {}
+        stages_by_name: dict[str, list[int]] = {}
         for stage in stages:
             for name in _names(stage):
-                holders.setdefault(name, []).append(stage.meta.index)
-        for name, on in holders.items():
-            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in on}
+                stages_by_name.setdefault(name, []).append(stage.meta.index)
+        for name, indices in stages_by_name.items():
+            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in indices}
             if len(devices) > 1:
                 raise ArgumentError(
-                    f"devices: {name!r} is used on stages {on}, which one process would have to hold on "
+                    f"devices: {name!r} is used on stages {indices}, which one process would have to hold on "
                     f"{sorted(devices)}; choose cuts that keep its uses on one device, or run one process per device "
                     "under torchrun, where copies are kept equal"
                 )
@@ -365,13 +365,13 @@ class SplitModel:
 _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
-def _refuse_uneven(used: Sequence[Stage], first: Sequence[Stage]) -> None:
+def _check_same_parameters(used: Sequence[Stage], first_stages: Sequence[Stage]) -> None:
     """Raise PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not."""
-    for every, one in zip(used, first, strict=True):
-        for name in every.parameters:
-            if name not in one.parameters:
+    for merged, stage in zip(used, first_stages, strict=True):
+        for name in merged.parameters:
+            if name not in stage.parameters:
                 raise PartitionError(
-                    f"parallelize=: the example's first microbatch does not use {name!r} on stage {one.meta.index}, "
+                    f"parallelize=: the example's first microbatch does not use {name!r} on stage {stage.meta.index}, "
                     "but another does; pass an example whose first microbatch uses every parameter"
                 )
 

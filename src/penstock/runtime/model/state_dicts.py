@@ -16,10 +16,10 @@ from penstock.runtime.model.split_model import SplitModel
 @contextmanager
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
     """Wrap an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
-    own = loss if isinstance(loss, nn.Module) else nn.Module()
-    modes = {m: m.training for m in (*split.modules, *split.model.modules(), *own.modules())}  # a forward may add some
-    held = [*(buffer for _, buffer in split.held_buffers()), *own.buffers()]
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in held]
+    extra = loss if isinstance(loss, nn.Module) else nn.Module()
+    modes = {m: m.training for m in (*split.modules, *split.model.modules(), *extra.modules())}  # some may come later
+    kept_buffers = [*(buffer for _, buffer in split.held_buffers()), *extra.buffers()]
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in kept_buffers]
     try:
         for module in modes:
             module.training = False
@@ -35,32 +35,32 @@ def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set[str], *, strict: bool) -> None:
-    """Copy the values of `state` into the tensors of `own`.
+def load_into(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], accepted: Set[str], *, strict: bool) -> None:
+    """Copy the values of `state` into `tensors`.
 
     Args:
-        own: the tensors to fill, by name.
+        tensors: the tensors to fill, by name.
         state: the values, by name.
-        known: every name that the model has.
-        strict: whether all of `own` must be in `state`, and all of `state` must be known.
+        accepted: every name that the model has.
+        strict: whether all of `tensors` must be in `state`, and all of `state` must be accepted.
 
     Raises:
         ArgumentError: a name is missing or unknown, or a shape differs.
     """
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in known]
+    missing = [name for name in tensors if name not in state]
+    unexpected = [name for name in state if name not in accepted]
     if strict and (missing or unexpected):
-        lacks, has = (", ".join(some[:4]) or "none" for some in (missing, unexpected))
+        lacks, has = (", ".join(names[:4]) or "none" for names in (missing, unexpected))
         raise ArgumentError(
             f"the state does not fit the model (missing: {lacks}; unknown to the model: {has}); pass the state of this "
             "model, or strict=False to load the tensors that both have"
         )
-    there = {name: tensor for name, tensor in own.items() if name in state}
-    for name, tensor in there.items():
+    matching = {name: tensor for name, tensor in tensors.items() if name in state}
+    for name, tensor in matching.items():
         if state[name].shape != tensor.shape:
             raise ArgumentError(
                 f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model; "
                 "build the model with the sizes that it was saved with, or leave this tensor out and pass strict=False"
             )
-    for name, tensor in there.items():
+    for name, tensor in matching.items():
         copy_into(tensor, state[name])

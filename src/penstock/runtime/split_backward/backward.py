@@ -4,7 +4,7 @@ In a forward whose backward is split, a call whose weight gradient can wait (`we
 its graph, so the backward at I skips it. What W needs, the call's input and the gradient of its output, is kept;
 everything else is freed at I. All other gradients are computed by plain autograd at I: those of biases, norms, weights
 in other calls, and weights whose use cannot be seen (inside attention modules and LSTMs, blocks that the model
-compiles, recomputed segments). Compiled stages say themselves what can wait (`compiled_products`). If nothing in a
+compiles, recomputed segments). Compiled stages report what can wait (`compiled_products`). If nothing in a
 stage can wait, it has a full backward at I and an empty W.
 
 The first microbatch runs unsplit, to learn which parameters can wait: those whose uses were all seen. The gradient of a
@@ -30,8 +30,8 @@ from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
+from penstock.runtime.split_backward.weight_gradients import Product, Term, evaluate, sum_terms
+from penstock.runtime.split_backward.weight_uses import DeferredGrads, WeightUses, get_base
 
 
 class SplitBackward:
@@ -56,11 +56,11 @@ class SplitBackward:
         keeper: Keeper | None = None,
         compiled: bool = False,
     ) -> None:
-        every = list(module.modules())
-        hidden = every[:1] if compiled else [part for part in every if compiled_as(part)]
-        self._given = parameters
+        modules = list(module.modules())
+        compiled_modules = modules[:1] if compiled else [part for part in modules if compiled_as(part)]
+        self._get_parameters = parameters
         self._module = module
-        self._looked = False
+        self._parameters_read = False
         self._parameters: list[nn.Parameter] = []
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._without_gradients = WithoutGradients()
@@ -68,11 +68,11 @@ class SplitBackward:
         self._learning = False
         self._deferred: list[nn.Parameter] = []  # those whose gradient waits
         self._keeper = keeper
-        self._hidden = hidden
+        self._compiled_modules = compiled_modules
         self._compiled: frozenset[int] = frozenset()  # by id, the parameters of compiled code
         self._uses = WeightUses(())
-        self._waiting: dict[int, list[Waiting]] = {}
-        self._put: dict[int, set[int]] = {}
+        self._waiting: dict[int, list[DeferredGrads]] = {}
+        self._put_off: dict[int, set[int]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
 
     @property
@@ -88,39 +88,39 @@ class SplitBackward:
         return self._uses.decided
 
     @property
-    def is_whole_as_compiled(self) -> bool:
+    def has_empty_w(self) -> bool:
         """Whether it is known that nothing in compiled code waits for W, though the stage trains matrices."""
-        whole = self.decided and not self._uses.can_wait
-        return whole and bool(self._hidden) and any(p.dim() > 1 for p in self._parameters)
+        nothing_waits = self.decided and not self._uses.can_wait
+        return nothing_waits and bool(self._compiled_modules) and any(p.dim() > 1 for p in self._parameters)
 
     def begin_step(self) -> None:
         """Drop anything left by a step that raised."""
         self._learning = False
         self._waiting.clear()
-        self._put.clear()
+        self._put_off.clear()
         self._early.clear()
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
         """Wrap a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
-        if not self._looked:
-            self._look()
+        if not self._parameters_read:
+            self._read_parameters()
         if not self._uses.decided:
             self._learning = True
             return self._uses.learning()
         if runs_again:
             return exact.NOTHING
         waiting = self._waiting[microbatch] = []
-        put = self._put[microbatch] = set()
+        put = self._put_off[microbatch] = set()
         return self._uses.putting_off(waiting, put, self._anchor)
 
-    def _look(self) -> None:
+    def _read_parameters(self) -> None:
         """Read the parameters. Sharded ones are whole only now, and distributed ones never wait."""
-        self._looked = True
-        parameters = self._given()
+        self._parameters_read = True
+        parameters = self._get_parameters()
         self._parameters = [p for p in parameters.values() if p.requires_grad]
-        self._compiled = frozenset(id(p) for part in self._hidden for p in part.parameters())
-        able = [p for p in self._parameters if not is_distributed(p)]
-        self._uses = WeightUses(able, self._keeper, compiled=self._compiled)
+        self._compiled = frozenset(id(p) for part in self._compiled_modules for p in part.parameters())
+        splittable = [p for p in self._parameters if not is_distributed(p)]
+        self._uses = WeightUses(splittable, self._keeper, compiled=self._compiled)
 
     def learn(self, roots: Iterable[GradientEdge | None]) -> None:
         """Called after a forward: `roots` are what its backward starts from."""
@@ -139,20 +139,20 @@ class SplitBackward:
         is trimmed (`x[:, : lengths.max()]`). Others would come after what I adds for later microbatches.
         """
         early = self._early[microbatch] = []
-        put = self._put.pop(microbatch, None)
+        put = self._put_off.pop(microbatch, None)
         if not self._in_order:
-            return self._kept_until_w(early, self._parameters)
-        known = self._compiled if put is None else self._compiled | put
-        missed = [p for p in self._deferred if id(p) not in known and not p._post_accumulate_grad_hooks]
-        return exact.NOTHING if put is None or not missed else self._kept_until_w(early, missed)
+            return self._diverting_gradients(early, self._parameters)
+        handled = self._compiled if put is None else self._compiled | put
+        missed = [p for p in self._deferred if id(p) not in handled and not p._post_accumulate_grad_hooks]
+        return exact.NOTHING if put is None or not missed else self._diverting_gradients(early, missed)
 
     def weight_gradients(self, microbatch: int) -> None:
         """Run W: sum each parameter's terms of a microbatch in autograd's order, and add them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
-        left: dict[int, int] = {}  # a `Counter` takes longer to make
+        remaining: dict[int, int] = {}  # a `Counter` takes longer to make
         for call in waiting:
             for key in call.keys:
-                left[key] = left.get(key, 0) + 1
+                remaining[key] = remaining.get(key, 0) + 1
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
         with self._without_gradients, exact.outside_autocast(self._anchor.device.type):
@@ -161,15 +161,15 @@ class SplitBackward:
             while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
                 for key, weight, term in zip(call.keys, call.weights, call.terms(), strict=True):
-                    left[key] -= 1
-                    if not left[key] and key not in terms and _adds_in_place(weight, term):
+                    remaining[key] -= 1
+                    if not remaining[key] and key not in terms and _adds_in_place(weight, term):
                         continue
-                    terms[key].append((weight, value_of(term)))
-                    if not left[key]:
+                    terms[key].append((weight, evaluate(term)))
+                    if not remaining[key]:
                         _accumulate(terms.pop(key))
 
     @contextmanager
-    def _kept_until_w(
+    def _diverting_gradients(
         self, early: list[tuple[nn.Parameter, Tensor]], parameters: Sequence[nn.Parameter]
     ) -> Iterator[None]:
         """Divert whatever is added to the `.grad` of these parameters to `early`."""
@@ -206,7 +206,7 @@ def _adds_in_place(weight: Tensor, term: Term) -> bool:
 
 def _needs_autograd(weight: Tensor) -> bool:
     """Whether autograd must add a weight's terms: it runs the backward of views in its usual order, and calls hooks."""
-    parameter = base_of(weight)
+    parameter = get_base(weight)
     sparse = parameter.grad is not None and parameter.grad.is_sparse
     hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return parameter is not weight or bool(hooked) or sparse
@@ -214,19 +214,19 @@ def _needs_autograd(weight: Tensor) -> bool:
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
-    (weight, total), *more = terms
+    (weight, total), *others = terms
     if _needs_autograd(weight):
         grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], grads)
         return
-    _add(weight, total_of(weight, [term for _, term in terms]) if more else total)
+    _add(weight, sum_terms(weight, [term for _, term in terms]) if others else total)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     """Do what autograd's AccumulateGrad does: take over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
         grad = grad.to(gradient_dtype(parameter))
-        parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)
+        parameter.grad = grad if _matches_layout(grad, parameter) else _copy_as(parameter, grad)
     else:
         parameter.grad += grad
 
@@ -237,29 +237,30 @@ def _copy_as(parameter: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def _lies_as(grad: Tensor, parameter: Tensor) -> bool:
+def _matches_layout(grad: Tensor, parameter: Tensor) -> bool:
     if grad.layout is not torch.strided:
         return True
     if not exact.is_dense(tuple(parameter.shape), parameter.stride()):
         return grad.is_contiguous()
     strides = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
-    return all(mine == its if size != 1 else mine != 0 for size, mine, its in strides)
+    return all(grad_stride == stride if size != 1 else grad_stride != 0 for size, grad_stride, stride in strides)
 
 
-def weight_uses_of(module: nn.Module) -> Hashable:
+def weight_use_key(module: nn.Module) -> Hashable:
     """A key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their plain
     arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
     if not isinstance(module, fx.GraphModule):
         return type(module).__qualname__
     weights = dict(module.named_parameters(remove_duplicate=False))
     units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
-    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
+    names = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
 
     def plain(argument: fx.Node) -> Any:
-        return held.get(argument, "")
+        return names.get(argument, "")
 
     return tuple(
         (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
         for node in module.graph.nodes
-        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
+        if (node.op == "call_module" and node.target in units)
+        or any(operand in names for operand in node.all_input_nodes)
     )

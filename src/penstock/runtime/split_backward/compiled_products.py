@@ -24,8 +24,15 @@ from penstock._base.compat_compiler import add_input, copy_of_recorded, size_in
 from penstock._base.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import SavedTensor
-from penstock.runtime.split_backward.weight_gradients import FORMS, DeferredCall, Term, cast_back, total_of, value_of
-from penstock.runtime.split_backward.weight_uses import RUNNING, Waiting, WeightUses, keys_of
+from penstock.runtime.split_backward.weight_gradients import (
+    PLANNERS,
+    DeferredCall,
+    Term,
+    cast_back,
+    evaluate,
+    sum_terms,
+)
+from penstock.runtime.split_backward.weight_uses import RUNNING, DeferredGrads, WeightUses, parameter_ids
 
 Compiler = Callable[..., Callable[..., Any]]
 """A backend of `torch.compile`: takes a graph and examples of its inputs."""
@@ -48,9 +55,9 @@ class SplittingBackend:
         if not torch.is_grad_enabled() or not _products(module.graph, examples):
             return self.compiler(module, examples)
         module = copy_of_recorded(module)
-        found = _products(module.graph, examples)
+        candidates = _products(module.graph, examples)
         tapping = _Tapping(module.graph, examples)
-        products = tuple(tapping.tap(node, product) for node, product in found.items())
+        products = tuple(tapping.tap(node, product) for node, product in candidates.items())
         weights, results = tapping.end(products)
         module.recompile()
         compiled = self.compiler(module, tapping.examples)
@@ -77,7 +84,7 @@ class Source(NamedTuple):
     """Something that W needs: a weight, the gradient of a tap, or a further result of the code, and its number."""
 
     kind: Literal["weight", "tap", "result"]
-    place: int
+    number: int
 
 
 class Product(NamedTuple):
@@ -87,21 +94,21 @@ class Product(NamedTuple):
         gradients: see `DeferredCall`.
         weights: its weights, by their places among the code's inputs.
         tap: the number of the tap whose gradient is that of its result.
-        kept: where what W needs of the forward comes from: its input, and more.
+        sources: where what W needs of the forward comes from: its input, and more.
         contiguous: whether the input is contiguous; compiled code may hand it out in another order.
     """
 
     gradients: Callable[..., Sequence[Term]]
     weights: tuple[int, ...]
     tap: int
-    kept: tuple[Source, ...]
+    sources: tuple[Source, ...]
     contiguous: bool
 
-    def terms(self, weights: Sequence[Tensor], grad: Tensor, input: Tensor, *more: Tensor) -> Sequence[Term]:
+    def terms(self, weights: Sequence[Tensor], grad: Tensor, input: Tensor, *extra: Tensor) -> Sequence[Term]:
         """Return the gradients of the weights."""
-        kept = (input.contiguous() if self.contiguous else input, *more)
-        same = [one.to(grad.dtype) if one.is_floating_point() else one for one in kept]  # autocast casts kernels
-        return cast_back(self.gradients(grad, *same), weights, grad.dtype)
+        saved = (input.contiguous() if self.contiguous else input, *extra)
+        cast = [x.to(grad.dtype) if x.is_floating_point() else x for x in saved]  # autocast casts kernels
+        return cast_back(self.gradients(grad, *cast), weights, grad.dtype)
 
 
 @dataclass(frozen=True)
@@ -122,18 +129,18 @@ class TappedCode:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run the code."""
-        weights, uses, waiting = {place: inputs[place] for place in self.weights}, RUNNING.get(), set[int]()
+        weights, uses, waiting = {index: inputs[index] for index in self.weights}, RUNNING.get(), set[int]()
         put_off = None
         if uses is not None:  # weights that share a call wait together or not at all
             groups = dict.fromkeys(product.weights for product in self.products)
             put_off = uses.begin_compiled(tuple(map(weights.__getitem__, group)) for group in groups)
             waiting = {p for p, weight in weights.items() if uses.waits(weight)} if put_off is not None else waiting
         run = _Run(self, weights, uses, put_off, waiting)
-        now = [weight for place, weight in weights.items() if place not in waiting]
-        taps: tuple[Tensor, ...] = _Taps.apply(run, inputs, _ANCHOR, *now)  # type: ignore[no-untyped-call]
-        given = [weights[place].detach() if place in weights else value for place, value in enumerate(inputs)]
-        results: Sequence[Any] = self.compiled(*given, *taps)
-        run.further = results[self.results :]
+        immediate = [weight for index, weight in weights.items() if index not in waiting]
+        taps: tuple[Tensor, ...] = _Taps.apply(run, inputs, _ANCHOR, *immediate)  # type: ignore[no-untyped-call]
+        arguments = [weights[index].detach() if index in weights else value for index, value in enumerate(inputs)]
+        results: Sequence[Any] = self.compiled(*arguments, *taps)
+        run.extras = results[self.results :]
         return results[: self.results]
 
 
@@ -145,38 +152,38 @@ class _Run:
         weights: by their places.
         put_off: takes the weight gradients that wait.
         waiting: the places of their weights.
-        further: the further results.
+        extras: the further results.
     """
 
     code: TappedCode
     weights: Mapping[int, Tensor]
     uses: WeightUses | None
-    put_off: list[Waiting] | None
+    put_off: list[DeferredGrads] | None
     waiting: Collection[int]
-    further: Sequence[Tensor] = ()
+    extras: Sequence[Tensor] = ()
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Put off the weight gradients that can wait, and return the others."""
-        _refuse_graph_of_gradients()
+        _check_no_double_backward()
         if self.uses is not None:
             self.uses.note_backward()
         terms: defaultdict[int, list[Tensor]] = defaultdict(list)
-        given: Mapping[str, Any] = {"weight": self.weights, "tap": grads, "result": self.further}
+        sources: Mapping[str, Any] = {"weight": self.weights, "tap": grads, "result": self.extras}
         with torch.no_grad():
             for product in reversed(self.code.products):  # in autograd's order
                 if (grad := grads[product.tap]) is None:
                     continue
-                weights = tuple(self.weights[place] for place in product.weights)
-                kept = [SavedTensor.of(given[kind][place]) for kind, place in product.kept]
-                call = Waiting(weights, keys_of(weights), partial(product.terms, weights), kept, grad)
+                weights = tuple(self.weights[index] for index in product.weights)
+                saved = [SavedTensor.of(sources[kind][index]) for kind, index in product.sources]
+                call = DeferredGrads(weights, parameter_ids(weights), partial(product.terms, weights), saved, grad)
                 if self.put_off is not None and product.weights[0] in self.waiting:
                     self.put_off.append(call)
                     continue
                 with exact.outside_autocast(grad.device.type):
-                    for place, term in zip(product.weights, call.terms(), strict=True):
-                        terms[place].append(value_of(term))
-            sums = {place: total_of(self.weights[place], values) for place, values in terms.items()}
-        return [sums.get(place) for place in self.code.weights if place not in self.waiting]
+                    for index, term in zip(product.weights, call.terms(), strict=True):
+                        terms[index].append(evaluate(term))
+            sums = {index: sum_terms(self.weights[index], values) for index, values in terms.items()}
+        return [sums.get(index) for index in self.code.weights if index not in self.waiting]
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)
@@ -208,10 +215,10 @@ class Tapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_graph_of_gradients()
-        given = grads[0]
-        kept = ctx.saved_tensors
-        return given, given, None, kept[0] if kept else None
+        _check_no_double_backward()
+        grad = grads[0]
+        saved = ctx.saved_tensors
+        return grad, grad, None, saved[0] if saved else None
 
 
 def tapped(result: Tensor, tap: Tensor, input: Tensor | None = None, input_tap: Tensor | None = None) -> Tensor:
@@ -220,7 +227,7 @@ def tapped(result: Tensor, tap: Tensor, input: Tensor | None = None, input_tap: 
     return value
 
 
-def _refuse_graph_of_gradients() -> None:
+def _check_no_double_backward() -> None:
     """Raise PartitionError in a backward that is itself recorded: weights without their graph would be constants in it,
     and what they owe to it would be lost."""
     if torch.is_grad_enabled():
@@ -234,7 +241,7 @@ def _refuse_graph_of_gradients() -> None:
 # -- taps in a graph before it is compiled ----------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     """A product whose weights are parameters.
 
     Attributes:
@@ -248,21 +255,21 @@ class _Found(NamedTuple):
     nodes: Mapping[int, fx.Node]
 
 
-def _products(graph: fx.Graph, examples: Sequence[Any]) -> dict[fx.Node, _Found]:
+def _products(graph: fx.Graph, examples: Sequence[Any]) -> dict[fx.Node, _Candidate]:
     """Return the products of a graph whose weight gradients can wait: their weights are used in such products only."""
     inputs = graph.find_nodes(op="placeholder")
     trained = {n for n, e in zip(inputs, examples, strict=True) if isinstance(e, nn.Parameter) and e.requires_grad}
     symbols = _symbols(inputs)
     products = ((node, _product(node, trained)) for node in _outside_transforms(graph))
-    found = {node: product for node, product in products if product and _can_be_tapped(node, product, symbols)}
+    candidates = {node: product for node, product in products if product and _can_be_tapped(node, product, symbols)}
 
     def only_in_products(weight: fx.Node) -> bool:
-        return all(user in found and weight in found[user].weights for user in weight.users)
+        return all(user in candidates and weight in candidates[user].weights for user in weight.users)
 
-    while lost := [node for node, product in found.items() if not all(map(only_in_products, product.weights))]:
-        for node in lost:
-            del found[node]
-    return found
+    while rejected := [node for node, product in candidates.items() if not all(map(only_in_products, product.weights))]:
+        for node in rejected:
+            del candidates[node]
+    return candidates
 
 
 def _outside_transforms(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -276,29 +283,29 @@ def _outside_transforms(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _product(node: fx.Node, trained: set[fx.Node]) -> _Found | None:
+def _product(node: fx.Node, trained: set[fx.Node]) -> _Candidate | None:
     """Return a product with trained weights, if that is what a node is."""
     if node.op not in ("call_function", "call_method"):
         return None
     function: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    form = FORMS.get(_OPERATORS.get(function, function))
-    if form is None:
+    planner = PLANNERS.get(_OPERATORS.get(function, function))
+    if planner is None:
         return None
-    given = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)]
+    arguments = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)]
     values = {arg: arg.meta.get("example_value") for arg in node.all_input_nodes}
-    if len(given) != len(values) or any(isinstance(value, (type(None), torch.SymInt)) for value in values.values()):
+    if len(arguments) != len(values) or any(isinstance(value, (type(None), torch.SymInt)) for value in values.values()):
         return None  # an argument that is given twice, or within another, or is a size
     args: Any = fx.node.map_arg(node.args, values.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
-    plan = form(*args, **kwargs)
+    plan = planner(*args, **kwargs)
     if plan is None:
         return None
     nodes = {id(value): arg for arg, value in values.items()}
     weights = tuple(nodes[id(weight)] for weight in plan.weights)
-    return _Found(plan, weights, nodes) if trained.issuperset(weights) else None
+    return _Candidate(plan, weights, nodes) if trained.issuperset(weights) else None
 
 
-def _can_be_tapped(node: fx.Node, product: _Found, symbols: Mapping[Any, int]) -> bool:
+def _can_be_tapped(node: fx.Node, product: _Candidate, symbols: Mapping[Any, int]) -> bool:
     """Whether the sizes of a product's taps are known before it runs, and W knows its precision."""
     result = node.meta.get("example_value")
     if not isinstance(result, Tensor) or not result.is_floating_point():
@@ -313,7 +320,7 @@ def _can_be_tapped(node: fx.Node, product: _Found, symbols: Mapping[Any, int]) -
 def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, int]:
     """Return which inputs hold the sizes that change, by their symbols."""
     values = [node.meta.get("example_value") for node in inputs]
-    return {value.node.expr: place for place, value in enumerate(values) if isinstance(value, torch.SymInt)}
+    return {value.node.expr: index for index, value in enumerate(values) if isinstance(value, torch.SymInt)}
 
 
 class _Tapping:
@@ -324,52 +331,54 @@ class _Tapping:
         self.taps: list[Tap] = []
         self._graph = graph
         self._inputs: list[fx.Node] = graph.find_nodes(op="placeholder")
-        self._places = {node: place for place, node in enumerate(self._inputs)}
+        self._indices = {node: index for index, node in enumerate(self._inputs)}
         self._symbols = _symbols(self._inputs)
-        self._further: list[fx.Node] = []
+        self._extras: list[fx.Node] = []
         self._tapped: dict[fx.Node, fx.Node] = {}
 
-    def tap(self, node: fx.Node, found: _Found) -> Product:
+    def tap(self, node: fx.Node, product: _Candidate) -> Product:
         """Tap a product."""
         result: Tensor = node.meta["example_value"]
-        of_result, own = self._new(result.shape, result)
-        taps, kept = [own], list[Source]()
-        for value in found.plan.kept:
-            input = found.nodes[id(value)]
-            if input in found.weights:
-                kept.append(Source("weight", self._places[input]))
+        result_source, result_tap = self._new(result.shape, result)
+        taps, sources = [result_tap], list[Source]()
+        for value in product.plan.saved:
+            input = product.nodes[id(value)]
+            if input in product.weights:
+                sources.append(Source("weight", self._indices[input]))
             elif value.is_floating_point():
-                of_input, other = self._new(value.shape, result)
-                taps += [self._cast(node, input, result.dtype), other]
-                kept.append(of_input)
+                input_source, input_tap = self._new(value.shape, result)
+                taps += [self._cast(node, input, result.dtype), input_tap]
+                sources.append(input_source)
             else:
-                kept.append(self._returned(node, input))
+                sources.append(self._returned(node, input))
         with self._graph.inserting_after(node):
             self._tapped[node] = self._graph.call_function(tapped, (node, *taps))
-        weights = tuple(self._places[weight] for weight in found.weights)
-        return Product(found.plan.gradients, weights, of_result.place, tuple(kept), found.plan.input.is_contiguous())
+        weights = tuple(self._indices[weight] for weight in product.weights)
+        return Product(
+            product.plan.gradients, weights, result_source.number, tuple(sources), product.plan.input.is_contiguous()
+        )
 
     def end(self, products: Sequence[Product]) -> tuple[tuple[int, ...], int]:
         """Put what is tapped in place, take the weights' graph from the examples, and let the graph return integers.
 
         Returns the places of the weights, and the number of results that the graph had before.
         """
-        for node, after in self._tapped.items():
-            node.replace_all_uses_with(after, lambda user, after=after: user is not after)  # type: ignore[misc]
-        weights = tuple(sorted({place for product in products for place in product.weights}))
-        for place in weights:
-            self.examples[place] = self._inputs[place].meta["example_value"].detach()
+        for node, tapped_node in self._tapped.items():
+            node.replace_all_uses_with(tapped_node, lambda user, tapped_node=tapped_node: user is not tapped_node)  # type: ignore[misc]
+        weights = tuple(sorted({index for product in products for index in product.weights}))
+        for index in weights:
+            self.examples[index] = self._inputs[index].meta["example_value"].detach()
         (output,) = self._graph.find_nodes(op="output")
         results: Any = output.args[0]
-        output.args = ((*results, *self._further),)
+        output.args = ((*results, *self._extras),)
         return weights, len(results)
 
-    def _new(self, sizes: Sequence[int], like: Tensor) -> tuple[Source, fx.Node]:
+    def _new(self, sizes: Sequence[int], template: Tensor) -> tuple[Source, fx.Node]:
         """Make a new tap, like a fake tensor but for its sizes."""
-        example = like.detach().new_empty(()).expand(tuple(sizes)).requires_grad_()
+        example = template.detach().new_empty(()).expand(tuple(sizes)).requires_grad_()
         node = add_input(self._graph, f"tap_{len(self.taps)}")
-        found = [size_in(size, self._symbols) for size in sizes]
-        self.taps.append(Tap(tuple(size for size in found if size is not None), like.dtype, like.device))
+        resolved = [size_in(size, self._symbols) for size in sizes]
+        self.taps.append(Tap(tuple(size for size in resolved if size is not None), template.dtype, template.device))
         self.examples.append(example)
         return Source("tap", len(self.taps) - 1), node
 
@@ -385,5 +394,5 @@ class _Tapping:
     def _returned(self, node: fx.Node, input: fx.Node) -> Source:
         """Let the graph return a copy of integers."""
         with self._graph.inserting_before(node):
-            self._further.append(self._graph.call_function(torch.clone, (input,)))
-        return Source("result", len(self._further) - 1)
+            self._extras.append(self._graph.call_function(torch.clone, (input,)))
+        return Source("result", len(self._extras) - 1)

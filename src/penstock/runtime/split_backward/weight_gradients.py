@@ -44,7 +44,7 @@ Term = Tensor | Product
 """A term of a weight's gradient."""
 
 
-def value_of(term: Term) -> Tensor:
+def evaluate(term: Term) -> Tensor:
     """Return a term's value."""
     return term.value() if isinstance(term, Product) else term
 
@@ -67,7 +67,7 @@ class DeferredCall(NamedTuple):
 
     Attributes:
         input: the argument on which the weights work.
-        kept: what W needs of the forward.
+        saved: what W needs of the forward.
         weights: the weight, and the bias if one kernel computes both gradients.
         run: makes the call with weights that have no graph.
         nodes: the possible names of autograd's node for the call.
@@ -75,20 +75,20 @@ class DeferredCall(NamedTuple):
     """
 
     input: Tensor
-    kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     run: Callable[..., Tensor]
     nodes: frozenset[str]
     gradients: Callable[..., Sequence[Term]]
 
 
-Form = Callable[..., DeferredCall | None]
+Planner = Callable[..., DeferredCall | None]
 """Takes the arguments of a call; returns None if the gradient of its weight cannot wait."""
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: Any) -> DeferredCall | None:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> DeferredCall | None:
     """`F.linear`: a product with the transposed weight."""
-    if other or weight.dim() != 2 or not _is_matrix(input):
+    if options or weight.dim() != 2 or not _is_matrix(input):
         return None
     by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # then its transpose is column-major
 
@@ -100,20 +100,20 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
     return DeferredCall(input, (input,), (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
 
-def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
+def matmul(input: Tensor, other: Tensor, **options: Any) -> DeferredCall | None:
     """`input @ weight`, including inputs of more than two dimensions, which torch folds into one product."""
-    if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
+    if options or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
         return None
 
     def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
-        return (_of_second_matrix(grad, _rows(x), other),)
+        return (_second_matrix_gradient(grad, _rows(x), other),)
 
     return DeferredCall(input, (input,), (other,), lambda w: torch.matmul(input, w), _MM, gradients)
 
 
-def mm(input: Tensor, mat2: Tensor, **more: Any) -> DeferredCall | None:
+def mm(input: Tensor, mat2: Tensor, **options: Any) -> DeferredCall | None:
     """`torch.mm(input, weight)`."""
-    return matmul(input, mat2, **more)
+    return matmul(input, mat2, **options)
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> DeferredCall | None:
@@ -122,14 +122,14 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> DeferredC
         return None
 
     def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
-        return (_of_second_matrix(grad, x, mat2),)
+        return (_second_matrix_gradient(grad, x, mat2),)
 
     return DeferredCall(mat1, (mat1,), (mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
 
 
-def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **more: Any) -> DeferredCall | None:
+def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **options: Any) -> DeferredCall | None:
     """`torch._grouped_mm(input, weights, offs=...)`: each group of rows times its own matrix, as experts do."""
-    if offs is None or any(value is not None for value in more.values()) or (input.dim(), mat2.dim()) != (2, 3):
+    if offs is None or any(value is not None for value in options.values()) or (input.dim(), mat2.dim()) != (2, 3):
         return None
 
     def gradients(grad: Tensor, first: Tensor, offs: Tensor) -> Sequence[Tensor]:
@@ -175,14 +175,14 @@ class _Shifts(NamedTuple):
     output_padding: Sequence[int]
 
 
-def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) -> Form:
+def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) -> Planner:
     """Build a form for `F.conv1d` and the like. One kernel may compute the gradients of weight and bias, so both
     wait."""
 
     def plan(input: Tensor, weight: Tensor, bias: Tensor | None, shifts: _Shifts, groups: int) -> DeferredCall | None:
         if any(isinstance(shift, str) for shift in shifts) or input.dim() != dims + 2:
             return None
-        shifts = _Shifts(*(_each(shift, dims) for shift in shifts))
+        shifts = _Shifts(*(_per_dim(shift, dims) for shift in shifts))
         with_bias = bias is not None and bias.requires_grad
         bias_sizes = None if bias is None else list(bias.shape)
 
@@ -192,11 +192,11 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
             return call(input, w, b, shifts.stride, shifts.padding, shifts.dilation, groups)
 
         def gradients(grad: Tensor, x: Tensor, kernel: Tensor) -> Sequence[Tensor]:
-            _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            _, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
                 grad, x, kernel, bias_sizes, shifts.stride, shifts.padding, shifts.dilation, transposed,
                 shifts.output_padding, groups, [False, True, with_bias],
             )  # fmt: skip
-            return (of_weight, of_bias) if with_bias else (of_weight,)
+            return (weight_grad, bias_grad) if with_bias else (weight_grad,)
 
         weights = (weight, bias) if bias is not None and with_bias else (weight,)
         return DeferredCall(input, (input, weight), weights, run, _CONVOLUTION, gradients)
@@ -216,7 +216,7 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
     return transposed_convolution if transposed else convolution
 
 
-def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
+def lower_call(planner: Planner, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
     """Return the call in the precision in which autocast runs it. Its gradients are cast back, as in autograd; where
     the weight's dtype holds them as they are, by whoever adds them.
 
@@ -229,14 +229,14 @@ def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]
         if call.input.is_leaf and call.input.requires_grad:
             return None
         casts[id(call.input)] = call.input.to(dtype)
-    low = form(
+    low = planner(
         *(casts.get(id(arg), arg) for arg in args), **{key: casts.get(id(arg), arg) for key, arg in kwargs.items()}
     )
     if low is None:
         return None
 
-    def gradients(grad: Tensor, *kept: Tensor) -> Sequence[Term]:
-        return cast_back(low.gradients(grad, *kept), call.weights, dtype)
+    def gradients(grad: Tensor, *saved: Tensor) -> Sequence[Term]:
+        return cast_back(low.gradients(grad, *saved), call.weights, dtype)
 
     def run(*_: Tensor) -> Tensor:
         return low.run(*(weight.detach() for weight in low.weights))
@@ -247,12 +247,12 @@ def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]
 def cast_back(terms: Sequence[Term], weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Term]:
     """Return a call's terms in the dtypes of its weights. Where those hold them as they are, whoever adds them
     casts."""
-    held = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in weights]
-    pairs = zip(terms, weights, held, strict=True)
-    return [term if as_is else value_of(term).to(weight.dtype) for term, weight, as_is in pairs]
+    is_exact = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in weights]
+    pairs = zip(terms, weights, is_exact, strict=True)
+    return [term if fits else evaluate(term).to(weight.dtype) for term, weight, fits in pairs]
 
 
-def total_of(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
+def sum_terms(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of a parameter's terms in one microbatch, in the dtype in which its gradient accumulates."""
     total = terms[0]
     if len(terms) > 1:
@@ -262,7 +262,7 @@ def total_of(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _each(shift: int | Sequence[int], dims: int) -> list[int]:
+def _per_dim(shift: int | Sequence[int], dims: int) -> list[int]:
     if isinstance(shift, int):
         return [shift] * dims
     return list(shift) * (dims if len(shift) == 1 else 1)
@@ -286,7 +286,7 @@ def _rows_of_gradient(grad: Tensor, first: Tensor) -> Tensor:
     return grad if grad.dim() == 2 else grad.reshape(len(first), grad.shape[-1])
 
 
-def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Product:
+def _second_matrix_gradient(grad: Tensor, first: Tensor, second: Tensor) -> Product:
     """Return the gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
     grad = _rows_of_gradient(grad, first)
     return Product(grad.t(), first, transposed=True) if _is_column_major(second) else Product(first.t(), grad)
@@ -296,14 +296,14 @@ def _is_column_major(matrix: Tensor) -> bool:
     return matrix.stride(-2) == 1 and matrix.stride(-1) == matrix.shape[-2]
 
 
-def _convolutions(*, transposed: bool) -> dict[Any, Form]:
+def _convolutions(*, transposed: bool) -> dict[Any, Planner]:
     calls: tuple[Any, ...] = (F.conv1d, F.conv2d, F.conv3d)
     if transposed:
         calls = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     return {call: _convolution(call, dims, transposed=transposed) for dims, call in enumerate(calls, 1)}
 
 
-FORMS: Mapping[Any, Form] = {
+PLANNERS: Mapping[Any, Planner] = {
     F.linear: linear,
     torch.matmul: matmul,
     Tensor.matmul: matmul,

@@ -2,7 +2,7 @@
 
 While a forward runs, weight matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their
 uses. Unlike a mode, this costs nothing in calls without weights, and nothing in backward. A compiler would compile anew
-for another class; compiled code says by itself which weights it uses (`begin_compiled`).
+for another class; compiled code reports which weights it uses (`begin_compiled`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.autograd.graph import Node
 from penstock._base.compat import holders, saved_tensors_hooks
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Keeper, Saved, SavedTensor
-from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, Term, lowered
+from penstock.runtime.split_backward.weight_gradients import PLANNERS, UNLOWERED, DeferredCall, Term, lower_call
 
 
 @dataclass(slots=True)
-class Waiting:
+class DeferredGrads:
     """A call whose weight gradients wait. (A `DeferredCall` would hold the graph.)
 
     Attributes:
@@ -37,12 +37,12 @@ class Waiting:
     weights: tuple[Tensor, ...]
     keys: Sequence[int]
     gradients: Callable[..., Sequence[Term]]
-    kept: Sequence[Saved]
+    saved: Sequence[Saved]
     grad: Tensor
 
     def terms(self) -> Sequence[Term]:
         """Return the gradients of the weights."""
-        return self.gradients(self.grad, *[saved.get() for saved in self.kept])
+        return self.gradients(self.grad, *[saved.get() for saved in self.saved])
 
 
 _OURS = (Tensor, nn.Parameter)
@@ -69,36 +69,36 @@ class WeightUses(AbstractContextManager[None]):
         self.decided = False
         self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
-        plain = (p for p in parameters if type(p) is nn.Parameter and p.layout is torch.strided)
-        self.candidates = {id(p): p for p in plain if p.is_floating_point()}
+        strided = (p for p in parameters if type(p) is nn.Parameter and p.layout is torch.strided)
+        self.candidates = {id(p): p for p in strided if p.is_floating_point()}
         self._watched = [p for p in self.candidates.values() if p.dim() > 1 and id(p) not in compiled]
-        self._of_parameters = self._watching(nn.Parameter)
-        self._of_views = self._watching(Tensor)
-        self._seen: list[tuple[Tensor, ...]] | None = None
+        self._of_parameters = self._watched_class(nn.Parameter)
+        self._of_views = self._watched_class(Tensor)
+        self._noted: list[tuple[Tensor, ...]] | None = None
         self._learned: list[tuple[Tensor, ...]] = []
         self._token: Token[WeightUses | None] | None = None
-        self._waiting: list[Waiting] | None = None
-        self._put: set[int] = set()
+        self._waiting: list[DeferredGrads] | None = None
+        self._put_off_ids: set[int] = set()
         self._anchor: Tensor | None = None
         self._lowered: set[Any] = set()  # calls that autocast ran in its lower precision
         self._casts: set[Node] = set()  # the casts for these, in the noted forward
         self._cached: set[int] = set()  # ids of parameters whose cast in this forward may be cached
-        self._went_back = False  # whether a backward ran inside the noted forward, through one of its calls
+        self._ran_backward = False  # whether a backward ran inside the noted forward, through one of its calls
 
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Wrap an ordinary forward: note the calls whose weight gradient could wait."""
-        self._seen, self._went_back = [], False
+        self._noted, self._ran_backward = [], False
         self._casts.clear()
         self._cached.clear()
         with self:
             yield
-        self._learned, self._seen = self._seen, None
+        self._learned, self._noted = self._noted, None
 
-    def putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
+    def putting_off(self, waiting: list[DeferredGrads], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
         """Wrap a forward: put off weight gradients. Fill `put` with the parameters that have one, by id; its backward
         fills `waiting`, in its own order."""
-        self._waiting, self._put, self._anchor = waiting, put, anchor
+        self._waiting, self._put_off_ids, self._anchor = waiting, put, anchor
         self._cached.clear()
         return self
 
@@ -112,19 +112,19 @@ class WeightUses(AbstractContextManager[None]):
         self._set_classes(nn.Parameter)
         self._waiting = self._anchor = None
 
-    def begin_compiled(self, groups: Iterable[tuple[Tensor, ...]]) -> list[Waiting] | None:
+    def begin_compiled(self, groups: Iterable[tuple[Tensor, ...]]) -> list[DeferredGrads] | None:
         """Called by compiled code before it runs. Return what takes the weight gradients that wait; None: none does.
 
         Args:
             groups: the weights whose gradients it can put off, each once; those in one group wait together or not.
         """
-        if self._seen is not None:
-            self._seen += groups
+        if self._noted is not None:
+            self._noted += groups
         return self._waiting
 
     def note_backward(self, _: object = None) -> None:
         """Called when a noted call's backward begins, maybe inside the noted forward."""
-        self._went_back = self._went_back or self._seen is not None
+        self._ran_backward = self._ran_backward or self._noted is not None
 
     def decide(self, roots: Sequence[Node]) -> None:
         """Decide from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
@@ -135,28 +135,28 @@ class WeightUses(AbstractContextManager[None]):
         Args:
             roots: the nodes that backward starts from.
         """
-        noted, self._learned, self.decided = [] if self._went_back else self._learned, [], True
+        noted, self._learned, self.decided = [] if self._ran_backward else self._learned, [], True
         weights = [weight for call in noted for weight in call]
-        uses = Counter(id(base_of(weight)) for weight in weights)
+        uses = Counter(id(get_base(weight)) for weight in weights)
         views = {node for weight in weights for node in _view_nodes(weight)}
-        ways = _ways_to_parameters(roots, views | self._casts)
+        path_counts = _count_paths(roots, views | self._casts)
         self._casts.clear()
-        viewed = {key: {w._is_view() for w in weights if base_of(w) is self.candidates.get(key)} for key in uses}
-        can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
-        calls = [{id(base_of(weight)) for weight in call} for call in noted]
-        while lost := set[int]().union(*(call & can_wait for call in calls if not call <= can_wait)):
-            can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait or neither
+        viewed = {key: {w._is_view() for w in weights if get_base(w) is self.candidates.get(key)} for key in uses}
+        can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and path_counts.get(key) == count}
+        calls = [{id(get_base(weight)) for weight in call} for call in noted]
+        while rejected := set[int]().union(*(call & can_wait for call in calls if not call <= can_wait)):
+            can_wait -= rejected  # one kernel computes the gradients of a call's weights: both wait or neither
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
         self._watched = [p for p in self._watched if id(p) in can_wait]
 
-    def _watching(self, base: type[Tensor]) -> type[Tensor]:
+    def _watched_class(self, base: type[Tensor]) -> type[Tensor]:
         def torch_function(cls: type, func: Any, kinds: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
             if len(kinds) > 1 and not all(kind in _OURS or "is_watched" in vars(kind) for kind in kinds):
-                return self._leave(func, args, kwargs or {})
+                return self._call_foreign(func, args, kwargs or {})
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.compiler.is_dynamo_compiling():  # compiled code is left alone
                     return func(*args, **(kwargs or {}))
-                return self._call(func, args, kwargs or {})
+                return self._call_watched(func, args, kwargs or {})
 
         body = {"__torch_function__": classmethod(torch_function), "is_watched": True}
         return types.new_class(f"Watched{base.__name__}", (base,), exec_body=lambda names: names.update(body))
@@ -165,7 +165,7 @@ class WeightUses(AbstractContextManager[None]):
         for parameter in self._watched:
             parameter.__class__ = kind  # type: ignore[assignment]
 
-    def _leave(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _call_foreign(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run a call with tensors of a foreign class, which must not be mixed with ours."""
         for arg in (*args, *kwargs.values()):
             if type(arg) is self._of_views:
@@ -176,10 +176,10 @@ class WeightUses(AbstractContextManager[None]):
         finally:
             self._set_classes(self._of_parameters)
 
-    def _call(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        form = FORMS.get(func)
-        plan = form(*args, **kwargs) if form is not None else None
-        if form is None or plan is None or not self._is_recorded():
+    def _call_watched(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        planner = PLANNERS.get(func)
+        plan = planner(*args, **kwargs) if planner is not None else None
+        if planner is None or plan is None or not self._is_recorded():
             return self._watch_views(func(*args, **kwargs))
         lowers = _is_lowered(func, plan)
         if self._waiting is not None and all(map(self.waits, plan.weights)):
@@ -188,17 +188,17 @@ class WeightUses(AbstractContextManager[None]):
             if result is not None:
                 return result
         result = func(*args, **kwargs)
-        if self._seen is not None and (node := _node_of(result, plan)) is not None:
-            if lowers and not self._notes_cast(func, plan, args, kwargs, result, node):
+        if self._noted is not None and (node := _find_node(result, plan)) is not None:
+            if lowers and not self._notes_casts(func, plan, args, kwargs, result, node):
                 return result
-            self._seen.append(plan.weights)
+            self._noted.append(plan.weights)
             node.register_prehook(self.note_backward)
         return result
 
-    def _notes_cast(
+    def _notes_casts(
         self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any], result: Tensor, node: Node
     ) -> bool:
-        """Whether autocast cast the call's weights as `lowered` does, and no other use can share their casts."""
+        """Whether autocast cast the call's weights as `lower_call` does, and no other use can share their casts."""
         if result.dtype != torch.get_autocast_dtype(result.device.type):
             return False
         self._lowered.add(func)
@@ -216,7 +216,7 @@ class WeightUses(AbstractContextManager[None]):
         if func not in self._lowered or cached & self._cached:
             return None
         self._cached |= cached
-        return lowered(FORMS[func], plan, args, kwargs)
+        return lower_call(PLANNERS[func], plan, args, kwargs)
 
     def _is_recorded(self) -> bool:
         """Whether autograd records the call in its present run, so that it will not run again.
@@ -224,12 +224,12 @@ class WeightUses(AbstractContextManager[None]):
         It may, if hooks other than the keeper's take what autograd saves: a checkpoint's.
         """
         hooks = saved_tensors_hooks()
-        mine = hooks is None or (self._keeper is not None and hooks[0] == self._keeper.pack)
-        return torch.is_grad_enabled() and mine
+        is_ours = hooks is None or (self._keeper is not None and hooks[0] == self._keeper.pack)
+        return torch.is_grad_enabled() and is_ours
 
     def waits(self, weight: Tensor) -> bool:
         """Whether a weight's gradient waits in a forward that puts off gradients."""
-        return weight.requires_grad and self.can_wait.get(id(base_of(weight))) is weight._is_view()
+        return weight.requires_grad and self.can_wait.get(id(get_base(weight))) is weight._is_view()
 
     def _watch_views(self, result: Any) -> Any:
         for part in result if isinstance(result, (tuple, list)) else (result,):
@@ -237,37 +237,39 @@ class WeightUses(AbstractContextManager[None]):
                 part.__class__ = self._of_views
         return result
 
-    def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
+    def _put_off(self, plan: DeferredCall, waiting: list[DeferredGrads]) -> Tensor | None:
         """Defer a call's weight gradients; return its result, or None if autograd did not record what was expected."""
         save = SavedTensor.of if self._keeper is None else self._keeper.save
-        kept = [save(tensor) for tensor in plan.kept]
+        saved = [save(tensor) for tensor in plan.saved]
         result = plan.run(*[weight.detach() for weight in plan.weights])
-        keys = keys_of(plan.weights)
-        keep = partial(self._keep, waiting, partial(Waiting, plan.weights, keys, plan.gradients, kept))
+        keys = parameter_ids(plan.weights)
+        keep = partial(self._keep, waiting, partial(DeferredGrads, plan.weights, keys, plan.gradients, saved))
         if not result.requires_grad:  # none of the inputs takes a gradient
-            box = [exact.on_memory_of(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
+            box = [exact.share_memory(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
             result = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
-        elif (node := _node_of(result, plan)) is not None:
+        elif (node := _find_node(result, plan)) is not None:
             node.register_prehook(keep)
         else:
             return None
-        self._put.update(keys)
+        self._put_off_ids.update(keys)
         return result
 
-    def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
+    def _keep(
+        self, waiting: list[DeferredGrads], call: Callable[[Tensor], DeferredGrads], grads: Sequence[Tensor | None]
+    ) -> None:
         if (grad := grads[0]) is not None:  # if written to, or shared, later backwards may use its memory, too
             shared = grad._version or holders(grad, None) > 1 + grad._is_view()  # a CUDA graph's replay is no write
             waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if shared else grad))
 
 
-def base_of(weight: Tensor) -> Tensor:
+def get_base(weight: Tensor) -> Tensor:
     """Return the parameter of which a weight is a view, or the weight itself."""
     return weight if weight._base is None else weight._base
 
 
-def keys_of(weights: Iterable[Tensor]) -> list[int]:
+def parameter_ids(weights: Iterable[Tensor]) -> list[int]:
     """The `id` of each weight's parameter."""
-    return [id(base_of(weight)) for weight in weights]
+    return [id(get_base(weight)) for weight in weights]
 
 
 class _Tap(torch.autograd.Function):
@@ -303,7 +305,7 @@ def _casts_below(node: Node) -> Iterator[Node]:
             yield child
 
 
-def _node_of(result: Tensor, plan: DeferredCall) -> Node | None:
+def _find_node(result: Tensor, plan: DeferredCall) -> Node | None:
     """Autograd's node for a call, below the view that ends a product of more than two dimensions."""
     node = result.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
@@ -319,26 +321,26 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
         node = node.next_functions[0][0]
 
 
-def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
+def _count_paths(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
     """Return, for each parameter in a graph, by id, the number of paths to it, counted up to the first node not in
     `views`."""
-    into: defaultdict[Node, list[Node]] = defaultdict(list)
-    known, stack = set(roots), list(dict.fromkeys(roots))
+    parents: defaultdict[Node, list[Node]] = defaultdict(list)
+    visited, stack = set(roots), list(dict.fromkeys(roots))
     while stack:
         node = stack.pop()
         if "Checkpoint" in node.name():
             return {}  # it runs its own backward, whose uses of parameters are not in this graph
         for child, _ in node.next_functions:
             if child is not None:
-                into[child].append(node)
-                if child not in known:
-                    known.add(child)
+                parents[child].append(node)
+                if child not in visited:
+                    visited.add(child)
                     stack.append(child)
 
-    def ways(node: Node) -> int:
-        return roots.count(node) + sum(ways(above) if above in views else 1 for above in into[node])
+    def count_paths(node: Node) -> int:
+        return roots.count(node) + sum(count_paths(parent) if parent in views else 1 for parent in parents[node])
 
-    return {id(node.variable): ways(node) for node in known if _is_accumulator(node)}  # type: ignore[attr-defined]
+    return {id(node.variable): count_paths(node) for node in visited if _is_accumulator(node)}  # type: ignore[attr-defined]
 
 
 def _is_accumulator(node: Node) -> bool:

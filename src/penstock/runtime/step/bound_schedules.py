@@ -1,7 +1,7 @@
 """Chooses the bound schedule for a batch: one for each kind of batch and mode, under a number that all ranks know.
 
 Only the first stage's rank looks at inputs. It begins every step with an announcement: the number of the bound schedule
-to run, or that a new one is needed, followed by what the other ranks must know about the batch to record it too. The
+to run, or that a new one is needed, followed by what the other ranks need of the batch to record it too. The
 announcement includes everything that ranks must agree on in a step: a rank that disagrees gets an error, and no rank
 waits for another in vain.
 """
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from penstock._base.compat import gradient_edge
 from penstock._base.errors import ArgumentError, ShapeError, warn
-from penstock._base.trees import flatten
+from penstock._base.pytree import flatten
 from penstock.partition.state.remembered import refuse_samples
-from penstock.runtime.batch.microbatches import CutBatch, kind_of
+from penstock.runtime.batch.microbatches import CutBatch, input_signature
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
-from penstock.runtime.features.compiled import Compile, arguments_for, effective_compile
-from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
+from penstock.runtime.features.compiled import Compile, effective_compile, schedule_arguments
+from penstock.runtime.features.deferred_norm import DeferredNorms, check_deferrable
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import Kinds, distinct
+from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.results import words
+from penstock.runtime.step.results import describe_outputs
 from penstock.schedule import Schedule, truncate_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 
@@ -50,14 +50,14 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
+class CachedSchedule:
     """A bound schedule, and what it was made for.
 
     Attributes:
         sizes: the rows of each microbatch.
         mode: whether it is for training, and what a recording depends on besides inputs.
-        kind: the kind of batch; None if this process does not look at inputs, or not at those that were announced.
-        kept: the plain values of the batch, whose identity may be part of its kind.
+        signature: the input signature; None if this process does not look at inputs, or not at the announced ones.
+        plain_values: the plain values of the batch, whose identity may be part of its signature.
         positions: those of the model's inputs among the first stage's, for each microbatch.
         overwritten: the paths of the inputs that some microbatch's forward updates in place.
     """
@@ -65,8 +65,8 @@ class Cached:
     bound: BoundSchedule
     sizes: tuple[int, ...]
     mode: tuple[Any, ...]
-    kind: Hashable
-    kept: Sequence[Any]
+    signature: Hashable
+    plain_values: Sequence[Any]
     positions: Sequence[Sequence[int]]
     overwritten: Set[str]
 
@@ -79,7 +79,7 @@ class BoundSchedules:
         binding: makes a binding, with the user's choices that are the same for all batches.
         compile: what the user asks for.
         sharded: the sharded stages, as they are to be gathered.
-        norms: batch norms whose statistics are deferred in training, if that is asked for.
+        norms: batch norms whose statistics are deferred in training, if any.
     """
 
     def __init__(
@@ -97,51 +97,51 @@ class BoundSchedules:
         self._source = order.placement.rank_of[0]  # the first stage's rank announces
         self._announcer = engine.world.numbers[self._source]
         self._announces = self._source in engine.ranks
-        self._cached: OrderedDict[int, Cached] = OrderedDict()
+        self._cached: OrderedDict[int, CachedSchedule] = OrderedDict()
         self._digest: tuple[Hashable, int] = (None, 0)
 
     def __iter__(self) -> Iterator[BoundSchedule]:
         """Iterate over the bound schedules, the most recently used one last."""
         return iter([cached.bound for cached in self._cached.values()])
 
-    def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
+    def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> CachedSchedule:
         """Record microbatches, and bind a schedule to them. `cut` is None on ranks that do not look at inputs."""
         partitions = self._split.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
-        refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
-        recorded = [kind_of(flatten(example)) for example in outline.examples]
-        is_same = self._announces or cut is None or [kind_of(piece) for piece in cut.pieces] == recorded
-        plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
-        cached = Cached(
+        refuse_samples([memory for stage in stages for memory in stage.remembered], outline.sizes)
+        recorded = [input_signature(flatten(example)) for example in outline.examples]
+        as_announced = self._announces or cut is None or [input_signature(piece) for piece in cut.pieces] == recorded
+        leaves = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
+        cached = CachedSchedule(
             bound=self._bind(partitions, training),
             sizes=outline.sizes,
             mode=(training, *self._split.signature()),
-            kind=cut.kind if cut is not None and is_same else None,
-            kept=[leaf for leaf in plain if not isinstance(leaf, Tensor)],
+            signature=cut.signature if cut is not None and as_announced else None,
+            plain_values=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
             positions=[model_inputs(partition.stages[0].meta) for partition in partitions],
             overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),
         )
         self._cached[cached.bound.number] = cached
         if len(self._cached) > CACHED_SCHEDULES:
-            others = (n for n, one in self._cached.items() if not one.bound.training and one is not cached)
-            oldest = self._cached.pop(next(others, next(iter(self._cached))))
-            self._engine.release(oldest.bound)
+            evaluations = (n for n, entry in self._cached.items() if not entry.bound.training and entry is not cached)
+            evicted = self._cached.pop(next(evaluations, next(iter(self._cached))))
+            self._engine.release(evicted.bound)
             if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
-                warn(_MANY)
+                warn(_TOO_MANY)
         return cached
 
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = truncate_microbatches(self._order, len(partitions)), self._split
-        kinds, norms = Kinds.among(partitions).metas, self._norms if training else None
-        like = self._order if self._engine.world.data_parallel > 1 else None
+        kinds, norms = MicrobatchKinds.from_partitions(partitions).metas, self._norms if training else None
+        reference = self._order if self._engine.world.data_parallel > 1 else None
         with self._engine.agreed_at_first():
             if training:
                 ties = [group.stages for group in split.tie_groups]
-                order = lower_training(order, kinds, ties, self._sharded, like)
+                order = lower_training(order, kinds, ties, self._sharded, reference)
             else:
-                order = lower_evaluation(order, kinds, self._sharded, like)
+                order = lower_evaluation(order, kinds, self._sharded, reference)
             if norms is not None:
-                refuse_unseen(partitions, split.model)
+                check_deferrable(partitions, split.model)
             compile = effective_compile(self._compile, split.model, partitions[0].stages)
             binding = self._binding(
                 partitions,
@@ -149,11 +149,11 @@ class BoundSchedules:
                 training=training,
                 norms=norms,
                 sharded=split.sharded,
-                compile=arguments_for(compile, self._order),
+                compile=schedule_arguments(compile, self._order),
             )
         return self._engine.bind(binding)
 
-    def next(self, cut: CutBatch | None, call: Call) -> Cached:
+    def next(self, cut: CutBatch | None, call: Call) -> CachedSchedule:
         """Return the bound schedule for this step.
 
         Args:
@@ -163,14 +163,14 @@ class BoundSchedules:
             ArgumentError: this rank asks for something other than the announcing rank.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
-        self._split.refuse_other_parameters()
+        self._split.check_unchanged()
         signature = self._split.signature()
         mode = (call.training, *signature)
-        found = self._find(cut, mode) if cut is not None and self._announces else None
-        number = self._announced(_NEW if found is None else found.bound.number, call, signature[:-1])
+        match = self._find(cut, mode) if cut is not None and self._announces else None
+        number = self._announce(_NEW if match is None else match.bound.number, call, signature[:-1])
         if number == _NEW:
-            mine = Outline.of(cut) if cut is not None and self._announces else None
-            outline = self._engine.control.give(mine, self._source)
+            local_outline = Outline.of(cut) if cut is not None and self._announces else None
+            outline = self._engine.control.share(local_outline, self._source)
             assert outline is not None
             return self.add(cut, outline, training=call.training)
         cached = self._cached[number]
@@ -184,16 +184,18 @@ class BoundSchedules:
 
     def settings(self) -> int:
         """Return a number that stands for this process's modes, requires_grad flags and autocast."""
-        return self._digest_of(self._split.signature()[:-1])
+        return self._compute_digest(self._split.signature()[:-1])
 
-    def inputs(self, cached: Cached, cut: CutBatch) -> list[list[Tensor]]:
+    def inputs(self, cached: CachedSchedule, cut: CutBatch) -> list[list[Tensor]]:
         """Return the tensors that the first stage receives for each microbatch, in its order.
 
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
         """
-        same = self._announces or ((cut.sizes, cut.kind) == (cached.sizes, cached.kind) and _holds(cached.bound, cut))
-        if not same:
+        is_same_batch = self._announces or (
+            (cut.sizes, cut.signature) == (cached.sizes, cached.signature) and _reads_same_values(cached.bound, cut)
+        )
+        if not is_same_batch:
             raise ShapeError(
                 f"rank {self._engine.world.number} got another batch than rank {self._announcer}: microbatches of "
                 f"{list(cut.sizes)} rows, there of {list(cached.sizes)}, or other shapes, dtypes, plain values, or "
@@ -202,43 +204,48 @@ class BoundSchedules:
         pairs = zip(cached.bound.partitions, cut.pieces, strict=True)
         return [partition.arrange(piece.leaves) for partition, piece in pairs]
 
-    def backward_to_batch(self, cached: Cached, cut: CutBatch | None) -> None:
+    def backward_to_batch(self, cached: CachedSchedule, cut: CutBatch | None) -> None:
         """Give the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
         stages = [stage for program in cached.bound.programs for stage in program.stages.values()]
-        found = dict(ChainMap(*(stage.batch_gradients for stage in stages)))
-        firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
-        copies = cached.bound.schedule.placement.pipelines > 1
-        if copies and any(value.meta.requires_grad for meta in firsts for value in meta.inputs):
-            found = dict(ChainMap(*self._engine.control.gather_line(found)))  # each first stage has some microbatches'
-        if cut is None or not found:
+        gradients = dict(ChainMap(*(stage.batch_gradients for stage in stages)))
+        first_metas = (partition.stages[0].meta for partition in cached.bound.partitions)
+        has_copies = cached.bound.schedule.placement.pipelines > 1
+        if has_copies and any(value.meta.requires_grad for meta in first_metas for value in meta.inputs):
+            # Each first stage has those of some microbatches.
+            gradients = dict(ChainMap(*self._engine.control.gather_pipeline(gradients)))
+        if cut is None or not gradients:
             return
-        every = enumerate(zip(cached.positions, self.inputs(cached, cut), strict=True))
-        tensors = {(k, place): x for k, (places, xs) in every for place, x in zip(places, xs, strict=True)}
-        edges = [gradient_edge(tensors[key]) for key in found]
-        exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in found.items()])
+        numbered = enumerate(zip(cached.positions, self.inputs(cached, cut), strict=True))
+        tensors = {
+            (k, position): x for k, (positions, xs) in numbered for position, x in zip(positions, xs, strict=True)
+        }
+        edges = [gradient_edge(tensors[key]) for key in gradients]
+        exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in gradients.items()])
 
-    def _find(self, cut: CutBatch, mode: Hashable) -> Cached | None:
+    def _find(self, cut: CutBatch, mode: Hashable) -> CachedSchedule | None:
         for cached in reversed(self._cached.values()):
-            made_for = cached.sizes, cached.kind, cached.mode
-            if made_for == (cut.sizes, cut.kind, mode) and _holds(cached.bound, cut):
+            key = cached.sizes, cached.signature, cached.mode
+            if key == (cut.sizes, cut.signature, mode) and _reads_same_values(cached.bound, cut):
                 return cached
         return None
 
-    def _announced(self, number: int, call: Call, settings: Hashable) -> int:
+    def _announce(self, number: int, call: Call, settings: Hashable) -> int:
         """Return the announced number. Raise ArgumentError unless this rank asks for the same."""
-        mine = [*map(int, call), self._digest_of(settings)]
-        number, *said = self._engine.announce([number, *mine], self._source)
-        if said == mine:
+        local_numbers = [*map(int, call), self._compute_digest(settings)]
+        number, *announced = self._engine.announce([number, *local_numbers], self._source)
+        if announced == local_numbers:
             return number
-        differing = next(index for index, pair in enumerate(zip(mine, said, strict=True)) if len(set(pair)) > 1)
-        theirs, own = (_WORDS[differing](values[differing]) for values in (said, mine))
+        differing = next(
+            index for index, pair in enumerate(zip(local_numbers, announced, strict=True)) if len(set(pair)) > 1
+        )
+        theirs, ours = (_DESCRIPTIONS[differing](values[differing]) for values in (announced, local_numbers))
         raise ArgumentError(
-            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.number}) {own}; every rank must "
+            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.number}) {ours}; every rank must "
             "make the same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and "
             "autocast alike"
         )
 
-    def _digest_of(self, settings: Hashable) -> int:
+    def _compute_digest(self, settings: Hashable) -> int:
         """Return a number for the settings that all processes must share, small enough for exact sums in float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
@@ -246,22 +253,22 @@ class BoundSchedules:
         return self._digest[1]
 
 
-def _holds(bound: BoundSchedule, cut: CutBatch) -> bool:
+def _reads_same_values(bound: BoundSchedule, cut: CutBatch) -> bool:
     """Whether the forward reads the same values from these inputs as when it was recorded."""
     pairs = zip(bound.partitions, cut.pieces, strict=True)
     return all(partition.holds(piece.leaves) for partition, piece in pairs)
 
 
-_WORDS: tuple[Callable[[int], str], ...] = (
+_DESCRIPTIONS: tuple[Callable[[int], str], ...] = (
     lambda training: "a training step" if training else "an evaluation",
-    lambda outputs: f"with {words(outputs)}",
+    lambda outputs: f"with {describe_outputs(outputs)}",
     lambda timeline: "with a timeline" if timeline else "without a timeline",
     lambda _: "with different modes, requires_grad flags or autocast",
 )
 
-_MANY = (
-    f"penstock: more than {CACHED_SCHEDULES} kinds of batches. Each new kind (a shape, a dtype, a plain value that "
-    "changes) is recorded unless only a length is new, which takes longer than a step, and the kind that was not used "
-    "for longest is forgotten. "
+_TOO_MANY = (
+    f"penstock: more than {CACHED_SCHEDULES} input signatures. Each new one (a shape, a dtype, a plain value that "
+    "changes) is recorded unless only a length is new, which takes longer than a step, and the least recently used is "
+    "evicted. "
     "Pad batches to a few shapes, and pass numbers that change as 0-dimensional tensors"
 )

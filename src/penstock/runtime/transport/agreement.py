@@ -66,7 +66,7 @@ class Agreement:
         else:
             return agreed
         layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
-        if not all(map(_alike, layouts, agreed)):
+        if not all(map(_same_layout, layouts, agreed)):
             raise ShapeError(self._difference(microbatch, layouts))
         return agreed
 
@@ -81,15 +81,15 @@ class Agreement:
         self.learning = self.learning and not ended
         return ended
 
-    def _difference(self, microbatch: int, given: Layouts) -> str:
-        changes = zip(self._link.values, given, self._layouts[microbatch], strict=True)
-        (stage, name), new, old = next(change for change in changes if not _alike(*change[1:]))
+    def _difference(self, microbatch: int, layouts: Layouts) -> str:
+        changes = zip(self._link.values, layouts, self._layouts[microbatch], strict=True)
+        (stage, name), new, old = next(change for change in changes if not _same_layout(*change[1:]))
         if new is None or old is None:
-            had, has = ("none", "one") if old is None else ("one", "none")
+            before, now = ("none", "one") if old is None else ("one", "none")
             return (
                 f"the gradient of value {name!r} of stage {stage} goes from stage {self._link.source} to "
-                f"{self._link.target} in each step or in none, but there was {had} in the first step, and there is "
-                f"{has} now in microbatch {microbatch}. Nothing was sent. Where a block detaches what it returns for "
+                f"{self._link.target} in each step or in none, but there was {before} in the first step, and there is "
+                f"{now} now in microbatch {microbatch}. Nothing was sent. Where a block detaches what it returns for "
                 "some batches alone, use torch.where(condition, h, h.detach()), which always takes a gradient, or "
                 "move the cut"
             )
@@ -100,18 +100,18 @@ class Agreement:
         )
 
 
-def _alike(one: Layout | None, other: Layout | None) -> bool:
+def _same_layout(first: Layout | None, second: Layout | None) -> bool:
     """Whether two layouts are the same, apart from the stride of a dimension with one element.
 
     That stride changes between steps: autograd adds the gradients of several uses in the memory of one or another. It
     matters only if torch takes the tensor for channels-first with one stride and channels-last with the other.
     """
-    if one is None or other is None:
-        return one is other
-    if one.stride == other.stride:
-        return one == other
-    return _without_idle_strides(one) == _without_idle_strides(other) and (
-        is_channels_last(one.shape, one.stride) == is_channels_last(other.shape, other.stride)
+    if first is None or second is None:
+        return first is second
+    if first.stride == second.stride:
+        return first == second
+    return _without_idle_strides(first) == _without_idle_strides(second) and (
+        is_channels_last(first.shape, first.stride) == is_channels_last(second.shape, second.stride)
     )
 
 
@@ -122,11 +122,11 @@ def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """
     if len(shape) not in (4, 5) or stride[1] == 0:
         return False
-    least = 0
+    min_stride = 0
     for dim in (1, *range(len(shape) - 1, 1, -1), 0):
-        if shape[dim] == 0 or stride[dim] < least or (dim == 0 and least == stride[1]):
+        if shape[dim] == 0 or stride[dim] < min_stride or (dim == 0 and min_stride == stride[1]):
             return False
-        least = stride[dim] * max(shape[dim], 1)
+        min_stride = stride[dim] * max(shape[dim], 1)
     return True
 
 

@@ -54,7 +54,7 @@ class DistributedTransport:
         self._pinned = pinned
         self._groups = groups
         self._channels: dict[int, list[DistributedChannel]] = {}
-        self._ways: dict[tuple[int, int], ReceiveOrder] = {}
+        self._orders: dict[tuple[int, int], ReceiveOrder] = {}
         self._broadcasts: deque[Pending] = deque()
         self.observer: Observer | None = None
 
@@ -70,24 +70,24 @@ class DistributedTransport:
     def channel(
         self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
     ) -> DistributedChannel:
-        way = self._ways.setdefault((source_rank, target_rank), ReceiveOrder())
+        order = self._orders.setdefault((source_rank, target_rank), ReceiveOrder())
         peer = target_rank if source_rank == self.rank else source_rank
         group = partial(self._groups.way, source_rank, target_rank)
         observe = self._observation(link, (source_rank, target_rank), backward=backward)
         global_rank = self._groups.members[peer]
-        channel = DistributedChannel(link, group, global_rank, way, self.device, observe, pinned=self._pinned)
+        channel = DistributedChannel(link, group, global_rank, order, self.device, observe, pinned=self._pinned)
         self._channels.setdefault(program, []).append(channel)
         return channel
 
-    def _observation(self, link: Link, way: tuple[int, int], *, backward: bool) -> Callable[[int], Begun | None]:
+    def _observation(self, link: Link, ranks: tuple[int, int], *, backward: bool) -> Callable[[int], Begun | None]:
         """Return what a channel calls before each of its messages, to notify the observer, if there is one."""
-        if way[0] == self.rank:
+        if ranks[0] == self.rank:
             stage, op, peer = link.source, Op.SEND_B if backward else Op.SEND_F, link.target
         else:
             stage, op, peer = link.target, Op.RECV_B if backward else Op.RECV_F, link.source
 
         def observe(microbatch: int) -> Begun | None:
-            return self.observer and self.observer(Action(stage, op, microbatch, peer), way)
+            return self.observer and self.observer(Action(stage, op, microbatch, peer), ranks)
 
         return observe
 
@@ -127,7 +127,7 @@ class DistributedChannel:
         link: Link,
         group: Callable[[], dist.ProcessGroup],
         peer: int,
-        way: ReceiveOrder,
+        order: ReceiveOrder,
         device: torch.device,
         observe: Callable[[int], Begun | None],
         *,
@@ -136,7 +136,7 @@ class DistributedChannel:
         self._link = link
         self._group = group
         self._peer = peer
-        self._way = way
+        self._order = order
         self._device = device
         self._observe = observe
         self.pinned = pinned
@@ -157,10 +157,10 @@ class DistributedChannel:
                 self._finish_send()
 
     def post(self, microbatch: int) -> None:
-        self._way.post(self, microbatch)
+        self._order.post(self, microbatch)
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
-        self._way.start_until(self, microbatch)
+        self._order.start_until(self, microbatch)
         buffers, works = self._posted.pop(microbatch)
         for work in works:
             work.wait()

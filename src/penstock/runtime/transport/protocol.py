@@ -131,15 +131,15 @@ Begun = Callable[[Sequence[Waitable]], None]
 """Called once a message has begun, with what waits for it."""
 
 Observer = Callable[[Action, tuple[int, int]], Begun]
-"""Is told of a message that is about to begin: its `SEND` or `RECV`, and from which rank to which it goes."""
+"""Called when a message is about to begin, with its `SEND` or `RECV`, and its source and target rank."""
 
 
 @runtime_checkable
 class Observable(Protocol):
-    """A transport whose messages travel on a device's own streams, and which tells when they begin.
+    """A transport whose messages travel on a device's own streams, and which reports when they begin.
 
     Attributes:
-        observer: whom it tells; None: no one.
+        observer: called for each; None: no one.
     """
 
     observer: Observer | None
@@ -176,12 +176,12 @@ COLLECTIVES = ("reduce", "broadcast", "close")
 """The methods of each protocol, by which an object without a base class is recognized."""
 
 
-def missing(given: object, methods: Sequence[str]) -> list[str]:
+def missing_methods(instance: object, methods: Sequence[str]) -> list[str]:
     """Return which of these methods an object lacks."""
-    return [name for name in methods if not callable(getattr(given, name, None))]
+    return [name for name in methods if not callable(getattr(instance, name, None))]
 
 
-class Paired:
+class Combined:
     """One rank's side. Both parts may be one object."""
 
     def __init__(self, rank: int, ranks: int, messages: PointToPoint, collectives: Collectives) -> None:

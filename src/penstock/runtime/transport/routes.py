@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, links_of
+from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, merge_links
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.protocol import Channel, Message, Transport
@@ -95,8 +95,8 @@ class RouteBuilder:
         self._placement = placement
         self._transport = transport
         self._training = training
-        self._forward = links_of(kinds, forward_links)
-        self._backward = links_of(kinds, backward_links) if training else ()
+        self._forward = merge_links(kinds, forward_links)
+        self._backward = merge_links(kinds, backward_links) if training else ()
         self._channels: dict[tuple[Link, bool], Channel] = {}
 
     def roots(self, stage: int, kind: int) -> dict[Value, Root]:
@@ -105,41 +105,43 @@ class RouteBuilder:
             return {}
         inputs, outputs = _ends(self._kinds[kind][stage])
         routes = gradient_routes(self._kinds[kind])
-        made = {value: Root(True, outputs[value]) for value in routes if value[0] == stage}
-        return made | {value: Root(False, inputs[value]) for value, on in routes.items() if stage in on[1:-1]}
+        output_roots = {value: Root(True, outputs[value]) for value in routes if value[0] == stage}
+        return output_roots | {
+            value: Root(False, inputs[value]) for value, holders in routes.items() if stage in holders[1:-1]
+        }
 
     def routes(self, stage: int, kind: int) -> Routes:
         """Return the links that begin or end on a stage."""
         metas = self._kinds[kind]
         inputs, outputs = _ends(metas[stage])
-        roots = {value: place for place, value in enumerate(self.roots(stage, kind))}
-        carried = [{(link.source, link.target): link.values for link in links(metas)} for links in _WAYS]
+        roots = {value: index for index, value in enumerate(self.roots(stage, kind))}
+        carried = [{(link.source, link.target): link.values for link in links(metas)} for links in _LINK_FUNCTIONS]
 
-        def ways(ends: Mapping[Value, int], *, backward: bool, arriving: bool) -> Iterator[Route]:
+        def build(ends: Mapping[Value, int], *, backward: bool, arriving: bool) -> Iterator[Route]:
             for link in self._backward if backward else self._forward:
-                here, other = (link.target, link.source) if arriving else (link.source, link.target)
-                if here == stage:
-                    own = carried[backward].get((link.source, link.target), ())
-                    positions = tuple(ends[value] if value in own else None for value in link.values)
-                    yield self._route(link, other, positions, backward=backward)
+                local, peer = (link.target, link.source) if arriving else (link.source, link.target)
+                if local == stage:
+                    values = carried[backward].get((link.source, link.target), ())
+                    positions = tuple(ends[value] if value in values else None for value in link.values)
+                    yield self._route(link, peer, positions, backward=backward)
 
         return Routes(
-            tuple(ways(inputs, backward=False, arriving=True)),
-            tuple(ways(outputs, backward=False, arriving=False)),
-            tuple(ways(roots, backward=True, arriving=True)),
-            tuple(ways(inputs, backward=True, arriving=False)),
+            tuple(build(inputs, backward=False, arriving=True)),
+            tuple(build(outputs, backward=False, arriving=False)),
+            tuple(build(roots, backward=True, arriving=True)),
+            tuple(build(inputs, backward=True, arriving=False)),
         )
 
-    def _route(self, link: Link, other: int, positions: tuple[int | None, ...], *, backward: bool) -> Route:
+    def _route(self, link: Link, peer: int, positions: tuple[int | None, ...], *, backward: bool) -> Route:
         source, target = self._placement.rank_of[link.source], self._placement.rank_of[link.target]
         channel = self._channels.get((link, backward))
         if channel is None:
             remote = partial(self._transport.channel, self._program, link, source, target, backward=backward)
             channel = self._channels[link, backward] = Mailbox() if source == target else remote()
-        return Route(other, channel, positions, source != target)
+        return Route(peer, channel, positions, source != target)
 
 
-_WAYS = (forward_links, backward_links)
+_LINK_FUNCTIONS = (forward_links, backward_links)
 
 
 def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
@@ -150,12 +152,12 @@ def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
 
 def between_ranks(kinds: Sequence[Sequence[StageMeta]], placement: Placement) -> set[tuple[int, int]]:
     """Return which rank may send to which."""
-    links = (*links_of(kinds, forward_links), *links_of(kinds, backward_links))
-    found = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
-    return {(source, target) for source, target in found if source != target}
+    links = (*merge_links(kinds, forward_links), *merge_links(kinds, backward_links))
+    pairs = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
+    return {(source, target) for source, target in pairs if source != target}
 
 
-def route_of(action: Action, routes: Sequence[Route]) -> Route:
+def find_route(action: Action, routes: Sequence[Route]) -> Route:
     """Return the route that a communication action uses."""
     return next(route for route in routes if route.stage == action.peer)
 
@@ -178,9 +180,9 @@ class LocalChannel(Mailbox):
 
     def send(self, microbatch: int, message: Message) -> None:
         copies: list[Tensor | None] = [*message]
-        for place, layout in enumerate(self.agreement.check(microbatch, message)):
-            if layout is not None and (tensor := message[place]) is not None:
-                copies[place] = exact.copy_as(layout, tensor, self._device)
+        for index, layout in enumerate(self.agreement.check(microbatch, message)):
+            if layout is not None and (tensor := message[index]) is not None:
+                copies[index] = exact.copy_as(layout, tensor, self._device)
         self._mail[microbatch] = copies
 
     def drop_step(self) -> None:

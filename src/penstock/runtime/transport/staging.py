@@ -1,6 +1,6 @@
 """A device's tensors on the host: copied there and back through pinned memory, on streams of their own.
 
-Nothing waits for the device but a thread (`Courier`), and that for the copies alone: the host goes on giving work to
+Only a thread (`SerialWorker`) waits for the device, and only for the copies: the host goes on giving work to
 the device, and the device goes on computing. Pinned memory comes from torch's caching allocator, which keeps what is
 freed for the next tensor of its size, and hands it out only once the copies from it and to it have been made.
 
@@ -27,7 +27,7 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.distributed import SENDS_IN_FLIGHT
-from penstock.runtime.transport.protocol import Channel, Message, Paired, Pending, Transport
+from penstock.runtime.transport.protocol import Channel, Combined, Message, Pending, Transport
 
 HOST = torch.device("cpu")
 
@@ -42,17 +42,17 @@ class Staging:
         self.device = device
         self._module: Any = torch.get_device_module(device)
         self._out, self._back = self._module.Stream(device), self._module.Stream(device)
-        self._courier = Courier("penstock-staging")
-        self._courier.issue(partial(self._module.set_device, device))  # a thread begins on the first one
+        self._worker = SerialWorker("penstock-staging")
+        self._worker.issue(partial(self._module.set_device, device))  # a thread begins on the first one
 
-    def leave(self, message: Message, then: Callable[[list[Tensor | None]], object]) -> Operation:
+    def copy_to_host(self, message: Message, deliver_to: Callable[[list[Tensor | None]], object]) -> Operation:
         """Start to copy tensors to the host, and call `then` with them, laid out alike, once they are there.
 
         What was to leave earlier is done with by then: everything leaves in one order. If there is no tensor, nothing
         waits for the device.
         """
         if all(tensor is None for tensor in message):
-            return self._courier.issue(partial(then, list(message)))
+            return self._worker.issue(partial(deliver_to, list(message)))
         flats = [None if tensor is None else exact.pack(tensor) for tensor in message]
         buffers = [None if t is None else exact.allocate(Layout.of(t), HOST, pinned=True) for t in message]
         self._out.wait_stream(self._module.current_stream(self.device))
@@ -65,11 +65,11 @@ class Staging:
         def deliver() -> None:
             copied.synchronize()
             flats.clear()  # held until now, so that no other tensor got their memory
-            then([None if buffer is None else exact.unpack(buffer) for buffer in buffers])
+            deliver_to([None if buffer is None else exact.unpack(buffer) for buffer in buffers])
 
-        return self._courier.issue(deliver)
+        return self._worker.issue(deliver)
 
-    def arrive(self, message: Message) -> list[Tensor | None]:
+    def copy_to_device(self, message: Message) -> list[Tensor | None]:
         """Tensors on the device, laid out like those on the host. What is computed with them waits for the copies."""
         with self._module.stream(self._back):  # their memory is this stream's: the copies wait for nothing
             arrived = [
@@ -85,31 +85,31 @@ class Staging:
 
     def around(self, reduce: Reduce) -> Reduce:
         """`reduce`, which takes tensors on the host, for tensors on the device."""
-        return lambda tensors: _Away(self, tensors, reduce)
+        return lambda tensors: _HostReduction(self, tensors, reduce)
 
     def synchronize(self) -> None:
         """Wait until everything has left. Raise the first error in what was called then."""
-        self._courier.synchronize()
+        self._worker.synchronize()
 
     def close(self) -> None:
         """End the thread once everything has left."""
-        self._courier.end()
+        self._worker.end()
 
 
-class Departed:
+class HostOperation:
     """Tensors that were sent to the host, for what a thread starts with them there."""
 
     def __init__(self, staging: Staging, tensors: Message, start: Callable[[Message], Pending]) -> None:
         self._started: list[Pending] = []
-        self._left = staging.leave(tensors, lambda host: self._started.append(start(host)))
+        self._departure = staging.copy_to_host(tensors, lambda host: self._started.append(start(host)))
 
     def wait(self) -> None:
-        self._left.wait()
+        self._departure.wait()
         for started in self._started:
             started.wait()
 
 
-class _Away(Departed):
+class _HostReduction(HostOperation):
     """Tensors that other processes change on the host."""
 
     def __init__(self, staging: Staging, tensors: Sequence[Tensor], reduce: Reduce) -> None:
@@ -128,7 +128,7 @@ class _Away(Departed):
 
 @dataclass(slots=True)
 class Operation:
-    """Something that a courier is to do, as `torch.distributed` returns a `Work`."""
+    """An operation of a `SerialWorker`, as `torch.distributed` returns a `Work`."""
 
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -144,7 +144,7 @@ class Operation:
         return self.ended.is_set()
 
 
-class Courier:
+class SerialWorker:
     """Runs operations one after another, in the order in which they were issued.
 
     The thread is a daemon: one that waits for a rank that is gone keeps no process alive.
@@ -186,7 +186,7 @@ class Courier:
             operation.ended.set()
 
 
-class StagedTransport(Paired):
+class StagedTransport(Combined):
     """A transport for tensors on the host (`messages`), for those on a device."""
 
     def __init__(self, inner: Transport, staging: Staging) -> None:
@@ -236,10 +236,10 @@ class StagedChannel:
         self.agreement.check(microbatch, message)
         while len(self._leaving) >= SENDS_IN_FLIGHT:
             self._leaving.popleft().wait()
-        self._leaving.append(self._staging.leave(message, partial(self._inner.send, microbatch)))
+        self._leaving.append(self._staging.copy_to_host(message, partial(self._inner.send, microbatch)))
 
     def post(self, microbatch: int) -> None:
         self._inner.post(microbatch)
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
-        return self._staging.arrive(self._inner.receive(microbatch))
+        return self._staging.copy_to_device(self._inner.receive(microbatch))

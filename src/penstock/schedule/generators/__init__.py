@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from penstock._base.aliases import accept_aliases, accept_old_names, schedule_of_peer
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.second_names import also, formerly, schedule_of_peer
-from penstock._base.words import did_you_mean
+from penstock._base.formatting import did_you_mean
 from penstock.schedule.generators.chimera import chimera
 from penstock.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from penstock.schedule.generators.gpipe import gpipe, looped_bfs
@@ -80,7 +80,7 @@ _EVEN_MICROBATCHES = Constraint(
 )
 
 
-@formerly(splits="splits_backward", broken="violated_constraint")
+@accept_old_names(splits="splits_backward", broken="violated_constraint")
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
     """A named schedule, and what to expect of it.
@@ -302,17 +302,17 @@ def schedule_specs() -> tuple[ScheduleSpec, ...]:
 
 def schedule_spec(name: str) -> ScheduleSpec:
     """Return the entry with this name or alias, ignoring case. Raise ArgumentError if there is none."""
-    found = _BY_NAME.get(name.lower())
-    if found is None:
+    spec = _BY_NAME.get(name.lower())
+    if spec is None:
         peers = schedule_of_peer(name)
         hint = f"did you mean {peers}? " if peers else did_you_mean(name.lower(), _BY_NAME, 0.4)
         raise ArgumentError(
             f"schedule={name!r} is not a known schedule; {hint}expected one of {', '.join(_GENERATORS)}"
         )
-    return found
+    return spec
 
 
-@also(chunks="stages_per_rank")
+@accept_aliases(chunks="stages_per_rank")
 def generate(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """Generate the schedule with this name, without messages.
 

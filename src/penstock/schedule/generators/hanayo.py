@@ -51,15 +51,15 @@ def _group(placement: Placement, microbatches: int) -> list[tuple[int, Action]]:
     while min(backwards) < microbatches:
         chosen = []
         for rank in range(placement.ranks):
-            own = placement.stages_on(rank)
-            ready = [(backwards[s], s) for s in own if backwards[s] < (forwards[s] if s == top else backwards[s + 1])]
+            local = placement.stages_on(rank)
+            ready = [(backwards[s], s) for s in local if backwards[s] < (forwards[s] if s == top else backwards[s + 1])]
             if ready:
                 k, stage = min(ready)
                 chosen.append(Action(stage, Op.B, k))
                 continue
-            open_ = [s for s in own if forwards[s] < (microbatches if s == 0 else forwards[s - 1])]
-            if open_:
-                chosen.append(Action(max(open_), Op.F, forwards[max(open_)]))
+            ready_forwards = [s for s in local if forwards[s] < (microbatches if s == 0 else forwards[s - 1])]
+            if ready_forwards:
+                chosen.append(Action(max(ready_forwards), Op.F, forwards[max(ready_forwards)]))
         for action in chosen:
             done = forwards if action.op is Op.F else backwards
             done[action.stage] += 1

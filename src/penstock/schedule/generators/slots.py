@@ -24,16 +24,16 @@ class RowWriter:
     """
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
-        """`first`: the lowest microbatch of each stage for which that is not 0."""
+        """Start an empty row. `first`: the lowest microbatch of each stage for which that is not 0."""
         self.row: list[Action | Overlap] = []
         self._done: Counter[tuple[int, bool]] = Counter()
         self._first = first or {}
         self._pending: list[Action] = []
 
     def _next(self, stage: int, op: Op) -> Action:
-        place = stage, op is Op.F
-        self._done[place] += 1
-        return Action(stage, op, self._first.get(stage, 0) + self._done[place] - 1)
+        key = stage, op is Op.F
+        self._done[key] += 1
+        return Action(stage, op, self._first.get(stage, 0) + self._done[key] - 1)
 
     def forwards(self, stage: int) -> int:
         """Return how many forwards of a stage have been written."""
@@ -69,8 +69,8 @@ class RowWriter:
 
     def within(self, numbers: dict[int, range]) -> list[Action | Overlap]:
         """Restrict the row to these microbatches, by stage; an overlap that loses one part becomes the other."""
-        kept: list[Action | Overlap] = []
+        items: list[Action | Overlap] = []
         for item in self.row:
             parts = [part for part in item.parts if part.microbatch in numbers[part.stage]]
-            kept += [item] if len(parts) == len(item.parts) else parts
-        return kept
+            items += [item] if len(parts) == len(item.parts) else parts
+        return items

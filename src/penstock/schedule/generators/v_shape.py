@@ -36,13 +36,13 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         rank 3 | .  .  .  .  .  .  F  f  .  .  .  .  .  .  .  .  .  .  .  .  b  .  B  .  .  .
 
     A rank that holds the first chunk for long (rank 0) holds the second only briefly, and vice versa: the sum is the
-    same on every rank, (p + 2) // 2 microbatches. See `_tightened` for how the beginning and the end are closed up.
+    same on every rank, (p + 2) // 2 microbatches. See `_tighten` for how the beginning and the end are closed up.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, the schedule V-Half.
     """
     gap = 3 if ranks % 2 == 0 else 0  # keeps b out of the slots of F
     block = [(2 * r, 3 * ranks - 2 - r, 3 * ranks - 1 + gap + 2 * r, 6 * ranks - 2 + gap - r) for r in range(ranks)]
-    return Schedule("v-half", Placement.v(ranks), microbatches, _tightened(block, microbatches))
+    return Schedule("v-half", Placement.v(ranks), microbatches, _tighten(block, microbatches))
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
@@ -71,7 +71,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     """
     gap = 2 if ranks % 3 == 0 else 0  # keeps b out of the slots of F
     block = [(r, 2 * ranks - 1 - r, 2 * ranks + gap + r, 4 * ranks - 1 + gap - r) for r in range(ranks)]
-    return Schedule("v-min", Placement.v(ranks), microbatches, _tightened(block, microbatches))
+    return Schedule("v-min", Placement.v(ranks), microbatches, _tighten(block, microbatches))
 
 
 def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
@@ -101,17 +101,17 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     busy: list[set[int]] = [set() for _ in range(ranks)]
     slot, slots = 0, []
     for stage, op, length in path:
-        taken = busy[min(stage, last - stage)]
-        while any((slot + i) % PERIOD in taken for i in range(length)):
+        occupied = busy[min(stage, last - stage)]
+        while any((slot + i) % PERIOD in occupied for i in range(length)):
             slot += 1
-        taken.update((slot + i) % PERIOD for i in range(length))
+        occupied.update((slot + i) % PERIOD for i in range(length))
         slots += [(slot + PERIOD * k, Action(stage, op, k)) for k in range(microbatches)]
         slot += length
     placement = Placement.v(ranks)
     return Schedule("1f1b-v", placement, microbatches, rows_by_slot(placement, slots))
 
 
-def _tightened(block: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Action]]:
+def _tighten(block: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Action]]:
     """Return the rows of a repeated block, closed up at the beginning and the end without holding more.
 
     1. Each microbatch gets the block's slots, 6 later than the one before; weight gradients fill each rank's idle
@@ -138,7 +138,7 @@ class _Table:
     def __init__(self, block: Sequence[tuple[int, int, int, int]], microbatches: int) -> None:
         self._ranks, self._last = len(block), microbatches - 1
         self._slot: dict[Action, int] = {}
-        self._taken: list[dict[int, Action]] = [{} for _ in block]
+        self._by_slot: list[dict[int, Action]] = [{} for _ in block]
         top = 2 * self._ranks - 1
         for rank, starts in enumerate(block):
             passes = ((rank, Op.F), (top - rank, Op.F), (top - rank, Op.I), (rank, Op.I))
@@ -147,24 +147,24 @@ class _Table:
                     self._put(Action(stage, op, k), start + PERIOD * k)
 
     def rows(self) -> list[list[Action]]:
-        return [[action for _, action in sorted(taken.items())] for taken in self._taken]
+        return [[action for _, action in sorted(by_slot.items())] for by_slot in self._by_slot]
 
     def _rank_of(self, action: Action) -> int:
         return min(action.stage, 2 * self._ranks - 1 - action.stage)
 
     def _put(self, action: Action, slot: int) -> None:
-        taken = self._taken[self._rank_of(action)]
+        by_slot = self._by_slot[self._rank_of(action)]
         if action in self._slot:
-            del taken[self._slot[action]]
-        self._slot[action], taken[slot] = slot, action
+            del by_slot[self._slot[action]]
+        self._slot[action], by_slot[slot] = slot, action
 
     def add_weights(self) -> None:
         """Put each W into the first idle slot after its I, in the order of the Is."""
-        for taken in self._taken:
+        for by_slot in self._by_slot:
             pending: list[Action] = []
-            slot, end = 0, max(taken)
+            slot, end = 0, max(by_slot)
             while slot <= end or pending:
-                if (action := taken.get(slot)) is None:
+                if (action := by_slot.get(slot)) is None:
                     if pending:
                         self._put(pending.pop(0), slot)
                 elif action.op is Op.I:
@@ -173,7 +173,7 @@ class _Table:
 
     def remove_weights(self) -> None:
         for action in [action for action in self._slot if action.op is Op.W]:
-            del self._taken[self._rank_of(action)][self._slot.pop(action)]
+            del self._by_slot[self._rank_of(action)][self._slot.pop(action)]
 
     def close_gaps(self) -> None:
         """Move every action as early as the order on its rank and what it waits for allow."""
@@ -182,26 +182,26 @@ class _Table:
             rank = self._rank_of(action)
             self._slot[action] = max(free[rank], self._ready(action))
             free[rank] = self._slot[action] + 1
-        self._taken = [{} for _ in range(self._ranks)]
+        self._by_slot = [{} for _ in range(self._ranks)]
         for action, slot in self._slot.items():
-            self._taken[self._rank_of(action)][slot] = action
+            self._by_slot[self._rank_of(action)][slot] = action
 
     def tighten(self, *, beginning: bool) -> None:
-        """Move the actions at the end, and those at the beginning if wanted, to earlier slots: see `_tightened`."""
+        """Move the actions at the end, and with `beginning` those there, to earlier slots: see `_tighten`."""
         explicit = any(action.op is Op.W for action in self._slot)
-        courses = [_Course(taken, explicit=explicit) for taken in self._taken]
-        limit = max(course.peak for course in courses)
-        settled, emptying = self._slot[Action(0, Op.I, 0)], self._slot[Action(0, Op.F, self._last)]
+        curves = [_ActivationCurve(by_slot, explicit=explicit) for by_slot in self._by_slot]
+        limit = max(curve.peak for curve in curves)
+        first_gradient, last_forward = self._slot[Action(0, Op.I, 0)], self._slot[Action(0, Op.F, self._last)]
         order = sorted(self._slot.items(), key=lambda entry: (entry[1], self._rank_of(entry[0])))
         for action, slot in order:
-            if not (slot > emptying or (beginning and slot < settled)):
+            if not (slot > last_forward or (beginning and slot < first_gradient)):
                 continue
             rank = self._rank_of(action)
-            taken, course = self._taken[rank], courses[rank]
+            by_slot, curve = self._by_slot[rank], curves[rank]
             for earlier in range(self._ready(action), slot):
-                if earlier not in taken:
+                if earlier not in by_slot:
                     self._put(action, earlier)
-                    if course.moved(earlier, slot, limit):
+                    if curve.accepts_move(earlier, slot, limit):
                         break
                     self._put(action, slot)
 
@@ -225,41 +225,41 @@ class _Table:
             yield Action(stage, Op.I, k)
 
 
-class _Course:
+class _ActivationCurve:
     """How many chunks' activations a rank holds after each slot, from F to W.
 
     Args:
-        taken: its actions by slot, which others may move.
+        by_slot: its actions by slot; callers may move them.
         explicit: whether Ws are among them; otherwise idle slots count as Ws.
     """
 
-    def __init__(self, taken: dict[int, Action], *, explicit: bool) -> None:
-        self._taken, self._explicit = taken, explicit
+    def __init__(self, by_slot: dict[int, Action], *, explicit: bool) -> None:
+        self._by_slot, self._explicit = by_slot, explicit
         self._after = [(0, 0)]  # held, and Ws that are pending, before each slot and at the end
-        for slot in range(max(taken) + 1):
+        for slot in range(max(by_slot) + 1):
             self._after.append(self._step(slot, *self._after[-1]))
 
     @property
     def peak(self) -> int:
-        return max(held for held, _ in self._after)
+        return max(count for count, _ in self._after)
 
-    def moved(self, earlier: int, slot: int, limit: int) -> bool:
-        """Whether the rank stays within its limit, now that an action has moved to an earlier slot. Only what differs
-        is counted again, and kept if so."""
-        found = [self._after[earlier]]
-        for at in range(earlier, len(self._after) - 1):
-            found.append(self._step(at, *found[-1]))
-            if found[-1][0] > limit:
+    def accepts_move(self, earlier: int, slot: int, limit: int) -> bool:
+        """Count again, now that an action has moved to an earlier slot. Return whether the rank stays within its limit;
+        only then is the new count kept."""
+        states = [self._after[earlier]]
+        for index in range(earlier, len(self._after) - 1):
+            states.append(self._step(index, *states[-1]))
+            if states[-1][0] > limit:
                 return False
-            if at >= slot and found[-1] == self._after[at + 1]:
+            if index >= slot and states[-1] == self._after[index + 1]:
                 break
-        self._after[earlier : earlier + len(found)] = found
+        self._after[earlier : earlier + len(states)] = states
         return True
 
-    def _step(self, slot: int, held: int, pending: int) -> tuple[int, int]:
-        action = self._taken.get(slot)
+    def _step(self, slot: int, count: int, pending: int) -> tuple[int, int]:
+        action = self._by_slot.get(slot)
         if action is None:
-            return (held - 1, pending - 1) if pending and not self._explicit else (held, pending)
+            return (count - 1, pending - 1) if pending and not self._explicit else (count, pending)
         if action.op is Op.I:
-            return held, pending + 1
-        return held + (1 if action.op is Op.F else -1), pending
+            return count, pending + 1
+        return count + (1 if action.op is Op.F else -1), pending

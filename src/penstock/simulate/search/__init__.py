@@ -1,6 +1,6 @@
 """Better schedules than the known ones: under a memory limit for each rank, for stages with different costs.
 
-In come a placement, costs and limits; out comes `Found`: a schedule, and a bound that none can beat.
+In come a placement, costs and limits; out comes `SearchResult`: a schedule, and a bound that none can beat.
 
 >>> from penstock.schedule import Placement
 >>> from penstock.simulate import StageCost
@@ -9,12 +9,12 @@ In come a placement, costs and limits; out comes `Found`: a schedule, and a boun
 (13.0, 13.0)
 """
 
-from penstock._base.lazy import old_names
+from penstock._base.lazy import find_old_names
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.found import SearchResult
 from penstock.simulate.search.problem import Objective, Problem, problem
+from penstock.simulate.search.result import SearchResult
 from penstock.simulate.search.search import search
 
 __all__ = ["Objective", "Problem", "SearchResult", "lower_bound", "problem", "search"]
 
-__getattr__ = old_names(__name__)
+__getattr__ = find_old_names(__name__)

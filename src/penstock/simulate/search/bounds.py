@@ -23,8 +23,8 @@ Heads = list[Floats]
 """For each lane and microbatch, the earliest start (or, backwards, the least time after the end); -inf if unrelated."""
 
 _ROUNDS = 12  # how often chains go round through memory, if there are many actions
-_FEW = 2000  # actions: up to this many, chains are followed to their ends
-_BUSY = 4  # ranks that are considered as the bottleneck of another rank's span
+_MAX_FULL_ACTIONS = 2000  # actions: up to this many, chains are followed to their ends
+_BUSIEST_RANKS = 4  # ranks that are considered as the bottleneck of another rank's span
 
 
 def lower_bound(problem: Problem) -> float:
@@ -33,18 +33,18 @@ def lower_bound(problem: Problem) -> float:
     chains = _Chains(problem)
     work = problem.work_seconds
     if problem.objective == "makespan":
-        every = [0.0] * problem.lanes
-        heads, tails = chains.heads(every), chains.tails(every)
+        zeros = [0.0] * problem.lanes
+        heads, tails = chains.heads(zeros), chains.tails(zeros)
         bounds = [_one_machine(problem, rank, heads, tails) for rank in range(problem.ranks)]
         return max(*bounds, *_areas(problem, chains), *work)
-    found = [*work, *_areas(problem, chains)]
-    busiest = sorted(range(problem.ranks), key=lambda rank: -work[rank])[:_BUSY]
+    span_bounds = [*work, *_areas(problem, chains)]
+    busiest = sorted(range(problem.ranks), key=lambda rank: -work[rank])[:_BUSIEST_RANKS]
     for rank, stages in enumerate(problem.placement.by_rank):
         # Relative to the rank's first F, which comes before everything else on it.
         start = [0.0 if lane // 3 in stages else -math.inf for lane in range(problem.lanes)]
         heads, tails = chains.heads(start), chains.tails(start)
-        found += [_one_machine(problem, other, heads, tails) for other in {rank, 0, problem.ranks - 1, *busiest}]
-    return max(found)
+        span_bounds += [_one_machine(problem, other, heads, tails) for other in {rank, 0, problem.ranks - 1, *busiest}]
+    return max(span_bounds)
 
 
 class _Chains:
@@ -54,41 +54,41 @@ class _Chains:
         self.problem = problem
         stages = range(problem.stages)
         self.order = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)] + [3 * s + 2 for s in stages]
-        self.before: list[list[_Wait]] = [[(lane - 1, 0, 0.0)] if lane % 3 else [] for lane in range(problem.lanes)]
+        self.waits: list[list[_Wait]] = [[(lane - 1, 0, 0.0)] if lane % 3 else [] for lane in range(problem.lanes)]
         for lane, source, lead in memory_waits(problem):
             if 0 <= lead < problem.count[lane]:
-                self.before[lane].append((source, lead, 0.0))
+                self.waits[lane].append((source, lead, 0.0))
         for lane, source in enumerate(problem.need):
             if source >= 0:
-                self.before[lane].append((source, 0, problem.lag[lane]))
-        self.after: list[list[_Wait]] = [[] for _ in self.before]
-        for lane, waits in enumerate(self.before):
+                self.waits[lane].append((source, 0, problem.lag[lane]))
+        self.dependents: list[list[_Wait]] = [[] for _ in self.waits]
+        for lane, waits in enumerate(self.waits):
             for source, lead, lag in waits:
-                self.after[source].append((lane, lead, lag))
-        self.rounds = max(problem.count) + 1 if problem.actions <= _FEW else _ROUNDS
+                self.dependents[source].append((lane, lead, lag))
+        self.rounds = max(problem.count) + 1 if problem.actions <= _MAX_FULL_ACTIONS else _ROUNDS
 
     def heads(self, start: Sequence[float]) -> Heads:
         """Return the earliest start of each action, where lanes start at `start` (-inf: only after others)."""
-        return self._longest(self.order, self.before, start)
+        return self._longest(self.order, self.waits, start)
 
     def tails(self, end: Sequence[float]) -> Heads:
         """Return the least time from each action's end to the end of the lanes that have an `end` of 0."""
-        return [lane[::-1] for lane in self._longest(self.order[::-1], self.after, end)]  # the same, backwards
+        return [lane[::-1] for lane in self._longest(self.order[::-1], self.dependents, end)]  # the same, backwards
 
-    def _longest(self, order: Sequence[int], waits: Sequence[Sequence[_Wait]], first: Sequence[float]) -> Heads:
+    def _longest(self, order: Sequence[int], waits: Sequence[Sequence[_Wait]], initial: Sequence[float]) -> Heads:
         seconds = self.problem.seconds
-        found = [np.full(count, one) for count, one in zip(self.problem.count, first, strict=True)]
+        heads = [np.full(count, value) for count, value in zip(self.problem.count, initial, strict=True)]
         for _ in range(self.rounds):
-            before = [lane.copy() for lane in found]
+            previous = [lane.copy() for lane in heads]
             for lane in order:
-                head = found[lane]
-                for other, lead, lag in waits[lane]:
-                    arrived = found[other][: len(head) - lead] + seconds[other] + lag
+                head = heads[lane]
+                for source, lead, lag in waits[lane]:
+                    arrived = heads[source][: len(head) - lead] + seconds[source] + lag
                     np.maximum(head[lead:], arrived, out=head[lead:])
-                found[lane] = _run(head, seconds[lane])
-            if all(map(np.array_equal, before, found)):
+                heads[lane] = _run(head, seconds[lane])
+            if all(map(np.array_equal, previous, heads)):
                 break
-        return found
+        return heads
 
 
 _Wait = tuple[int, int, float]
@@ -113,26 +113,26 @@ def memory_waits(problem: Problem) -> Iterator[tuple[int, int, int]]:
         if limit == math.inf:
             continue
         for pipeline in range(problem.placement.pipelines):
-            own = [s for s in stages if problem.placement.pipeline_of(s) == pipeline and problem.held[s] > 0]
-            for place, stage in enumerate(own):
-                yield from _waits(problem, own, place, limit)
-                below, above = (sum(problem.held[s] for s in part) for part in (own[: place + 1], own[place + 1 :]))
+            local = [s for s in stages if problem.placement.pipeline_of(s) == pipeline and problem.held[s] > 0]
+            for index, stage in enumerate(local):
+                yield from _waits(problem, local, index, limit)
+                below, above = (sum(problem.held[s] for s in part) for part in (local[: index + 1], local[index + 1 :]))
                 if above:
                     # The oldest microbatch that has not been through all the rank's stages must find room on the
                     # others.
-                    yield 3 * stage, 3 * own[-1], math.floor((limit - above) / below)
+                    yield 3 * stage, 3 * local[-1], math.floor((limit - above) / below)
 
 
-def _waits(problem: Problem, own: Sequence[int], place: int, limit: float) -> Iterator[tuple[int, int, int]]:
+def _waits(problem: Problem, stages: Sequence[int], index: int, limit: float) -> Iterator[tuple[int, int, int]]:
     """Yield the waits of one stage's F: for the I and the W of its own stage and of those below it on the rank."""
-    stage, held, kept = own[place], problem.held, problem.kept
-    every = sum(held[s] for s in own[: place + 1])
-    for i, other in enumerate(own[: place + 1]):
+    stage, held, kept = stages[index], problem.held, problem.kept
+    total = sum(held[s] for s in stages[: index + 1])
+    for i, lower in enumerate(stages[: index + 1]):
         # I goes down the stages, so at least as many are missing on those below; on those above, none.
-        missing = sum(held[s] for s in own[: i + 1])
-        yield 3 * stage, 3 * other + 1, math.floor((limit - every + missing) / missing)
-        if kept[other] > 0:  # all Is have ended, and all Ws on the other stages
-            yield 3 * stage, 3 * other + 2, math.floor((limit - every) / kept[other]) + 1
+        missing = sum(held[s] for s in stages[: i + 1])
+        yield 3 * stage, 3 * lower + 1, math.floor((limit - total + missing) / missing)
+        if kept[lower] > 0:  # all Is have ended, and all Ws on the other stages
+            yield 3 * stage, 3 * lower + 2, math.floor((limit - total) / kept[lower]) + 1
 
 
 def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> float:
@@ -154,12 +154,12 @@ def _one_machine(problem: Problem, rank: int, heads: Heads, tails: Heads) -> flo
         while i < len(jobs) and jobs[i][0] <= now:
             heapq.heappush(waiting, (-jobs[i][1], jobs[i][2]))
             i += 1
-        tail, left = heapq.heappop(waiting)
-        if i < len(jobs) and now + left > jobs[i][0]:
-            heapq.heappush(waiting, (tail, left - (jobs[i][0] - now)))
+        tail, remaining = heapq.heappop(waiting)
+        if i < len(jobs) and now + remaining > jobs[i][0]:
+            heapq.heappush(waiting, (tail, remaining - (jobs[i][0] - now)))
             now = jobs[i][0]
         else:
-            now += left
+            now += remaining
             longest = max(longest, now - tail)
     return longest
 
@@ -172,14 +172,14 @@ def _areas(problem: Problem, chains: _Chains) -> list[float]:
     area = [0.0] * problem.ranks
     for stage, rank in enumerate(problem.placement.rank_of):
         trip = _trip_seconds(problem, stage)
-        kept = problem.kept[stage] * (trip + problem.seconds[3 * stage + 2])
-        area[rank] += problem.count[3 * stage] * (kept + (problem.held[stage] - problem.kept[stage]) * trip)
-    found = [a / limit if a and limit < math.inf else 0.0 for a, limit in zip(area, problem.limit, strict=True)]
+        weight_area = problem.kept[stage] * (trip + problem.seconds[3 * stage + 2])
+        area[rank] += problem.count[3 * stage] * (weight_area + (problem.held[stage] - problem.kept[stage]) * trip)
+    bounds = [a / limit if a and limit < math.inf else 0.0 for a, limit in zip(area, problem.limit, strict=True)]
     if problem.objective == "makespan":
         first = chains.heads([0.0] * problem.lanes)
         for rank, stages in enumerate(problem.placement.by_rank):
-            found[rank] += min((float(first[3 * s][0]) for s in stages if len(first[3 * s])), default=0.0)
-    return found
+            bounds[rank] += min((float(first[3 * s][0]) for s in stages if len(first[3 * s])), default=0.0)
+    return bounds
 
 
 def _trip_seconds(problem: Problem, stage: int) -> float:

@@ -28,27 +28,27 @@ class Admission:
             their I, on the first rank and on the last.
     """
 
-    __slots__ = ("_caps", "_deeper", "_forwards", "_held", "_kept", "_limit", "_memory", "_open", "_stages")
+    __slots__ = ("_caps", "_deeper_levels", "_forwards", "_held", "_in_flight", "_kept", "_limit", "_memory", "_stages")
 
     def __init__(self, problem: Problem, caps: Sequence[tuple[float, float]]) -> None:
         self._held, self._kept, self._limit = problem.held, problem.kept, problem.limit
         self._stages = problem.placement.by_rank
         self._memory = [0.0] * problem.ranks
         self._forwards = [0] * problem.stages
-        self._open = [0.0] * problem.stages
+        self._in_flight = [0.0] * problem.stages
         self._caps = _caps(problem, caps)
-        self._deeper = _deeper(problem) if problem.placement.pipelines > 1 else None
+        self._deeper_levels = _deeper_levels(problem) if problem.placement.pipelines > 1 else None
 
-    def note(self, lane: int, rank: int) -> None:
+    def record(self, lane: int, rank: int) -> None:
         """Record that an action has started, which as far as memory goes also means ended."""
         stage, op = divmod(lane, 3)
         if op == 0:
             self._memory[rank] += self._held[stage]
-            self._open[stage] += self._held[stage]
+            self._in_flight[stage] += self._held[stage]
             self._forwards[stage] += 1
         elif op == 1:
             self._memory[rank] -= self._held[stage] - self._kept[stage]
-            self._open[stage] -= self._held[stage]
+            self._in_flight[stage] -= self._held[stage]
         else:
             self._memory[rank] -= self._kept[stage]
 
@@ -57,28 +57,28 @@ class Admission:
         held = self._held[stage]
         if self._memory[rank] + held > self._limit[rank]:
             return False
-        taken = self._open[stage] + held
+        used = self._in_flight[stage] + held
         stages = self._stages[rank]
         if len(stages) == 1:
-            return taken <= self._caps[stage]
-        if self._deeper is not None:
-            below = [(sum(self._open[u] for u in lower), room) for lower, room in self._deeper[stage]]
-            return all(taken + held <= room for taken, room in below)
+            return used <= self._caps[stage]
+        if self._deeper_levels is not None:
+            below = [(sum(self._in_flight[u] for u in lower), room) for lower, room in self._deeper_levels[stage]]
+            return all(used + held <= room for used, room in below)
         for other in stages:
             if other == stage:
                 break
-            taken += self._open[other]
-        return taken <= self._caps[stage] and (stage == stages[-1] or self._safe(stage, rank))
+            used += self._in_flight[other]
+        return used <= self._caps[stage] and (stage == stages[-1] or self._oldest_fits(stage, rank))
 
-    def _safe(self, stage: int, rank: int) -> bool:
+    def _oldest_fits(self, stage: int, rank: int) -> bool:
         """Whether the oldest microbatch with chunks to go still finds room for them after an F of `stage`."""
         stages, forwards = self._stages[rank], self._forwards
-        through = forwards[stages[-1]]
-        taken = 0.0
-        for other in stages:
-            ahead = forwards[other] + (other == stage) - through
-            taken += self._held[other] * ahead if ahead > 0 else self._held[other]
-        return taken <= self._limit[rank]
+        finished = forwards[stages[-1]]
+        used = 0.0
+        for lower in stages:
+            ahead = forwards[lower] + (lower == stage) - finished
+            used += self._held[lower] * ahead if ahead > 0 else self._held[lower]
+        return used <= self._limit[rank]
 
 
 def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float]:
@@ -86,16 +86,16 @@ def _caps(problem: Problem, shares: Sequence[tuple[float, float]]) -> list[float
     each."""
     caps = [0.0] * problem.stages
     for rank, stages in enumerate(problem.placement.by_rank):
-        place = rank / max(1, problem.ranks - 1)
+        fraction = rank / max(1, problem.ranks - 1)
         room = min(problem.limit[rank], sum(problem.held[s] * problem.count[3 * s] for s in stages))
         below = 0.0
         for stage, (first, last) in zip(stages, shares, strict=False):
-            below = max(below + problem.held[stage], (first + (last - first) * place) * room)
+            below = max(below + problem.held[stage], (first + (last - first) * fraction) * room)
             caps[stage] = below * (1 + 1e-9)
     return caps
 
 
-def _deeper(problem: Problem) -> list[list[tuple[list[int], float]]]:
+def _deeper_levels(problem: Problem) -> list[list[tuple[list[int], float]]]:
     """Return, for each stage and each deeper level of its rank, the stages above that level and the room that they
     share.
 
@@ -103,14 +103,14 @@ def _deeper(problem: Problem) -> list[list[tuple[list[int], float]]]:
     if there is room for its level, and then for those below, each of which holds nothing.
     """
     depth = problem.placement.depth
-    found: list[list[tuple[list[int], float]]] = [[] for _ in range(problem.stages)]
+    result: list[list[tuple[list[int], float]]] = [[] for _ in range(problem.stages)]
     for rank, stages in enumerate(problem.placement.by_rank):
         for stage in stages:
             for level in sorted({s % depth for s in stages if s % depth > stage % depth}):
                 lower = [s for s in stages if s % depth < level]
                 room = problem.limit[rank] - sum(problem.held[s] for s in stages if s % depth >= level)
-                found[stage].append((lower, room))
-    return found
+                result[stage].append((lower, room))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +186,14 @@ class _Dispatch:
         self.due = [0.0] * problem.ranks
         self.stalled = False
         for lane in range(0, problem.lanes, 3):
-            self._look(lane)
+            self._update_arrival(lane)
 
     def run(self) -> Rows | None:
         """Handle events in order of time: a rank is free, or what it waits for has arrived."""
-        due, left = self.due, self.problem.actions
+        due, remaining = self.due, self.problem.actions
         events = [(0.0, rank) for rank in range(self.problem.ranks)]
         now = 0.0
-        while left:
+        while remaining:
             if not events:
                 if self.stalled:
                     return None
@@ -205,7 +205,7 @@ class _Dispatch:
                 continue
             lane, soonest = self._choose(rank, now)
             if lane >= 0:
-                left -= 1
+                remaining -= 1
                 self._start(lane, rank, now, events)
             else:
                 due[rank] = soonest
@@ -217,7 +217,7 @@ class _Dispatch:
         """Return the lane to start now; or -1, and when to look again."""
         arrivals, keys = self.arrival, self.key
         cutoff = self._cutoff(rank) if self.window < math.inf and not self.stalled else math.inf
-        coming, coming_at, soonest, blocked = math.inf, math.inf, math.inf, math.inf
+        next_key, next_arrival, soonest, blocked = math.inf, math.inf, math.inf, math.inf
         ready = []
         for lane, stage, op in self.lanes_on[rank]:
             arrival = arrivals[lane]
@@ -236,25 +236,25 @@ class _Dispatch:
             else:
                 if arrival < soonest:
                     soonest = arrival
-                if key < coming:
-                    coming, coming_at = key, arrival
+                if key < next_key:
+                    next_key, next_arrival = key, arrival
         if blocked < math.inf:  # a W makes room for the waiting F, so it takes that one's turn
             ready = [(min(key, blocked) if lane % 3 == 2 else key, lane) for key, lane in ready]
         ready.sort()
         for key, lane in ready:
-            if key <= coming or now + self.problem.seconds[lane] * self.patience <= coming_at:
+            if key <= next_key or now + self.problem.seconds[lane] * self.patience <= next_arrival:
                 return lane, now
         return -1, soonest
 
     def _cutoff(self, rank: int) -> float:
         """Return how late in the pattern an F may be and still start now."""
-        numbers, keys, least = self.number, self.key, math.inf
+        numbers, keys, earliest = self.number, self.key, math.inf
         for lane, _, op in self.lanes_on[rank]:
-            if op < 2 and keys[lane] < least:
+            if op < 2 and keys[lane] < earliest:
                 end = numbers[lane - 1] if op else self.problem.count[lane]
                 if numbers[lane] < end:
-                    least = keys[lane]
-        return least + self.window
+                    earliest = keys[lane]
+        return earliest + self.window
 
     def _start(self, lane: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         due, numbers = self.due, self.number
@@ -262,26 +262,26 @@ class _Dispatch:
         self.stalled = False
         self.ends[lane].append(end)
         self.rows[rank].append(lane)
-        self.admission.note(lane, rank)
+        self.admission.record(lane, rank)
         k = numbers[lane]
         numbers[lane] = k + 1
         self.key[lane] += self.period
-        self._look(lane)
+        self._update_arrival(lane)
         if lane % 3 < 2 and numbers[lane + 1] == k:
-            self._look(lane + 1)
+            self._update_arrival(lane + 1)
         due[rank] = end
         heapq.heappush(events, (end, rank))
-        waiting = self.problem.feeds[lane]
-        if waiting >= 0 and numbers[waiting] == k:
-            self._look(waiting)
-            other, arrival = self.problem.placement.rank_of[waiting // 3], self.arrival[waiting]
-            row = self.rows[other]
+        dependent = self.problem.feeds[lane]
+        if dependent >= 0 and numbers[dependent] == k:
+            self._update_arrival(dependent)
+            dependent_rank, arrival = self.problem.placement.rank_of[dependent // 3], self.arrival[dependent]
+            row = self.rows[dependent_rank]
             is_idle = not row or self.ends[row[-1]][-1] <= now  # a busy rank will notice it later
-            if arrival < due[other] and now < due[other] and is_idle:
-                due[other] = arrival
-                heapq.heappush(events, (arrival, other))
+            if arrival < due[dependent_rank] and now < due[dependent_rank] and is_idle:
+                due[dependent_rank] = arrival
+                heapq.heappush(events, (arrival, dependent_rank))
 
-    def _look(self, lane: int) -> None:
+    def _update_arrival(self, lane: int) -> None:
         """Note when the lane's next microbatch can start, as far as that is known."""
         problem, k = self.problem, self.number[lane]
         if k == problem.count[lane] or (lane % 3 and self.number[lane - 1] <= k):

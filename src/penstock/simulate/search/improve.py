@@ -25,7 +25,7 @@ def improve(
     random: Random,
     actions: float,
     limit: float,
-    enough: float,
+    target: float,
     heat: float,
     reach: float,
 ) -> tuple[float, Rows]:
@@ -37,7 +37,7 @@ def improve(
         random: decides which moves are tried.
         actions: how many are timed in total; the annealing cools down over them.
         limit: after how many of them it ends in any case.
-        enough: an objective with which it ends.
+        target: the objective at which the search ends.
         heat: how much worse a step may initially be on average, as a share of an action's time.
         reach: how many places along its row an action moves on average. Low values explore everything nearby; high ones
             find what is far away, such as a W that can fill a gap.
@@ -45,27 +45,29 @@ def improve(
     rows = rows[:]
     timing = time_rows(problem, rows)
     assert timing is not None
-    best, kept = timing, rows[:]
+    best, best_rows = timing, rows[:]
     path = critical_path(problem, rows, timing)
-    hot = heat * sum(problem.seconds) / problem.lanes
+    temperature = heat * sum(problem.seconds) / problem.lanes
     effort = Effort()
-    while effort.actions < min(actions, limit) and best.cost > enough:
+    while effort.actions < min(actions, limit) and best.cost > target:
         effort.actions += _MOVE_ACTIONS + problem.actions // 12
-        moved = _move(problem, rows, timing, path, reach, random)
-        if moved is None:
+        move = _move(problem, rows, timing, path, reach, random)
+        if move is None:
             continue
-        rank, row, since = moved
-        rows[rank], before = row, rows[rank]
-        worst = timing.score - hot * max(0.0, 1 - effort.actions / actions) ** 2 * math.log(1 - random.random())
-        tried = time_rows(problem, rows, worst, timing, since, effort)
-        if tried is None or tried.score > worst:
-            rows[rank] = before
+        rank, row, changed_at = move
+        rows[rank], old_row = row, rows[rank]
+        allowed = timing.score - temperature * max(0.0, 1 - effort.actions / actions) ** 2 * math.log(
+            1 - random.random()
+        )
+        candidate = time_rows(problem, rows, allowed, timing, changed_at, effort)
+        if candidate is None or candidate.score > allowed:
+            rows[rank] = old_row
             continue
-        timing = tried
+        timing = candidate
         path = critical_path(problem, rows, timing)
         if (timing.cost, timing.score) < (best.cost, best.score):
-            best, kept = timing, rows[:]
-    return best.cost, kept
+            best, best_rows = timing, rows[:]
+    return best.cost, best_rows
 
 
 def _move(
@@ -86,55 +88,55 @@ def _move(
             if row[i] % 3 < 2:
                 continue
         else:
-            places = 1 + int(random.expovariate(1 / reach))
-            to = max(0, i - places) if random.random() < 0.5 else min(len(row) - 1, i + places)
-        made = row[:]
-        made.insert(to, made.pop(i))
-        if made != row and fits(problem, rank, made):
-            same = min(i, to)
-            lane = row[same]
-            return rank, made, timing.starts[lane][row[:same].count(lane)]
+            distance = 1 + int(random.expovariate(1 / reach))
+            to = max(0, i - distance) if random.random() < 0.5 else min(len(row) - 1, i + distance)
+        candidate = row[:]
+        candidate.insert(to, candidate.pop(i))
+        if candidate != row and fits(problem, rank, candidate):
+            unchanged = min(i, to)
+            lane = row[unchanged]
+            return rank, candidate, timing.starts[lane][row[:unchanged].count(lane)]
     return None
 
 
 _CUTS = 12  # moments to try
 
 
-def extrapolate(few: Problem, rows: Rows, many: Problem) -> tuple[float, Rows] | None:
-    """Extend `rows` to `many` by repeating their middle; return the best objective and the rows, or None if no such
+def extrapolate(small: Problem, rows: Rows, large: Problem) -> tuple[float, Rows] | None:
+    """Extend `rows` to `large` by repeating their middle; return the best objective and the rows, or None if no such
     rows can run.
 
     Args:
-        few: the question that `rows` answer.
-        rows: of `few`; they can be run.
-        many: the same question for more microbatches.
+        small: the problem that `rows` solve.
+        rows: of `small`; they can be run.
+        large: the same problem for more microbatches.
     """
-    timing = time_rows(few, rows)
+    timing = time_rows(small, rows)
     assert timing is not None
-    more = [larger - less for larger, less in zip(many.count, few.count, strict=True)]
+    extra = [larger - smaller for larger, smaller in zip(large.count, small.count, strict=True)]
     best: tuple[float, Rows] | None = None
     end = max(ends[-1] for ends in timing.ends)
     for cut in range(1, _CUTS):
         moment = end * cut / _CUTS
-        made = [_repeated(few, row, timing, moment, more) for row in rows]
-        if not all(fits(many, rank, row) for rank, row in enumerate(made)):
+        extended = [_repeat_lanes(small, row, timing, moment, extra) for row in rows]
+        if not all(fits(large, rank, row) for rank, row in enumerate(extended)):
             continue
-        found = time_rows(many, made, best[0] if best else math.inf)
-        if found is not None and (best is None or found.cost < best[0]):
-            best = found.cost, made
+        extended_timing = time_rows(large, extended, best[0] if best else math.inf)
+        if extended_timing is not None and (best is None or extended_timing.cost < best[0]):
+            best = extended_timing.cost, extended
     return best
 
 
-def _repeated(problem: Problem, row: list[int], timing: Timing, moment: float, more: list[int]) -> list[int]:
-    """Repeat each of the row's lanes as often as `more` says, in the order in which they come next at a moment."""
-    taken = [0] * problem.lanes
-    at = len(row)
+def _repeat_lanes(problem: Problem, row: list[int], timing: Timing, moment: float, extra: list[int]) -> list[int]:
+    """Repeat each of the row's lanes `extra` times, in the order in which they come next at a moment."""
+    counts = [0] * problem.lanes
+    cut = len(row)
     for i, lane in enumerate(row):
-        if timing.starts[lane][taken[lane]] >= moment:
-            at = i
+        if timing.starts[lane][counts[lane]] >= moment:
+            cut = i
             break
-        taken[lane] += 1
-    order = list(dict.fromkeys(row[at:] + row))
-    rounds = max((more[lane] for lane in order), default=0)
-    between = [lane for k in range(rounds) for lane in order if k < more[lane]]
-    return row[:at] + between + row[at:]
+        counts[lane] += 1
+    order = list(dict.fromkeys(row[cut:] + row))
+    rounds = max((extra[lane] for lane in order), default=0)
+    repeats = [lane for k in range(rounds) for lane in order if k < extra[lane]]
+    return row[:cut] + repeats + row[cut:]

@@ -18,7 +18,7 @@ HEURISTIC = tuple(
     (math.inf, *numbers, 0.0) for numbers in ((1.0, 2.5, 3.0), (1.0, 1.5, 4.0), (0.25, 1.5, 2.0), (0.25, 1.0, 2.0))
 )
 """Of regular patterns: how late a W is, the patience, how slow backwards and forwards are, and how late the turn. Two
-for the memory of ZB-2p, two for that of ZB-1p. They are tried whatever time there is."""
+for the memory of ZB-2p, two for that of ZB-1p. They are tried however short the time is."""
 
 
 def period_seconds(problem: Problem) -> float:
@@ -27,22 +27,22 @@ def period_seconds(problem: Problem) -> float:
 
 
 def horizon_seconds(problem: Problem) -> float:
-    """Longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
+    """Return a time longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
     return sum(problem.work_seconds) + sum(problem.lag)
 
 
 def regular(problem: Problem) -> Iterator[Pattern]:
-    """Patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
+    """Yield patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
 
     Slow forwards fill the memory before the first backward, and a W waits for a gap: so they contain what the heuristic
     of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, finds (in its tables 5 and 6, or better): `HEURISTIC`.
     """
     chunks, period = problem.chunks, period_seconds(problem)
-    lates, speeds = (math.inf, 0.0, problem.ranks * period), ((2.5, 1.5, 1.0, 2.0), (4.0, 3.0, 2.0, 1.0))
-    for one in dict.fromkeys([*HEURISTIC, *product(lates, (1.0, 0.25), *speeds, (1.0, 0.0))]):
-        late, patience, backward, forward, turn = one
+    delays, speeds = (math.inf, 0.0, problem.ranks * period), ((2.5, 1.5, 1.0, 2.0), (4.0, 3.0, 2.0, 1.0))
+    for parameters in dict.fromkeys([*HEURISTIC, *product(delays, (1.0, 0.25), *speeds, (1.0, 0.0))]):
+        delay, patience, backward, forward, turn = parameters
         travel = _travel(problem, [forward] * chunks, [backward] * chunks, turn)
-        yield Pattern(*travel, _weights(problem, late), period, patience, 0.0, ((1.0, 1.0),) * chunks)
+        yield Pattern(*travel, _weights(problem, delay), period, patience, 0.0, ((1.0, 1.0),) * chunks)
 
 
 def sample(problem: Problem, random: Random) -> Pattern:
@@ -56,10 +56,10 @@ def sample(problem: Problem, random: Random) -> Pattern:
         for room in (random.choice((1.0, 1.0 - random.random() * 0.3)) for _ in range(chunks - 1))
     ]
     caps.append(random.choice(((1.0, 1.0), (1.0, 1.0), (1.0, random.random()))))
-    late = _late(problem, random)
+    delay = _sample_delay(problem, random)
     return Pattern(
         *_travel(problem, forward, backward, random.choice((0.0, 1.0, 2.0))),
-        weight=_weights(problem, late),
+        weight=_weights(problem, delay),
         period=period,
         patience=random.choice(_PATIENCE),
         window=random.choice((0.0, 0.0, math.inf, math.inf, random.random() * period)),
@@ -90,7 +90,7 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
     elif kind < 0.87:
         pattern = replace(pattern, period=period * 2 ** random.gauss(0, 0.1))
     else:
-        weight = _weights(problem, _late(problem, random))  # right after I, only in gaps, or in between
+        weight = _weights(problem, _sample_delay(problem, random))  # right after I, only in gaps, or in between
         if random.random() >= 0.6:  # on some stages
             stages = _stages(problem, random)
             weight = tuple(weight[i] if i in stages else value for i, value in enumerate(pattern.weight))
@@ -102,7 +102,7 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
     return pattern
 
 
-def pattern_of(problem: Problem, timing: Timing) -> Pattern:
+def pattern_from_timing(problem: Problem, timing: Timing) -> Pattern:
     """Return the pattern that rows repeat: when each lane starts on average, one period per microbatch."""
     period = period_seconds(problem)
     starts = []
@@ -144,7 +144,7 @@ def _chunk(problem: Problem, stage: int) -> int:
 
 
 def _stages(problem: Problem, random: Random) -> range:
-    """Stages to change together: a chunk, all, or any contiguous piece."""
+    """Draw stages to change together: a chunk, all, or any contiguous piece."""
     kind = random.random()
     if kind < 0.6:
         size = math.ceil(problem.stages / problem.chunks)
@@ -156,36 +156,36 @@ def _stages(problem: Problem, random: Random) -> range:
     return range(first, last + 1)
 
 
-def _scaled(values: tuple[float, ...], where: range, factor: float) -> tuple[float, ...]:
-    return tuple(value * factor if i in where else value for i, value in enumerate(values))
+def _scaled(values: tuple[float, ...], stages: range, factor: float) -> tuple[float, ...]:
+    return tuple(value * factor if i in stages else value for i, value in enumerate(values))
 
 
 def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) -> Pattern:
     """Move one stage's F or I earlier or later; the next stage makes up for it."""
-    by = random.gauss(0, period * random.choice((0.03, 0.1, 0.3)))
+    delta = random.gauss(0, period * random.choice((0.03, 0.1, 0.3)))
     stage = random.randrange(problem.stages)
     if random.random() < 0.5:
-        values, then = list(pattern.forward), stage + 1
+        values, neighbor = list(pattern.forward), stage + 1
     else:
-        values, then = list(pattern.backward), stage - 1
-    values[stage] += by
-    if 0 <= then < problem.stages:
-        values[then] -= by
-    if then > stage:
+        values, neighbor = list(pattern.backward), stage - 1
+    values[stage] += delta
+    if 0 <= neighbor < problem.stages:
+        values[neighbor] -= delta
+    if neighbor > stage:
         return replace(pattern, forward=tuple(values))
     return replace(pattern, backward=tuple(values))
 
 
-def _late(problem: Problem, random: Random) -> float:
+def _sample_delay(problem: Problem, random: Random) -> float:
     """Draw how long a W may wait after its I: not at all, until a gap, or some periods."""
-    some = period_seconds(problem) * (2 ** random.uniform(-1.0, math.log2(2 * problem.ranks * problem.chunks)))
-    return random.choice((0.0, math.inf, some, some))
+    periods = period_seconds(problem) * (2 ** random.uniform(-1.0, math.log2(2 * problem.ranks * problem.chunks)))
+    return random.choice((0.0, math.inf, periods, periods))
 
 
-def _weights(problem: Problem, late: float) -> tuple[float, ...]:
+def _weights(problem: Problem, delay: float) -> tuple[float, ...]:
     """Return the time from I's start to W's, for each stage."""
-    late = min(late, horizon_seconds(problem))
-    return tuple(problem.seconds[3 * stage + 1] + late for stage in range(problem.stages))
+    delay = min(delay, horizon_seconds(problem))
+    return tuple(problem.seconds[3 * stage + 1] + delay for stage in range(problem.stages))
 
 
 _POPULATION = 12
@@ -207,7 +207,7 @@ def hill_climb(
     samples: int,
     steps: int,
     random: Random,
-    enough: float,
+    target: float,
 ) -> list[Candidate]:
     """Search around these patterns, `samples` random ones, and changes to the best; return the best candidates, best
     first.
@@ -218,20 +218,20 @@ def hill_climb(
         samples: how many random patterns are tried as well.
         steps: how many changes are tried.
         random: decides which.
-        enough: an objective with which it ends.
+        target: the objective at which the search ends.
     """
     population: list[Candidate] = []
     for pattern in patterns:
-        _offer(population, _candidate(problem, pattern))
+        _add_candidate(population, _candidate(problem, pattern))
     for step in range(samples + steps):
-        if population and min(candidate.cost for candidate in population) <= enough:
+        if population and min(candidate.cost for candidate in population) <= target:
             break
         if step < samples or not population:
             pattern = sample(problem, random)
         else:
             # Better ones are chosen more often.
             pattern = vary(problem, population[int(len(population) * random.random() ** 2)].pattern, random)
-        _offer(population, _candidate(problem, pattern))
+        _add_candidate(population, _candidate(problem, pattern))
     return population
 
 
@@ -241,9 +241,9 @@ def _candidate(problem: Problem, pattern: Pattern) -> Candidate | None:
     return Candidate(timing.score, timing.cost, rows, pattern) if rows is not None and timing is not None else None
 
 
-def _offer(population: list[Candidate], new: Candidate | None) -> None:
+def _add_candidate(population: list[Candidate], new: Candidate | None) -> None:
     """Add a candidate to the population if it beats one there and equals none: equals are taken to be the same."""
-    if new is None or any(abs(new.score - other.score) <= 1e-9 * other.score for other in population):
+    if new is None or any(abs(new.score - member.score) <= 1e-9 * member.score for member in population):
         return
     population.append(new)
     population.sort(key=lambda candidate: candidate.score)

@@ -25,7 +25,7 @@ Rows = list[list[int]]
 """For each rank, its lanes in order."""
 
 OPS = (Op.F, Op.I, Op.W)
-_PLACE_OF_CODE = {op.code: place for place, op in enumerate(OPS)}
+_INDEX_BY_CODE = {op.code: index for index, op in enumerate(OPS)}
 _SLACK = 1e-9  # of the limit: sums of floats may differ in their last bits
 
 
@@ -34,7 +34,7 @@ class Problem:
     """Lane 3 * stage + (0, 1, 2 for F, I, W).
 
     Attributes:
-        placement, microbatches, objective: as asked.
+        placement, microbatches, objective: those of `search`.
         seconds: the duration of each lane.
         need: the lane of another stage that must run the same microbatch first; -1 if there is none.
         lag: from its end to the message's arrival, in seconds.
@@ -93,26 +93,26 @@ class Problem:
 
     def schedule(self, name: str, rows: Rows) -> Schedule:
         """Return the schedule that runs these rows."""
-        made = []
+        schedule_rows = []
         first = [self.placement.microbatches_of(stage, self.microbatches).start for stage in range(self.stages)]
         for row in rows:
-            taken = [0] * self.lanes
+            counts = [0] * self.lanes
             columns = array("i"), array("b"), array("i")
             for lane in row:
                 stage = lane // 3
                 columns[0].append(stage)
                 columns[1].append(OPS[lane % 3].code)
-                columns[2].append(first[stage] + taken[lane])
-                taken[lane] += 1
-            made.append(Row.from_columns(*columns))
-        return Schedule(name, self.placement, self.microbatches, made)
+                columns[2].append(first[stage] + counts[lane])
+                counts[lane] += 1
+            schedule_rows.append(Row.from_columns(*columns))
+        return Schedule(name, self.placement, self.microbatches, schedule_rows)
 
     def rows(self, schedule: Schedule) -> Rows | None:
         """Return the rows of a schedule of F, I and W; None if it has other actions, or microbatches that do not
         ascend."""
-        if not all(set(row.op) <= _PLACE_OF_CODE.keys() for row in schedule.rows):
+        if not all(set(row.op) <= _INDEX_BY_CODE.keys() for row in schedule.rows):
             return None
-        rows = [lanes_of(row) for row in schedule.rows]
+        rows = [lanes_in_row(row) for row in schedule.rows]
         for row, lanes in zip(schedule.rows, rows, strict=True):
             latest: dict[int, int] = {}
             for lane, k in zip(lanes, row.microbatch, strict=True):
@@ -122,9 +122,9 @@ class Problem:
         return rows
 
 
-def lanes_of(row: Row) -> list[int]:
+def lanes_in_row(row: Row) -> list[int]:
     """Return the lane of each action of a row of F, I and W."""
-    return [3 * stage + _PLACE_OF_CODE[op] for stage, op in zip(row.stage, row.op, strict=True)]
+    return [3 * stage + _INDEX_BY_CODE[op] for stage, op in zip(row.stage, row.op, strict=True)]
 
 
 def problem(
@@ -151,12 +151,12 @@ def problem(
     held = tuple(max(float(cost.activation_bytes), part) for cost, part in zip(by_stage, kept, strict=True))
     if not any(held):  # nothing is known about memory, so activations are counted
         held = kept = (1.0,) * len(held)
-    times = ((one.forward_seconds, one.backward_input_seconds, one.backward_weight_seconds) for one in by_stage)
+    times = ((c.forward_seconds, c.backward_input_seconds, c.backward_weight_seconds) for c in by_stage)
     return Problem(
         placement,
         microbatches,
         objective,
-        tuple(float(seconds) for three in times for seconds in three),
+        tuple(float(seconds) for triple in times for seconds in triple),
         need,
         lag,
         feeds,
@@ -170,7 +170,7 @@ def problem(
 def _messages(
     placement: Placement, costs: Sequence[StageCost], links: Links
 ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """(need, lag, feeds) of each lane."""
+    """Return (need, lag, feeds) of each lane."""
     lanes = 3 * placement.stages
     need, lag, feeds = [-1] * lanes, [0.0] * lanes, [-1] * lanes
     for stage in range(placement.stages):
@@ -179,10 +179,10 @@ def _messages(
         below, above = 3 * stage, 3 * stage + 3
         for source, target in ((below, above), (above + 1, below + 1)):
             need[target], feeds[source] = source, target
-            ends = placement.rank_of[source // 3], placement.rank_of[target // 3]
-            if ends[0] == ends[1]:
+            ranks = placement.rank_of[source // 3], placement.rank_of[target // 3]
+            if ranks[0] == ranks[1]:
                 continue
-            lag[target] = cost_between(links, *ends).seconds(costs[stage].output_bytes)
+            lag[target] = cost_between(links, *ranks).seconds(costs[stage].output_bytes)
     return tuple(need), tuple(lag), tuple(feeds)
 
 
@@ -191,10 +191,10 @@ def _limits(
 ) -> tuple[float, ...]:
     if memory_limit is None:
         return (math.inf,) * placement.ranks
-    given = [memory_limit] * placement.ranks if isinstance(memory_limit, int | float) else memory_limit
-    if not all(isinstance(limit, int | float) for limit in given):  # a str has none either
+    values = [memory_limit] * placement.ranks if isinstance(memory_limit, int | float) else memory_limit
+    if not all(isinstance(limit, int | float) for limit in values):  # a str has none either
         raise ArgumentError(f"memory_limit={memory_limit!r}: expected a number, or one for each rank")
-    limits = [float(limit) for limit in given]
+    limits = [float(limit) for limit in values]
     if len(limits) != placement.ranks:
         raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; pass one, or one for each rank")
     for rank, limit in enumerate(limits):
@@ -202,10 +202,10 @@ def _limits(
             raise ArgumentError(f"the memory limit of rank {rank} is not a number; leave it out where there is none")
         for pipeline in range(placement.pipelines):
             stages = [s for s in placement.stages_on(rank) if placement.pipeline_of(s) == pipeline]
-            least = sum(held[stage] for stage in stages)
-            if least > limit * (1 + _SLACK):
+            required = sum(held[stage] for stage in stages)
+            if required > limit * (1 + _SLACK):
                 raise ArgumentError(
-                    f"memory limit {limit:g} of rank {rank}: a single microbatch holds {least:g} on its "
+                    f"memory limit {limit:g} of rank {rank}: a single microbatch holds {required:g} on its "
                     f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}; raise "
                     "the limit to that or more"
                 )

@@ -26,31 +26,32 @@ from penstock._base.errors import ArgumentError
 from penstock.schedule import Placement, schedule_specs
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
-from penstock.simulate.figures import units_of_memory, with_activations
+from penstock.simulate.figures import fill_activation_sizes, memory_units
 from penstock.simulate.search.bounds import lower_bound
-from penstock.simulate.search.found import KnownSchedule, SearchResult, evaluate, known_schedules, one_by_one
 from penstock.simulate.search.improve import extrapolate, improve
-from penstock.simulate.search.pattern import HEURISTIC, hill_climb, pattern_of, regular
+from penstock.simulate.search.pattern import HEURISTIC, hill_climb, pattern_from_timing, regular
 from penstock.simulate.search.problem import Objective, Problem, Rows, problem
+from penstock.simulate.search.result import Baseline, SearchResult, evaluate, find_baselines, serial_rows
 from penstock.simulate.search.timing import time_rows
 
-_DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
-_TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed
-_PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
-_REGULAR_SHARE, _REGULAR = 0.4, 192  # of the time, at most, and how many there are
-_FEW_SHARE = 0.8  # of the time: for fewer microbatches, if there are many
-_FEW_A_RANK = 3  # microbatches: enough for a beginning, a steady state and an end
-_PATTERNS = 1000  # in a round, at most: more are worth less than another round that starts afresh
+# Nominal times, so that the number of steps does not depend on the machine.
+_DISPATCH_SECONDS = 60e-6, 2.2e-6  # of a pattern, and of each of its actions
+_TIMED_SECONDS = 0.33e-6  # of timing an action
+_PATTERN_SHARE = 0.3  # of the time: for patterns; the remainder is for moves
+_REGULAR_SHARE, _REGULAR_PATTERNS = 0.4, 192  # of the time, at most, and how many there are
+_SMALL_SHARE = 0.8  # of the time: for fewer microbatches, if there are many
+_SMALL_PER_RANK = 3  # microbatches: enough for a beginning, a steady state and an end
+_PATTERNS = 1000  # in a round, at most: another round is worth more than more patterns
 _FIRST_ROUND = 3.75 / 4**6  # seconds, so that the first seven rounds together take the five of the default
 _GROWTH = 4.0
 _SAMPLES = 0.2  # of the patterns: at random
 _MOVES = (0.01, 0.8), (0.1, 0.8), (0.1, 0.01), (0.1, 0.1)  # heat, and reach as a share of a row: of each run
 _STARTS = 2  # runs from different rows; the other runs go on from the best
-_LEAST_REACH = 3.0
-_STRETCHED = 4  # of the best with fewer microbatches
-_MET = 1 + 1e-9
+_MIN_REACH = 3.0
+_EXTRAPOLATED = 4  # of the best with fewer microbatches
+_TOLERANCE = 1 + 1e-9
 
-_Answer = tuple[float, Rows]
+_Solution = tuple[float, Rows]
 """An objective, and the rows that have it."""
 
 
@@ -93,15 +94,15 @@ def search(
         raise ArgumentError(f"seconds={seconds!r}: expected a time above 0")
     if not isinstance(seed, int):
         raise ArgumentError(f"seed={seed!r}: expected an integer")
-    asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
-    known = known_schedules(asked, costs, links)
-    best = min(known, key=_seconds, default=None)
+    search_problem = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
+    baselines = find_baselines(search_problem, costs, links)
+    best = min(baselines, key=_seconds, default=None)
     names = {generator.name for generator in schedule_specs()}
-    named = min((entry for entry in known if entry.schedule.name in names), key=_seconds, default=None)
-    question = _Question(asked, lower_bound(asked), _Budget(seconds, seed))
-    cost, rows = question.best(known, costs, links)
-    overlapped = _overlapped(asked, costs)
-    schedule = asked.schedule("search", rows)
+    baseline = min((entry for entry in baselines if entry.schedule.name in names), key=_seconds, default=None)
+    solver = _Solver(search_problem, lower_bound(search_problem), _Budget(seconds, seed))
+    cost, rows = solver.solve(baselines, costs, links)
+    with_overlaps = _with_overlaps(search_problem, costs)
+    schedule = search_problem.schedule("search", rows)
     if best is not None and best.seconds <= cost:
         schedule = best.schedule
     timeline, objective_seconds = evaluate(schedule, costs, links, objective)
@@ -110,9 +111,9 @@ def search(
         timeline=timeline,
         objective=objective,
         objective_seconds=objective_seconds,
-        lower_bound_seconds=question.bound if overlapped == asked else lower_bound(overlapped),
-        baseline=named.schedule.name if named else None,
-        baseline_seconds=named.seconds if named else math.inf,
+        lower_bound_seconds=solver.bound if with_overlaps == search_problem else lower_bound(with_overlaps),
+        baseline=baseline.schedule.name if baseline else None,
+        baseline_seconds=baseline.seconds if baseline else math.inf,
         search_seconds=time.monotonic() - began,
     )
 
@@ -128,9 +129,9 @@ def search_within(
     seconds: float,
     seed: int = 0,
 ) -> SearchResult:
-    """`search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
-    stages = [cost for cost in with_activations(placement, costs) if isinstance(cost, StageCost)]
-    limit = None if activations is None else [activations * unit for unit in units_of_memory(placement, stages)]
+    """Call `search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
+    stages = [cost for cost in fill_activation_sizes(placement, costs) if isinstance(cost, StageCost)]
+    limit = None if activations is None else [activations * unit for unit in memory_units(placement, stages)]
     return search(
         placement,
         microbatches,
@@ -143,30 +144,30 @@ def search_within(
     )
 
 
-def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Problem:
+def _with_overlaps(problem: Problem, costs: StageCost | Sequence[StageCost]) -> Problem:
     """Return the problem with all actions as short as the shortest overlap could make them, which the bound allows
     for."""
-    given = [costs] if isinstance(costs, StageCost) else costs
-    both = [cost.overlapped_seconds for cost in given if cost.overlapped_seconds is not None]
-    apart = max(cost.forward_seconds for cost in given) + max(cost.backward_seconds for cost in given)
-    if not both or min(both) >= apart:
-        return asked
-    return replace(asked, seconds=tuple(seconds * min(both) / apart for seconds in asked.seconds))
+    stage_costs = [costs] if isinstance(costs, StageCost) else costs
+    overlaps = [cost.overlapped_seconds for cost in stage_costs if cost.overlapped_seconds is not None]
+    serial = max(cost.forward_seconds for cost in stage_costs) + max(cost.backward_seconds for cost in stage_costs)
+    if not overlaps or min(overlaps) >= serial:
+        return problem
+    return replace(problem, seconds=tuple(seconds * min(overlaps) / serial for seconds in problem.seconds))
 
 
 class _Budget:
-    """What there is time for, in nominal seconds: in total, and in a round."""
+    """The remaining search time, in nominal seconds: in total, and in a round."""
 
     def __init__(self, seconds: float, seed: int) -> None:
-        self._left, self._round, self._seed = seconds, 0.0, seed
+        self._remaining, self._round, self._seed = seconds, 0.0, seed
         self.random = Random(seed)
 
     @property
     def is_over(self) -> bool:
-        return self._left <= 0
+        return self._remaining <= 0
 
     def rounds(self, problem: Problem, share: float) -> Iterator[None]:
-        """Begin one round after another until time is up; `share` of each is for the problem."""
+        """Start one round after another until time is up; `share` of each is for the problem."""
         longest = _PATTERNS * _pattern_seconds(problem) / (_PATTERN_SHARE * share)
         for number in count():
             if self.is_over:
@@ -177,106 +178,113 @@ class _Budget:
 
     def patterns(self, problem: Problem, share: float) -> int:
         """Return how many patterns a share of the round is worth; 0 if the remaining time is not enough for them."""
-        one = _pattern_seconds(problem)
-        patterns = max(1, int(self._round * share / one))
-        self._left -= patterns * one
-        return patterns if self._left > 0 else 0
+        pattern_seconds = _pattern_seconds(problem)
+        patterns = max(1, int(self._round * share / pattern_seconds))
+        self._remaining -= patterns * pattern_seconds
+        return patterns if self._remaining > 0 else 0
 
     def regular(self, problem: Problem) -> int:
         """Return how many regular patterns a share of all the time is worth."""
-        one = _pattern_seconds(problem)
-        patterns = max(len(HEURISTIC), int(self._left * _REGULAR_SHARE / one))
-        self._left -= min(patterns, _REGULAR) * one
+        pattern_seconds = _pattern_seconds(problem)
+        patterns = max(len(HEURISTIC), int(self._remaining * _REGULAR_SHARE / pattern_seconds))
+        self._remaining -= min(patterns, _REGULAR_PATTERNS) * pattern_seconds
         return patterns
 
     def actions(self, share: float) -> tuple[float, float]:
         """Return how many actions can be timed in a share of the round, and in the total time left."""
-        planned, most = self._round * share / _TIMED_SECONDS, max(0.0, self._left) / _TIMED_SECONDS
-        self._left -= self._round * share
-        return planned, most
+        planned, remaining = self._round * share / _TIMED_SECONDS, max(0.0, self._remaining) / _TIMED_SECONDS
+        self._remaining -= self._round * share
+        return planned, remaining
 
 
 def _pattern_seconds(problem: Problem) -> float:
-    one, action = _DISPATCH_SECONDS
-    return one + action * problem.actions
+    base, per_action = _DISPATCH_SECONDS
+    return base + per_action * problem.actions
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """The question, the bound that no rows can beat, and what there is time for."""
+class _Solver:
+    """Searches for the best rows: the problem, the bound that no rows can beat, and the time budget."""
 
     problem: Problem
     bound: float
     budget: _Budget
 
-    def best(self, known: list[KnownSchedule], costs: StageCost | Sequence[StageCost], links: Links) -> _Answer:
+    def solve(self, baselines: list[Baseline], costs: StageCost | Sequence[StageCost], links: Links) -> _Solution:
         """Return the best objective, and its rows."""
-        asked, budget = self.problem, self.budget
-        first = self.timed(known)
-        answers = first[:]
-        if not self.is_met(first):
-            found = hill_climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, 0.0)
-            answers += [(candidate.cost, candidate.rows) for candidate in found]
-        few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
-        fewer = _Question(few, lower_bound(few), budget)
-        begin = [] if few == asked or self.is_met(first) else fewer.timed(known_schedules(few, costs, links))
-        for _ in budget.rounds(few, 1.0 if few == asked else _FEW_SHARE):
-            if self.is_met(answers):
+        problem, budget = self.problem, self.budget
+        initial = self.time_baselines(baselines)
+        solutions = initial[:]
+        if not self.is_met(initial):
+            climbed = hill_climb(problem, islice(regular(problem), budget.regular(problem)), 0, 0, budget.random, 0.0)
+            solutions += [(c.cost, c.rows) for c in climbed]
+        small = problem.with_microbatches(
+            min(problem.microbatches, _SMALL_PER_RANK * problem.ranks * problem.placement.pipelines)
+        )
+        solver = _Solver(small, lower_bound(small), budget)
+        start = (
+            []
+            if small == problem or self.is_met(initial)
+            else solver.time_baselines(find_baselines(small, costs, links))
+        )
+        for _ in budget.rounds(small, 1.0 if small == problem else _SMALL_SHARE):
+            if self.is_met(solutions):
                 break
-            answers += self.found(first, 1.0) if few == asked else self.stretched(fewer, begin, answers)
-        return min(answers, key=_objective)
+            solutions += (
+                self.explore(initial, 1.0) if small == problem else self.extrapolate_round(solver, start, solutions)
+            )
+        return min(solutions, key=_objective)
 
-    def is_met(self, answers: Sequence[_Answer]) -> bool:
-        return min(answers, key=_objective)[0] <= self.bound * _MET
+    def is_met(self, solutions: Sequence[_Solution]) -> bool:
+        return min(solutions, key=_objective)[0] <= self.bound * _TOLERANCE
 
-    def timed(self, known: list[KnownSchedule]) -> list[_Answer]:
+    def time_baselines(self, baselines: list[Baseline]) -> list[_Solution]:
         """Return the objectives of the known schedules that have rows, and of running one microbatch after another."""
-        rows = [entry.rows for entry in known if entry.rows is not None]
-        rows += [one_by_one(self.problem, last_first=last_first) for last_first in (False, True)]
-        return [(timing.cost, one) for one in rows if (timing := time_rows(self.problem, one)) is not None]
+        all_rows = [entry.rows for entry in baselines if entry.rows is not None]
+        all_rows += [serial_rows(self.problem, last_first=last_first) for last_first in (False, True)]
+        return [(timing.cost, rows) for rows in all_rows if (timing := time_rows(self.problem, rows)) is not None]
 
-    def stretched(self, fewer: _Question, begin: list[_Answer], answers: list[_Answer]) -> list[_Answer]:
-        """Answers of a round that are found with fewer microbatches, whose middle is then repeated more often."""
-        met = fewer.is_met(begin)  # if so, there is nothing to gain with fewer
-        found = begin if met else begin + fewer.found(begin, _FEW_SHARE)
-        if self.budget.is_over:  # what was cut short is not what more time would have stretched
+    def extrapolate_round(self, solver: _Solver, start: list[_Solution], solutions: list[_Solution]) -> list[_Solution]:
+        """Search a round with fewer microbatches; return the solutions with the middle of their rows repeated."""
+        small_is_met = solver.is_met(start)  # if so, there is nothing to gain with fewer
+        explored = start if small_is_met else start + solver.explore(start, _SMALL_SHARE)
+        if self.budget.is_over:  # with more time, a round that was cut short would have found other rows
             return []
-        best = (rows for _, rows in sorted(found, key=_objective)[:_STRETCHED])
-        made = [one for rows in best if (one := extrapolate(fewer.problem, rows, self.problem)) is not None]
-        if met:
-            return made + self.found(answers + made, 1.0)
-        return [*made, self.improved(answers + made, 1.0 - _FEW_SHARE)]
+        best = (rows for _, rows in sorted(explored, key=_objective)[:_EXTRAPOLATED])
+        extended = [s for rows in best if (s := extrapolate(solver.problem, rows, self.problem)) is not None]
+        if small_is_met:
+            return extended + self.explore(solutions + extended, 1.0)
+        return [*extended, self.improve_best(solutions + extended, 1.0 - _SMALL_SHARE)]
 
-    def found(self, known: list[_Answer], share: float) -> list[_Answer]:
-        """Search for other answers in a share of a round; return none if the remaining time is not enough for its
-        patterns."""
-        asked, patterns = self.problem, []
-        if self.is_met(known) or not (steps := self.budget.patterns(asked, share * _PATTERN_SHARE)):
+    def explore(self, solutions: list[_Solution], share: float) -> list[_Solution]:
+        """Return other solutions from a share of a round; none if the remaining time is not enough for its patterns."""
+        problem, patterns = self.problem, []
+        if self.is_met(solutions) or not (steps := self.budget.patterns(problem, share * _PATTERN_SHARE)):
             return []
-        for _, rows in known:
-            timing = time_rows(asked, rows)
+        for _, rows in solutions:
+            timing = time_rows(problem, rows)
             assert timing is not None
-            patterns.append(pattern_of(asked, timing))
+            patterns.append(pattern_from_timing(problem, timing))
         samples = math.ceil(steps * _SAMPLES)
-        climbed = hill_climb(asked, patterns, samples, steps - samples, self.budget.random, self.bound * _MET)
-        found = [(candidate.cost, candidate.rows) for candidate in climbed]
-        return [*found, self.improved(known + found, share * (1 - _PATTERN_SHARE))]
+        climbed = hill_climb(problem, patterns, samples, steps - samples, self.budget.random, self.bound * _TOLERANCE)
+        explored = [(candidate.cost, candidate.rows) for candidate in climbed]
+        return [*explored, self.improve_best(solutions + explored, share * (1 - _PATTERN_SHARE))]
 
-    def improved(self, answers: list[_Answer], share: float) -> _Answer:
-        """Return the best that moves lead to: from different answers first, then from the best of what these became."""
-        asked, budget = self.problem, self.budget
-        best = min(answers, key=_objective)
-        starts = sorted({cost: (cost, rows) for cost, rows in answers}.values(), key=_objective)[:_STARTS]
+    def improve_best(self, solutions: list[_Solution], share: float) -> _Solution:
+        """Return the best solution that moves reach, first from different solutions, then from the best so far."""
+        problem, budget = self.problem, self.budget
+        best = min(solutions, key=_objective)
+        starts = sorted({cost: (cost, rows) for cost, rows in solutions}.values(), key=_objective)[:_STARTS]
         for run, (heat, reach) in enumerate(_MOVES):
             if self.is_met([best]) or budget.is_over:
                 break
-            planned, most = budget.actions(share / len(_MOVES))
+            actions, limit = budget.actions(share / len(_MOVES))
             _, rows = starts[run] if run < len(starts) else best
-            reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
-            enough = self.bound * _MET
-            best = min(best, improve(asked, rows, budget.random, planned, most, enough, heat, reach), key=_objective)
+            reach = max(_MIN_REACH, reach * problem.actions / problem.ranks)
+            target = self.bound * _TOLERANCE
+            best = min(best, improve(problem, rows, budget.random, actions, limit, target, heat, reach), key=_objective)
         return best
 
 
-_objective: Callable[[_Answer], float] = itemgetter(0)
-_seconds: Callable[[KnownSchedule], float] = attrgetter("seconds")
+_objective: Callable[[_Solution], float] = itemgetter(0)
+_seconds: Callable[[Baseline], float] = attrgetter("seconds")

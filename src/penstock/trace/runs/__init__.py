@@ -1,24 +1,24 @@
 """The folder that a training run leaves: what it is, each step, timelines, memory, and the current state of each rank.
 
-`penstock.pipeline(..., run_dir="runs/gpt")` writes one; whoever looks at it reads it through this package:
+`penstock.pipeline(..., run_dir="runs/gpt")` writes one; readers use this package:
 
     from penstock.trace.runs import is_run, read_run
 
     run = read_run("runs/gpt")          # ArgumentError: there is none, or another version or tool wrote it
-    run.about                           # About: model, devices, ranks, schedule, placement, cuts, memory limit
+    run.about                           # RunInfo: model, devices, ranks, schedule, placement, cuts, memory limit
     run.steps()                         # [StepRecord(step, loss, seconds, rows, at_seconds, bubble)], from step 1 on
-    lines, place = run.steps_after(0)   # only what was added since; pass `place` the next time
-    run.timeline_steps()                # [5, 50, 100]: the steps whose timelines are there
+    lines, offset = run.steps_after(0)  # only what was added since; pass `offset` the next time
+    run.traced_steps()                  # [5, 50, 100]: the steps whose timelines are there
     run.timeline(50)                    # a schedule.timeline.Timeline, all ranks
     run.schedule(50)                    # the Schedule that this step ran, communication included
-    run.memory(50)                      # (Memory(rank, bytes, measured),): after each action of the timeline's track
-    run.predicted()                     # Predicted(step_seconds, timeline), or None
+    run.memory(50)                      # (MemoryTrace(rank, bytes, measured),): after each action of the track
+    run.predicted()                     # RecordedPrediction(step_seconds, timeline), or None
     run.ranks()                         # [RankState], every rank of every replica: its action, its memory, how fresh
 
 The files, all text:
 
-    run.json            `About`: what does not change
-    predicted.json      what a plan or a profile said that a step takes, and its timeline
+    run.json            `RunInfo`: what does not change
+    predicted.json      the prediction of a plan or a profile for a step, and its timeline
     steps.jsonl         a line for each step: step, loss, seconds, rows, at_seconds, bubble (null where not known)
     timelines/50.json   `Timeline.to_dict` of that step
     memory/             memory after each action: 50.0.json is what rank 0's device had allocated in step 50;
@@ -28,7 +28,8 @@ The files, all text:
     .owner.json         the process that writes here, while it does: see `penstock._base.owner`
 
 Every file but steps.jsonl is replaced as a whole, so that no reader sees a half of one; a line of steps.jsonl that has
-no end yet is left out. A run that is resumed adds to its folder: of a step that ran twice, the last counts.
+no end yet is left out. A run that is resumed appends to its folder. If a step ran twice, the later
+record wins.
 
 Plain values and files: no torch.
 """
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.trace.runs.about import RunInfo as RunInfo
@@ -57,4 +58,4 @@ _HOMES = {
     "option": "RunConfig",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""What does not change in a run: run.json."""
+"""The constant facts of a run: run.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, STRICT, quoted, validate
-from penstock._base.words import all_printable, printable
+from penstock._base.formatting import strip_all_control_chars, strip_control_chars
 from penstock.schedule import Placement
 
 FORMAT = "penstock run"
@@ -18,11 +18,11 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a run is.
+    """The constant facts of a run.
 
     Attributes:
         name: the folder's.
-        id: tells this run from others that were in the folder.
+        id: distinguishes this run from others that were in the folder.
         started: when it began, ISO 8601 in UTC.
         resumed: when it began again, each time.
         penstock, torch: versions.
@@ -41,8 +41,8 @@ class RunInfo:
         units: for each stage, the modules that run on it.
         parameter_bytes, gradient_bytes: for each stage, tied ones on each of theirs.
         activation_bytes: for each stage, what one microbatch keeps there from forward to backward; empty if not known.
-        memory_limit: the bytes that a rank may need, if the run was given that.
-        total_steps: how many steps the run will have, if it was said.
+        memory_limit: the bytes that a rank may need, if it was set.
+        total_steps: how many steps the run will have, if known.
         threads: that each rank computed with on a CPU; 0: not known.
         parameters: of the whole model, each tensor once, in numbers; 0: not known.
         verified: the fingerprint of model, schedule and options, if they had passed `verify` when it began; else empty.
@@ -101,44 +101,45 @@ class RunInfo:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, given: Any, what: str) -> RunInfo:
+    def from_dict(cls, data: Any, what: str) -> RunInfo:
         """Read what `to_dict` wrote. Raise ArgumentError if it is something else, or of another version.
 
         Args:
             what: names the file in messages.
         """
-        if not isinstance(given, Mapping) or given.get("format") != FORMAT:
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ArgumentError(
                 f"{what} is not of a run of penstock; one is recorded by penstock.pipeline(..., run_dir='runs/NAME')"
             )
-        if given.get("version") != VERSION:
+        if data.get("version") != VERSION:
             raise ArgumentError(
-                f"{what} is of version {quoted(given.get('version'))}, and this penstock reads version {VERSION}: use "
-                f"the penstock that wrote it ({printable(str(given.get('penstock', 'not known')))[:MAX_QUOTED]})"
+                f"{what} is of version {quoted(data.get('version'))}, and this penstock reads version {VERSION}: use "
+                f"the penstock that wrote it "
+                f"({strip_control_chars(str(data.get('penstock', 'not known')))[:MAX_QUOTED]})"
             )
-        values = {key: value for key, value in given.items() if key not in ("format", "version")}
-        found = validate(cls, all_printable(values), f"{what} is damaged")
+        values = {key: value for key, value in data.items() if key not in ("format", "version")}
+        info = validate(cls, strip_all_control_chars(values), f"{what} is damaged")
         for name in ("ranks", "replicas", "processes", "chunks", "microbatches", "rows"):
-            if getattr(found, name) < 1:
-                raise ArgumentError(f"{what} is damaged: {name}={getattr(found, name)}: expected 1 or more")
-        times = [("resumed", moment, value) for value in found.resumed]
+            if getattr(info, name) < 1:
+                raise ArgumentError(f"{what} is damaged: {name}={getattr(info, name)}: expected 1 or more")
+        times = [("resumed", moment, value) for value in info.resumed]
         for name, parse, value in (
-            ("placement", Placement.parse, found.placement),
-            ("started", moment, found.started),
+            ("placement", Placement.parse, info.placement),
+            ("started", moment, info.started),
             *times,
         ):
             try:
                 parse(value)
-            except (ValueError, OverflowError) as error:  # of which ArgumentError is one
+            except (ValueError, OverflowError) as error:  # ArgumentError is a ValueError
                 raise ArgumentError(f"{what} is damaged: {name}={quoted(value)}: {quoted(str(error))}") from None
-        if found.stages.ranks != found.ranks:
-            raise ArgumentError(f"{what} is damaged: ranks={found.ranks}, but placement={quoted(found.placement)}")
-        return found
+        if info.stages.ranks != info.ranks:
+            raise ArgumentError(f"{what} is damaged: ranks={info.ranks}, but placement={quoted(info.placement)}")
+        return info
 
 
 def moment(iso: str) -> datetime:
     """Parse a time in ISO 8601, in UTC. Raise ValueError or OverflowError if it is none."""
-    at = datetime.fromisoformat(iso).astimezone(UTC)
-    if not 1970 <= at.year < 9999:  # so that any time zone has a name for it
-        raise ValueError(f"year {at.year}")
-    return at
+    time = datetime.fromisoformat(iso).astimezone(UTC)
+    if not 1970 <= time.year < 9999:  # so that any time zone has a name for it
+        raise ValueError(f"year {time.year}")
+    return time

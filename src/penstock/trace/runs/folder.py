@@ -1,4 +1,4 @@
-"""Where a run's files are, and how they are written: as a whole, or a line at a time."""
+"""The files of a run, and functions that write them: as a whole, or a line at a time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NUMBERED = re.compile(r"(\d+)\.json")
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Add lines to a file. Raise OSError; then the file is as it was before."""
-    left = "".join(lines).encode()
+    data = "".join(lines).encode()
     with path.open("ab", buffering=0) as file:  # what a buffer kept would be written when it closes, after the cut
         size = file.seek(0, os.SEEK_END)
         try:
-            while left:
-                left = left[file.write(left) :]
+            while data:
+                data = data[file.write(data) :]
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)
@@ -43,31 +43,31 @@ def end_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def numbered(folder: Path) -> list[int]:
+def list_numbers(folder: Path) -> list[int]:
     """Return the numbers of the files N.json in a folder, ascending."""
     try:
-        found = [_NUMBERED.fullmatch(name) for name in os.listdir(folder)]
+        matches = [_NUMBERED.fullmatch(name) for name in os.listdir(folder)]
     except OSError:
         return []
-    return sorted(int(one[1]) for one in found if one)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> None:
     """Move files and folders of an earlier run to earlier/N. Raise OSError."""
-    there = [name for name in names if (folder / name).exists()]
-    if not there:
+    existing = [name for name in names if (folder / name).exists()]
+    if not existing:
         return
     earlier = folder / EARLIER
     earlier.mkdir(exist_ok=True)
     number = 1 + max((int(name) for name in os.listdir(earlier) if name.isdecimal()), default=0)
     (earlier / str(number)).mkdir()
-    for name in there:
+    for name in existing:
         (folder / name).rename(earlier / str(number) / name)
 
 
-def clear(folder: Path, numbers_from: int = 0) -> None:
+def clear(folder: Path, first_number: int = 0) -> None:
     """Remove the files N.json of a folder from a number on, and what a crash left half written. Raise OSError."""
-    for number in numbered(folder):
-        if number >= numbers_from:
+    for number in list_numbers(folder):
+        if number >= first_number:
             (folder / f"{number}.json").unlink(missing_ok=True)
     remove_leftovers(folder)

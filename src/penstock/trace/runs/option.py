@@ -1,4 +1,4 @@
-"""What a run is asked to record: the argument `run_dir=` of `penstock.pipeline`."""
+"""What to record of a run: the argument `run_dir=` of `penstock.pipeline`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock._base.aliases import accept_old_names
 from penstock._base.errors import ArgumentError, is_integer
-from penstock._base.second_names import formerly
 
 WARM_STEPS = 5
 """The first step with a timeline: before it, whatever is made once is made."""
@@ -16,7 +16,7 @@ TIMELINE_EVERY = 50
 """Steps from one timeline to the next."""
 
 
-@formerly(timeline_every="trace_every", line="progress_bar", steps="total_steps")
+@accept_old_names(timeline_every="trace_every", line="progress_bar", steps="total_steps")
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """A run to record.
@@ -53,17 +53,17 @@ class RunConfig:
             raise ArgumentError(f"RunConfig(progress_bar={self.progress_bar!r}): expected True or False")
 
     @classmethod
-    def of(cls, given: Any) -> RunConfig | None:
+    def of(cls, value: Any) -> RunConfig | None:
         """Convert the value of `run_dir=`, to a folder that no later `chdir` moves, as hydra does.
 
         Raise ArgumentError if it is neither a path, a RunConfig nor None, or if there is a file by that name.
         """
-        if given is None:
+        if value is None:
             return None
-        made = given if isinstance(given, RunConfig) else cls(given)
-        if os.path.exists(made.path) and not os.path.isdir(made.path):
-            raise ArgumentError(f"run_dir={os.fspath(made.path)!r} is a file; expected a folder to record the run in")
-        return replace(made, path=Path(made.path).absolute())
+        config = value if isinstance(value, RunConfig) else cls(value)
+        if os.path.exists(config.path) and not os.path.isdir(config.path):
+            raise ArgumentError(f"run_dir={os.fspath(config.path)!r} is a file; expected a folder to record the run in")
+        return replace(config, path=Path(config.path).absolute())
 
     def times(self, step: int, since_start: int) -> bool:
         """Whether a step is recorded with its timeline.

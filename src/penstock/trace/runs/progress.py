@@ -1,4 +1,4 @@
-"""How far a run has come, how fast it is and how long it will take: the same for the terminal, `top` and pages."""
+"""Progress of a run, its speed and its remaining time: the same for the terminal, `top` and pages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ RECENT = 20
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: the number of the last step, counted from 1.
-        total_steps: how many there will be, if that was said.
+        total_steps: how many there will be, if known.
         loss: of the last step that has one.
         seconds: from one step's end to the next, the median of the last; None after a single step.
         rows_per_second: of the batch, over all replicas.
         bubble: of the last step that was timed.
-        left_seconds: until the last step; None if nobody said how many there will be.
+        left_seconds: until the last step; None if the number of steps is unknown.
     """
 
     step: int
@@ -44,17 +44,17 @@ class Progress:
         last = steps[-1]
         gaps = seconds_between(steps[-RECENT - 1 :])
         seconds = median(gaps) if gaps else None
-        left = None
+        remaining = None
         if seconds is not None and total_steps is not None:
-            left = max(0, total_steps - last.step) * seconds
+            remaining = max(0, total_steps - last.step) * seconds
         return cls(
             last.step,
             total_steps,
-            next((one.loss for one in reversed(steps) if one.loss is not None), None),
+            next((record.loss for record in reversed(steps) if record.loss is not None), None),
             seconds,
-            median(one.rows for one in steps[-RECENT:]) / seconds if seconds else None,
-            next((one.bubble for one in reversed(steps) if one.bubble is not None), None),
-            left,
+            median(record.rows for record in steps[-RECENT:]) / seconds if seconds else None,
+            next((record.bubble for record in reversed(steps) if record.bubble is not None), None),
+            remaining,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,9 +63,9 @@ class Progress:
 
     def __str__(self) -> str:
         """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""
-        return self.said()
+        return self.format()
 
-    def said(self, *, over: bool = False) -> str:
+    def format(self, *, over: bool = False) -> str:
         """Format the progress; of a run that is over, without the remaining time."""
         of = "" if self.total_steps is None else f" of {self.total_steps:,}"
         parts = [f"step {self.step:,}{of}"]
@@ -77,7 +77,7 @@ class Progress:
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.0%}")
         if self.left_seconds and not over:
-            parts.append(f"{in_time(self.left_seconds)} left")
+            parts.append(f"{format_duration(self.left_seconds)} left")
         return ", ".join(parts)
 
 
@@ -86,7 +86,7 @@ def seconds_between(steps: Sequence[StepRecord]) -> list[float]:
     return [after.at_seconds - before.at_seconds for before, after in pairwise(steps)]
 
 
-def in_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`39.4 ms`, `2.5 s`, `5 min`, `3 h 20 min`, `4 d 3 h`."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms" if seconds else "0 s"

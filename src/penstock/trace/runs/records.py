@@ -1,4 +1,4 @@
-"""What a run adds while it lives: a line for each step, and what each process does."""
+"""The records that a run adds: a line for each step, and what each process does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT, validate
-from penstock._base.words import printable
+from penstock._base.formatting import strip_control_chars
 
 _MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
 
@@ -51,29 +51,29 @@ class StepRecord:
         if len(line) > _MAX_LINE:
             return None
         try:
-            read = json.loads(line)
-            loss = None if read["loss"] is None else float(read["loss"])
-            bubble = None if read["bubble"] is None else float(read["bubble"])
-            found = cls(
-                int(read["step"]), loss, float(read["seconds"]), int(read["rows"]), float(read["at_seconds"]), bubble
+            data = json.loads(line)
+            loss = None if data["loss"] is None else float(data["loss"])
+            bubble = None if data["bubble"] is None else float(data["bubble"])
+            step = cls(
+                int(data["step"]), loss, float(data["seconds"]), int(data["rows"]), float(data["at_seconds"]), bubble
             )
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
-        times = (found.seconds, found.at_seconds, found.bubble or 0.0)
-        counts = (found.step, found.rows)
-        return found if all(abs(one) < 1e15 for one in times) and all(0 <= one < 1 << 53 for one in counts) else None
+        times = (step.seconds, step.at_seconds, step.bubble or 0.0)
+        counts = (step.step, step.rows)
+        return step if all(abs(t) < 1e15 for t in times) and all(0 <= n < 1 << 53 for n in counts) else None
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank does, as its process last said, or as rank 0's process last heard of it.
+    """The state of one rank, as its process last wrote it, or as rank 0's process last received from it.
 
     Attributes:
         number: of the process in the whole mesh, as messages call it.
         replica: which pipeline it belongs to.
         ranks: of the pipeline that the process drives; usually one.
-        host, pid: of the process; empty and 0 if only rank 0 has heard of it.
-        written: when this was said, in seconds since 1970, by the clock of the host that wrote it.
+        host, pid: of the process; empty and 0 if relayed by rank 0.
+        written: when this was written, in seconds since 1970, by the clock of the host that wrote it.
         step: the training step under way, or the last one.
         action: such as 2F3 or 1RECV_F0; empty outside a step.
         waits_for: the numbers of the processes from which it waits for a message.
@@ -82,7 +82,7 @@ class RankState:
         device_bytes: what is allocated on its device; None on a CPU.
         ended: whether it has closed its pipeline.
         failure: why the run failed, if it did, as this rank knows it.
-        heard: whether only rank 0 has heard this: the process does not write into this folder.
+        heard: whether rank 0 relayed this: the process does not write into this folder.
     """
 
     __pydantic_config__ = STRICT
@@ -103,15 +103,17 @@ class RankState:
     heard: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, without what the file says once: when this was written, and whether it was heard."""
+        """Plain values, for JSON, without the fields that the file has once: `written` and `heard`."""
         return {name: getattr(self, name) for name in self.__slots__ if name not in ("written", "heard")}
 
     @classmethod
-    def from_dict(cls, given: Any, written: Any, what: str) -> RankState:
+    def from_dict(cls, data: Any, written: Any, what: str) -> RankState:
         """Read what `to_dict` wrote. Raise ArgumentError if it is something else."""
-        values = {**given, "written": written} if isinstance(given, dict) else given
-        found = validate(cls, values, what)
-        if not 0 <= found.pid < 1 << 31:
-            raise ArgumentError(f"{what}: pid={found.pid}: expected the number of a process")
-        failure = None if found.failure is None else printable(found.failure)
-        return replace(found, host=printable(found.host), action=printable(found.action), failure=failure)
+        values = {**data, "written": written} if isinstance(data, dict) else data
+        state = validate(cls, values, what)
+        if not 0 <= state.pid < 1 << 31:
+            raise ArgumentError(f"{what}: pid={state.pid}: expected the number of a process")
+        failure = None if state.failure is None else strip_control_chars(state.failure)
+        return replace(
+            state, host=strip_control_chars(state.host), action=strip_control_chars(state.action), failure=failure
+        )

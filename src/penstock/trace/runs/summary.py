@@ -1,4 +1,4 @@
-"""A run in a few figures, by which runs are listed and compared."""
+"""A run in a few metrics, by which runs are listed and compared."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from penstock._base.errors import PenstockError
 from penstock._base.files import MAX_QUOTED
-from penstock._base.process import lives
-from penstock._base.words import in_a_line, line_of
-from penstock.distributed.launch.endings import stopped_by, was_interrupted
+from penstock._base.formatting import one_line, printable_line
+from penstock._base.process import is_alive
+from penstock.distributed.launch.endings import describe_signal, was_interrupted
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.progress import Progress
 from penstock.trace.runs.reader import RecordedRun, read_run
@@ -23,17 +23,17 @@ from penstock.trace.runs.records import RankState, StepRecord
 Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]
 
 SILENT_SECONDS = 5.0
-"""A process says several times in this that it lives."""
+"""A process writes its state several times in this interval."""
 
 
 def health(
-    state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = lives
+    state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = is_alive
 ) -> Health:
     """Return the health of a rank.
 
     `interrupted`: Ctrl-C ended it, or a signal to the launcher.
     `gone`: its process is not there any more, without having closed the pipeline; known of this host's processes only.
-    `silent`: it has said nothing for `SILENT_SECONDS`: gone, stopped, or out of reach.
+    `silent`: its state was not written for `SILENT_SECONDS`: gone, stopped, or out of reach.
 
     Args:
         now: in seconds since 1970.
@@ -45,8 +45,8 @@ def health(
         return "interrupted" if was_interrupted(state.failure) else "failed"
     if state.ended:
         return "ended"
-    here = bool(state.pid) and state.host == (socket.gethostname() if host is None else host)
-    if here and not is_there(state.pid):
+    is_local = bool(state.pid) and state.host == (socket.gethostname() if host is None else host)
+    if is_local and not is_there(state.pid):
         return "gone"
     if now - state.written > SILENT_SECONDS:
         return "silent"
@@ -55,31 +55,32 @@ def health(
     return "waits" if state.waits_for else "computes"
 
 
-_MAX_TOLD = 4
-"""Ranks that are told one by one."""
+_MAX_LISTED = 4
+"""Ranks that are listed one by one."""
 
 
 def failure_messages(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     """Return one message per failed, dead or unresponsive rank, failures first."""
-    found = []
+    messages = []
     for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
         is_key = was_interrupted(failure) and "KeyboardInterrupt" in failure
-        why = stopped_by(signal.SIGINT) if is_key else failure
-        found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {why}")
-    for how, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
-        if those := [state for state, judged in ranks if judged == how]:
-            found += [
-                f"rank {state.number}: {words}; last heard of{_at([state], within=True)}" for state in those[:_MAX_TOLD]
+        reason = describe_signal(signal.SIGINT) if is_key else failure
+        messages.append(f"ended{_describe_step([state for state, _ in ranks if state.failure == failure])}: {reason}")
+    for status, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
+        if affected := [state for state, rank_health in ranks if rank_health == status]:
+            messages += [
+                f"rank {state.number}: {words}; last heard of{_describe_step([state], with_action=True)}"
+                for state in affected[:_MAX_LISTED]
             ]
-            if len(those) > _MAX_TOLD:
-                found.append(f"and {len(those) - _MAX_TOLD} more that are {how}")
-    return found
+            if len(affected) > _MAX_LISTED:
+                messages.append(f"and {len(affected) - _MAX_LISTED} more that are {status}")
+    return messages
 
 
-def _at(states: Sequence[RankState], *, within: bool = False) -> str:
-    """Describe the step that they had reached, if known; and if asked, the first one's action."""
+def _describe_step(states: Sequence[RankState], *, with_action: bool = False) -> str:
+    """Describe the step that ranks had reached, if known; with `with_action`, also the first rank's action."""
     steps = [state.step for state in states if state.step is not None]
-    action = f", in {states[0].action}" if within and states[0].action else ""
+    action = f", in {states[0].action}" if with_action and states[0].action else ""
     return f" at step {max(steps):,}{action}" if steps else ""
 
 
@@ -89,7 +90,7 @@ SETTINGS = (
     "model", "device", "schedule", "ranks", "replicas", "chunks", "microbatches", "rows", "processes", "cuts",
     "memory_limit", "verified", "torch", "penstock", "host",
 )  # fmt: skip
-"""The fields of `About` by which two runs may differ in what they compute, and on what."""
+"""The fields of `RunInfo` by which two runs may differ in what they compute, and on what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,10 @@ class Summary:
         path: its folder.
         about: what does not change.
         state: "training" while a rank does; "interrupted" if Ctrl-C or a signal ended it; "failed" if one raised or
-            its process is gone; "silent" if none says anything; "unknown" if none ever said what it does.
+            its process is gone; "silent" if none writes its state; "unknown" if none ever did.
         progress: the last step, its loss, and the speed; None before the first step's end.
         steps: by number.
-        peak_bytes: the most that a process has held so far; None if none said so.
+        peak_bytes: the most that a process has held so far; None if unknown.
     """
 
     path: Path
@@ -114,24 +115,24 @@ class Summary:
     peak_bytes: int | None
 
     @classmethod
-    def of(cls, run: RecordedRun, most_bytes: int | None = None) -> Summary:
+    def from_run(cls, run: RecordedRun, most_bytes: int | None = None) -> Summary:
         """Read it. `most_bytes`: of its steps' file, read the end only, and so the last steps. Raise ArgumentError if a
         file is damaged in a way that leaves no answer."""
         steps, ranks = run.steps(most_bytes), run.ranks()
-        held = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
+        peaks = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
         progress = Progress.of(steps, run.about.total_steps)
-        return cls(run.path, run.about, _state(ranks), progress, tuple(steps), max(held, default=None))
+        return cls(run.path, run.about, _state(ranks), progress, tuple(steps), max(peaks, default=None))
 
     @classmethod
-    def of_one(cls, folder: Path) -> Summary | str:
-        """Summarize the run in a folder by its last steps, for a list of runs; or say in a line why it cannot be read:
-        one damaged run does not hide the others."""
+    def from_folder(cls, folder: Path) -> Summary | str:
+        """Summarize the run in a folder by its last steps, for a list of runs; or return one line on why it cannot be
+        read: one damaged run does not hide the others."""
         try:
-            return cls.of(read_run(folder), LAST_STEPS_BYTES)
+            return cls.from_run(read_run(folder), LAST_STEPS_BYTES)
         except PenstockError as error:
             return str(error)
         except Exception as error:
-            return f"run {str(folder)!r} cannot be read: {line_of(in_a_line(error), MAX_QUOTED)}"
+            return f"run {str(folder)!r} cannot be read: {printable_line(one_line(error), MAX_QUOTED)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, without the path and the steps."""
@@ -144,30 +145,30 @@ class Summary:
 
 
 LAST_STEPS_BYTES = 64 << 10
-"""Of a run's steps, what a list of runs reads."""
+"""How much of the end of a run's steps a list of runs reads."""
 
 
 def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
     """Return the settings in which runs differ, each with every run's value."""
-    found = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    values_by_name = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}
+    return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
 
 
-def same_steps(runs: Sequence[Summary], most: int = 8) -> list[int]:
+def common_steps(runs: Sequence[Summary], max_count: int = 8) -> list[int]:
     """Numbers of steps that all runs have taken, evenly apart, the last one included."""
-    both = sorted(set.intersection(*({one.step for one in run.steps} for run in runs)))
-    each = max(1, -(-len(both) // most))
-    return both[::-1][::each][::-1]
+    common = sorted(set.intersection(*({record.step for record in run.steps} for run in runs)))
+    stride = max(1, -(-len(common) // max_count))
+    return common[::-1][::stride][::-1]
 
 
 def _state(ranks: Sequence[RankState]) -> State:
-    found = {health(state) for state in ranks}
-    if not found:
+    statuses = {health(state) for state in ranks}
+    if not statuses:
         return "unknown"
-    if "failed" not in found and "interrupted" in found:
+    if "failed" not in statuses and "interrupted" in statuses:
         return "interrupted"
-    if found & {"failed", "gone"}:
+    if statuses & {"failed", "gone"}:
         return "failed"
-    if found <= {"ended"}:
+    if statuses <= {"ended"}:
         return "ended"
-    return "silent" if found <= {"silent", "ended"} else "training"
+    return "silent" if statuses <= {"silent", "ended"} else "training"

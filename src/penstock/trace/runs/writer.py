@@ -1,6 +1,6 @@
 """Writes a run's folder from a thread, so that training waits for no disk.
 
-Whatever goes wrong with the files is told once, and never ends a run: `trouble` says what it was.
+Errors of the files never end a run: `trouble` has the first one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import read_json, read_text, remove_leftovers, write_whole
-from penstock._base.words import in_a_line
+from penstock._base.files import read_json, read_text, remove_leftovers, write_json_line
+from penstock._base.formatting import one_line
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import (
     ABOUT,
@@ -33,14 +33,14 @@ from penstock.trace.runs.folder import (
 from penstock.trace.runs.records import StepRecord
 
 BEAT_SECONDS = 0.25
-"""From one look at what the process does to the next."""
+"""Interval at which the thread looks at what the process does."""
 _FIRST_SECONDS = 0.05
-"""The same, until the folder is seen."""
+"""The same, until the folder is visible."""
 STEADY_SECONDS = 1.0
-"""How often a process says that it lives if nothing has changed."""
+"""Interval at which a process writes its state if nothing has changed."""
 _MAX_STEPS = 100_000
 _MAX_FILES = 64
-"""Steps and files that are kept while the disk takes none, or the folder is not seen."""
+"""Steps and files that are kept while the disk is full, or the folder is not visible yet."""
 
 
 class Writer:
@@ -69,11 +69,11 @@ class Writer:
         self._steps: list[StepRecord] = []
         self._files: list[tuple[Path, Callable[[], Any]]] = []
         self._lock = threading.Lock()
-        self._there = False
-        self._seen: tuple[int, int] | None = None
-        self._said: Mapping[str, Any] = {}
-        self._said_at = 0.0
-        self._woken, self._ended = threading.Event(), False
+        self._folder_exists = False
+        self._file_id: tuple[int, int] | None = None
+        self._written: Mapping[str, Any] = {}
+        self._written_at = 0.0
+        self._wake, self._closing = threading.Event(), False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="penstock-run-folder", daemon=True)
 
@@ -92,42 +92,42 @@ class Writer:
             self._files.append((self.path / name, make))
             del self._files[:-_MAX_FILES]
 
-    def hurry(self) -> None:
-        """Have the thread write what there is now."""
-        self._woken.set()
+    def flush(self) -> None:
+        """Have the thread write what is pending now."""
+        self._wake.set()
 
-    def end(self, seconds: float | None = None) -> None:
-        """Write what is left and end the thread. Its last word in ranks/ is what `state` then says.
+    def close(self, seconds: float | None = None) -> None:
+        """Write what is pending and end the thread, which writes `state` to ranks/ once more.
 
         Args:
-            seconds: to wait for that at most.
+            seconds: how long to wait for it at most.
         """
-        if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
+        if self._closing or os.getpid() != self._pid or self._thread.ident is None:  # not started
             return
-        self._ended = True
-        self._woken.set()
+        self._closing = True
+        self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
-            self._woken.wait(BEAT_SECONDS if self._there else _FIRST_SECONDS)
-            self._woken.clear()
-            last = self._ended
-            self._guarded(self._beat, last)
-            also = self._at_end if last else self._each_beat
-            if also is not None:
-                self._guarded(also)
+            self._wake.wait(BEAT_SECONDS if self._folder_exists else _FIRST_SECONDS)
+            self._wake.clear()
+            last = self._closing
+            self._catch(self._beat, last)
+            callback = self._at_end if last else self._each_beat
+            if callback is not None:
+                self._catch(callback)
             if last:
                 return
 
-    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+    def _catch(self, function: Callable[..., None], *args: Any) -> None:
         try:
-            act(*args)
+            function(*args)
         except OSError as error:
             self.trouble = self.trouble or f"{error.filename or self.path}: {error.strerror or error}"
         except Exception as error:  # the thread goes on
-            self.trouble = self.trouble or in_a_line(error)
+            self.trouble = self.trouble or one_line(error)
 
     def _beat(self, last: bool) -> None:
         if not self._is_mine():
@@ -143,27 +143,27 @@ class Writer:
                     self._steps, self._files = [*steps, *self._steps], [*files, *self._files]
                 raise
         for path, make in files:
-            self._guarded(lambda path=path, make=make: write_whole(path, make()))
+            self._catch(lambda path=path, make=make: write_json_line(path, make()))
         state, now = self._state(), time.monotonic()
-        if last or state != self._said or now - self._said_at >= STEADY_SECONDS:
-            self._said, self._said_at = state, now
-            write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
+        if last or state != self._written or now - self._written_at >= STEADY_SECONDS:
+            self._written, self._written_at = state, now
+            write_json_line(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
 
     def _is_mine(self) -> bool:
         """Whether process 0 has made the folder, as seen here. Raise OSError if another run has begun there."""
         about = self.path / ABOUT
         try:
-            found = about.stat()
-            if self._seen != (found.st_ino, found.st_mtime_ns):
+            status = about.stat()
+            if self._file_id != (status.st_ino, status.st_mtime_ns):
                 is_mine = self._id in read_text(about)
-                if not is_mine and (self._there or self._number == 0):
+                if not is_mine and (self._folder_exists or self._number == 0):
                     raise OSError(errno.EBUSY, "another run has begun in this folder", str(self.path))
-                self._there, self._seen = is_mine, (found.st_ino, found.st_mtime_ns)
+                self._folder_exists, self._file_id = is_mine, (status.st_ino, status.st_mtime_ns)
         except FileNotFoundError:
-            if self._there:
+            if self._folder_exists:
                 raise
             return False
-        return self._there
+        return self._folder_exists
 
 
 def begin(path: Path, about: RunInfo, first_step: int, earlier: RunInfo | None) -> None:
@@ -190,15 +190,17 @@ def begin(path: Path, about: RunInfo, first_step: int, earlier: RunInfo | None) 
     for folder in (path, path / MEMORY):
         remove_leftovers(folder)
     end_last_line(path / STEPS)
-    write_whole(path / ABOUT, about.to_dict())
+    write_json_line(path / ABOUT, about.to_dict())
 
 
 def earlier_run(path: Path) -> RunInfo | None:
     """Return the run that is in a folder, to be continued or set aside; None if there is none. Raise ArgumentError if
     the folder has a run of another version or tool, or part of one."""
-    what = f"run_dir={str(path)!r}"
-    if os.path.exists(path / ABOUT):  # which is False, too, where nobody may look: then nothing is recorded
-        return RunInfo.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
-    if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if os.path.exists(path / name)]:
-        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; pass another folder, or an empty one")
+    label = f"run_dir={str(path)!r}"
+    if os.path.exists(path / ABOUT):  # also False without permission: then nothing is recorded
+        return RunInfo.from_dict(read_json(path / ABOUT, label), f"{label}: the {ABOUT} in this folder")
+    if leftovers := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if os.path.exists(path / name)]:
+        raise ArgumentError(
+            f"{label}: this folder has {leftovers[0]}, but no {ABOUT}; pass another folder, or an empty one"
+        )
     return None

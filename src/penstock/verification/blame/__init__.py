@@ -1,4 +1,4 @@
-"""Why a pipeline that somebody else wrote trains wrongly.
+"""Finds why a pipeline, written with anything, trains wrongly.
 
 In comes what its ranks compute in a few steps, noted by hooks on modules (`watch`, `pipelining`) and left in files.
 The unsplit model takes the same steps in one process, each from the weights and buffers that the pipeline had before
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock._base.lazy import face
+from penstock._base.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.verification.blame.watch import capture as capture
@@ -20,4 +20,4 @@ _HOMES = {
     "watch": "capture",
 }
 
-__all__, __getattr__, __dir__ = face(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

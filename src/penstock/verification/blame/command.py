@@ -1,4 +1,4 @@
-"""Starts somebody's training job so that each rank notes what it computes, and ends it when that is enough.
+"""Starts a training job so that each rank records what it computes, and ends it after the requested steps.
 
 Python imports a module `sitecustomize` when it starts, so one in PYTHONPATH reaches all ranks, whatever starts them.
 """
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import counted
-from penstock.distributed.launch.agent import kill_left
+from penstock._base.formatting import pluralize
+from penstock.distributed.launch.agent import kill_remaining
 from penstock.distributed.launch.processes import QUIET, supervise
 from penstock.distributed.launch.target import Target
 from penstock.partition.units.chain import as_module
@@ -44,10 +44,10 @@ if sys.argv[:1] != ["-c"] or "--multiprocessing-fork" in sys.argv:  # no helper 
 
 
 class _EndError(Exception):
-    """The job need not go on; the argument says what is wrong with it."""
+    """Ends the job; the argument is the reason, or empty if all steps were recorded."""
 
 
-def blame(command: Sequence[str], given: Target, steps: int, timeout: float = TIMEOUT_SECONDS) -> Blame:
+def blame(command: Sequence[str], spec: Target, steps: int, timeout: float = TIMEOUT_SECONDS) -> Blame:
     """Run a job and compare its steps with the unsplit model.
 
     Raises:
@@ -55,57 +55,57 @@ def blame(command: Sequence[str], given: Target, steps: int, timeout: float = TI
     """
     with tempfile.TemporaryDirectory(prefix="penstock-blame-") as name:
         failure = run(command, Path(name), steps, timeout)
-        noted = read(Path(name), failure)
-    found = judge(noted, as_module(given.model), given)
-    if found.ok and failure:
+        job = read(Path(name), failure)
+    result = judge(job, as_module(spec.model), spec)
+    if result.ok and failure:
         raise ArgumentError(
-            f"the job {failure} after {counted(found.steps, 'step')} in which nothing differs from the unsplit model: "
-            "see what it printed, and where its ranks wait for each other"
+            f"the job {failure} after {pluralize(result.steps, 'step')} in which nothing differs from the unsplit "
+            "model: see what it printed, and where its ranks wait for each other"
         )
-    return found
+    return result
 
 
 def run(command: Sequence[str], folder: Path, steps: int, timeout: float) -> str:
-    """Run it until all ranks have taken so many steps. Return what is wrong with the job itself, if anything.
+    """Run a job until all ranks have taken `steps` steps. Return how the job failed, or an empty string.
 
     Args:
-        timeout: the seconds that a step may take, and what comes before the first.
+        timeout: the seconds that a step may take, as may the start before the first.
 
     Raises:
         ArgumentError: it cannot be started.
         KeyboardInterrupt: a signal ended it, whose number is the argument.
     """
-    last, files = time.monotonic(), 0
+    last_change, files = time.monotonic(), 0
 
-    def look() -> None:
-        nonlocal last, files
+    def check() -> None:
+        nonlocal last_change, files
         names = [file.name for file in folder.iterdir()]
         done = [name for name in names if name.startswith("done-")]
         worlds = [int(name.rpartition("-")[2]) for name in done]
         if worlds and worlds.count(max(worlds)) >= max(worlds):
             raise _EndError
         if len(names) != files:
-            last, files = time.monotonic(), len(names)
-        if time.monotonic() - last > timeout:
+            last_change, files = time.monotonic(), len(names)
+        if time.monotonic() - last_change > timeout:
             raise _EndError(f"took no step for {timeout:g} s (--timeout)")
 
-    found = checked(command)
+    argv = resolve_command(command)
     folder.joinpath("sitecustomize.py").write_text(_START)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**QUIET, **os.environ, "PYTHONPATH": path, FOLDER: str(folder), STEPS: str(steps)}
     try:
         with os.fdopen(os.dup(2), "wb") as printed:
-            ended = supervise([found], environment, outputs=[printed], look=look)
+            outcome = supervise([argv], environment, outputs=[printed], poll=check)
     except _EndError as end:
         return str(end)
     finally:
-        kill_left(str(folder), FOLDER)
-    if ended.received:
-        raise KeyboardInterrupt(ended.received)
-    return "failed" if ended.status else ""
+        kill_remaining(str(folder), FOLDER)
+    if outcome.received:
+        raise KeyboardInterrupt(outcome.received)
+    return "failed" if outcome.status else ""
 
 
-def checked(command: Sequence[str]) -> list[str]:
+def resolve_command(command: Sequence[str]) -> list[str]:
     """Return the same command, with this Python's torchrun. Raise ArgumentError if it cannot be started."""
     name = command[0] if command else ""
     module = _MODULES.get(Path(name).name)
@@ -114,7 +114,7 @@ def checked(command: Sequence[str]) -> list[str]:
             f"{f'{name}: no such command' if name else 'no command'}; expected one that starts ranks, as in `penstock "
             "blame reference.py -- torchrun --nproc-per-node 2 train.py`"
         )
-    script = next((one for one in command if one.endswith(".py") and " " not in one), None)
+    script = next((argument for argument in command if argument.endswith(".py") and " " not in argument), None)
     if module is not None and "-m" not in command and script is not None and not Path(script).is_file():
         raise ArgumentError(f"there is no file {script!r} in {Path.cwd()}; pass the path of the script that ranks run")
     return list(command) if module is None else [sys.executable, "-m", module, *command[1:]]

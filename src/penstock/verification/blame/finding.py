@@ -1,4 +1,4 @@
-"""What `penstock blame` reports, in words and as a page: the first wrong action, or that none is."""
+"""The report of `penstock blame`, as text and as a page: the first wrong action, if any."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.report.frame import frame
 from penstock.report.svg import Panel, svg
 from penstock.schedule import Action, Op
@@ -24,7 +24,7 @@ class Finding:
         text: what is wrong.
         action: in torch's grammar, such as 1F2 or 1RECV_F2, or a word: gradients, clipping, update.
         step: from 1.
-        stage, rank, microbatch, module: where; None or empty if everywhere, or unknown.
+        stage, rank, microbatch, module: its location; None or empty if everywhere, or unknown.
         difference, largest: the largest absolute difference, and the right value's largest entry; None if unknown.
     """
 
@@ -40,23 +40,23 @@ class Finding:
     largest: float | None = None
 
     def __str__(self) -> str:
-        where = [f"step {self.step}"]
-        named = {"microbatch": self.microbatch, "stage": self.stage, "rank": self.rank}
-        where += [f"{name} {number}" for name, number in named.items() if number is not None]
-        where += [f"action {self.action}"] if self.action else []
-        by = "" if self.difference is None else f" (off by {self.difference:.3g}; largest entry {self.largest:.3g})"
-        return f"{self.kind}: {self.text}{by} [{', '.join(where)}]"
+        location = [f"step {self.step}"]
+        numbers = {"microbatch": self.microbatch, "stage": self.stage, "rank": self.rank}
+        location += [f"{name} {number}" for name, number in numbers.items() if number is not None]
+        location += [f"action {self.action}"] if self.action else []
+        amount = "" if self.difference is None else f" (off by {self.difference:.3g}; largest entry {self.largest:.3g})"
+        return f"{self.kind}: {self.text}{amount} [{', '.join(location)}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What was compared.
+    """The result of `penstock blame`.
 
     Attributes:
         finding: the first wrong action; None: there is none.
-        compared: how many gradients, updates and buffers.
-        notes: what could not be compared.
-        timeline: what ranks did in the step of the finding, or in the first; None: not known.
+        compared: the number of compared gradients, updates and buffers.
+        notes: comparisons that were not possible.
+        timeline: that of the finding's step, or of the first; None if unknown.
     """
 
     finding: Finding | None
@@ -76,46 +76,46 @@ class Blame:
         """Summarize in words."""
         if self.finding is not None:
             return str(self.finding)
-        steps = counted(self.steps, "step")
+        steps = pluralize(self.steps, "step")
         return f"{self.compared} gradients, updates and buffers of {steps} are those of the unsplit model"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        told = asdict(replace(self, timeline=None))
-        del told["timeline"]
-        return {**told, "ok": self.ok, "summary": self.summary()}
+        values = asdict(replace(self, timeline=None))
+        del values["timeline"]
+        return {**values, "ok": self.ok, "summary": self.summary()}
 
 
-def page(found: Blame) -> str:
-    """A page that needs no other file: the finding, and what ranks did in its step, the wrong action framed."""
-    finding, timeline, facts = found.finding, found.timeline or Timeline(()), ""
-    title, text, where = "trains as the unsplit model does", found.summary(), "step 1"
+def page(result: Blame) -> str:
+    """Return a self-contained page: the finding, and the timeline of its step with the wrong action framed."""
+    finding, timeline, table = result.finding, result.timeline or Timeline(()), ""
+    title, text, step_text = "trains as the unsplit model does", result.summary(), "step 1"
     marked = None
     if finding is not None:
-        title, text, marked = f"wrong: {finding.kind}", finding.text, _computation(timeline, finding.action)
+        title, text, marked = f"wrong: {finding.kind}", finding.text, _find_computation(timeline, finding.action)
         framed = "what is wrong comes after these actions" if marked is None else f"framed: {marked}"
-        where = f"step {finding.step}; {framed}"
+        step_text = f"step {finding.step}; {framed}"
         rows = {
             "action": finding.action, "microbatch": finding.microbatch, "stage": finding.stage, "rank": finding.rank,
             "module": finding.module, "off by": finding.difference, "largest entry": finding.largest,
         }  # fmt: skip
-        facts = "".join(_row(name, value) for name, value in rows.items() if value not in (None, ""))
-    drawn = svg([Panel(where, timeline, marked=marked)]) if len(timeline) else ""
-    notes = "".join(f"<p>note: {escape(note)}</p>" for note in found.notes)
-    body = f"<main><h1>{escape(title)}</h1><p>{escape(text)}</p><table>{facts}</table>{drawn}{notes}</main>"
+        table = "".join(_html_row(name, value) for name, value in rows.items() if value not in (None, ""))
+    figure = svg([Panel(step_text, timeline, marked=marked)]) if len(timeline) else ""
+    notes = "".join(f"<p>note: {escape(note)}</p>" for note in result.notes)
+    body = f"<main><h1>{escape(title)}</h1><p>{escape(text)}</p><table>{table}</table>{figure}{notes}</main>"
     return frame(f"penstock blame: {title}", body, generator="penstock blame")
 
 
-def _row(name: str, value: object) -> str:
+def _html_row(name: str, value: object) -> str:
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
     return f'<tr><th scope="row">{name}</th><td>{escape(text)}</td></tr>'
 
 
-def _computation(timeline: Timeline, named: str) -> Action | None:
-    """Return the computation that an action is, or whose message; None if it is neither: an update, say."""
+def _find_computation(timeline: Timeline, action_text: str) -> Action | None:
+    """Return the computation that an action is, or whose message it is; None for others, such as an update."""
     for span in timeline:
         action = span.action
         messages = (f"{action.stage}{op.value}{action.microbatch}" for op in _MESSAGES.get(action.op, ()))
-        if named in (str(action), *messages):
+        if action_text in (str(action), *messages):
             return action
     return None

@@ -1,4 +1,4 @@
-"""What ranks left in files, under the names of the unsplit model.
+"""Reads the ranks' records, and finds the unsplit model's names of their tensors.
 
 A stage's layers are often numbered anew. So a tensor is known by its shape and values in the first step; those that
 several share, as fresh layer norms do, by what is next to them. If no values agree, since the pipeline drew its own,
@@ -33,10 +33,10 @@ class Part:
     """A root of one rank: a stage, or a part of one.
 
     Attributes:
-        steps: what it did in each.
-        tensors: the unsplit model's name of each parameter and buffer; none if it has no such.
-        modules: that of each module.
-        place: its number in the order of dataflow.
+        steps: its record of each step.
+        tensors: the unsplit model's name of each parameter and buffer, if there is one.
+        modules: the unsplit model's name of each module.
+        order: its number in the order of dataflow.
         stage: its number among stages; consecutive parts of a rank are one, unless the pipeline says otherwise.
         replicas: the same of other ranks, if the pipeline is replicated; `steps` has the microbatches of all.
     """
@@ -46,42 +46,42 @@ class Part:
     steps: list[Step]
     tensors: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
-    place: int = 0
+    order: int = 0
     stage: int = 0
     replicas: Sequence[Part] = ()
 
-    def each(self, step: int) -> int:
+    def microbatches(self, step: int) -> int:
         """Return the number of microbatches of one replica in a step."""
         return self.steps[step].count // (1 + len(self.replicas))
 
-    def found(self, kind: str, text: str, action: str, row: Comparison | None = None, **more: Any) -> Finding:
-        """A finding in it, because of a difference in it."""
-        found = Finding(kind, text, action, stage=self.stage, rank=self.rank, **more)
+    def make_finding(self, kind: str, text: str, action: str, row: Comparison | None = None, **details: Any) -> Finding:
+        """Return a finding in this part, with the difference of `row`."""
+        finding = Finding(kind, text, action, stage=self.stage, rank=self.rank, **details)
         is_off = row is not None and 0 < row.max_difference < math.inf
-        return replace(found, difference=row.max_difference, largest=row.max_reference) if row and is_off else found
+        return replace(finding, difference=row.max_difference, largest=row.max_reference) if row and is_off else finding
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Those that are trained, as they are before the first step, by its own names."""
+        """The trained parameters before the first step, by the part's own names."""
         return {name: self.steps[0].before[name] for name in self.steps[0].trained}
 
-    def outside(self, step: int, what: str) -> dict[tuple[int, int], Tensor]:
-        """What it takes or leaves as a whole, by microbatch and leaf; nothing before the first step."""
+    def boundary(self, step: int, kind: str) -> dict[tuple[int, int], Tensor]:
+        """Return the inputs or outputs of the part, by microbatch and leaf; empty before the first step."""
         values = self.steps[step].values if step >= 0 else {}
-        return {(p.microbatch, p.leaf): value for p, value in values.items() if p[:3] == (what, "", 0)}
+        return {(key.microbatch, key.leaf): value for key, value in values.items() if key[:3] == (kind, "", 0)}
 
-    def renamed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a step, by the unsplit model's names."""
-        return {self.tensors[name]: value for name, value in found.items() if name in self.tensors}
+    def to_reference_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of a step by the unsplit model's names."""
+        return {self.tensors[name]: value for name, value in tensors.items() if name in self.tensors}
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """A job.
+class RecordedJob:
+    """The records of a job.
 
     Attributes:
-        steps: how many all ranks left.
-        files: by rank, those of each step.
+        steps: the number of steps that all ranks recorded.
+        files: by rank, the records of each step.
     """
 
     parts: list[Part]
@@ -89,20 +89,20 @@ class Noted:
     files: Mapping[int, Sequence[Mapping[str, Any]]]
 
 
-def read(folder: Path, failure: str = "") -> Noted:
-    """Read what ranks left. Of a job with a `failure`, only steps that all of them took.
+def read(folder: Path, failure: str = "") -> RecordedJob:
+    """Read the ranks' records. For a job with a `failure`, only steps that all ranks took.
 
     Raises:
-        ArgumentError: no rank left anything.
+        ArgumentError: no rank recorded anything.
         RankFailedError: the job failed in its first step.
     """
     processes: dict[tuple[int, str], list[Any]] = defaultdict(list)
     for file in sorted(folder.glob("step-*.pt"), key=lambda file: int(file.stem.split("-")[1])):
-        noted = torch.load(file, weights_only=True)
-        processes[noted["rank"], file.stem.rpartition("-")[2]].append(noted)
-    world = max((found[0]["world"] for found in processes.values()), default=0)
-    files = {rank: found for (rank, _), found in processes.items() if found[0]["world"] == world}
-    steps = min((sum(_is_whole(step, failure) for step in found) for found in files.values()), default=0)
+        record = torch.load(file, weights_only=True)
+        processes[record["rank"], file.stem.rpartition("-")[2]].append(record)
+    world = max((saved[0]["world"] for saved in processes.values()), default=0)
+    files = {rank: saved for (rank, _), saved in processes.items() if saved[0]["world"] == world}
+    steps = min((sum(_is_complete(step, failure) for step in saved) for saved in files.values()), default=0)
     if failure and (not steps or len(files) < world):
         raise RankFailedError(
             f"the job {failure} before all ranks had taken a step: see what it printed, and run it without penstock "
@@ -113,149 +113,149 @@ def read(folder: Path, failure: str = "") -> Noted:
             "no rank computed a module with gradients before the job ended; check that the command trains, and wrap "
             "its loop in penstock.verification.blame.capture(stage_module) if stages are not called as modules"
         )
-    roots = {rank: [[*map(Step.of_file, step["roots"])] for step in found[:steps]] for rank, found in files.items()}
-    firsts = [root for found in roots.values() for root in found[0]]
-    count = min((root.count for root in firsts if root.grads), default=0)
-    for root in firsts:
-        if not root.grads and count:  # where nothing is trained, no update tells that a step has ended
+    roots = {rank: [[*map(Step.from_file, step["roots"])] for step in saved[:steps]] for rank, saved in files.items()}
+    first_roots = [root for saved in roots.values() for root in saved[0]]
+    count = min((root.count for root in first_roots if root.grads), default=0)
+    for root in first_roots:
+        if not root.grads and count:  # without training, no update ends a step
             root.count = count
-            root.values = {place: value for place, value in root.values.items() if place.microbatch < count}
+            root.values = {key: value for key, value in root.values.items() if key.microbatch < count}
     parts = [
-        Part(rank, index, [step[index] for step in found])
-        for rank, found in sorted(roots.items())
-        for index, root in enumerate(found[0])
-        if root.count and all(index < len(step) for step in found)
+        Part(rank, index, [step[index] for step in saved])
+        for rank, saved in sorted(roots.items())
+        for index, root in enumerate(saved[0])
+        if root.count and all(index < len(step) for step in saved)
     ]
-    return Noted(parts, steps, files)
+    return RecordedJob(parts, steps, files)
 
 
-def _is_whole(step: Mapping[str, Any], failure: str) -> bool:
-    """Whether a step ended: with an update, or, of a job that trains one step without one, with the job."""
+def _is_complete(step: Mapping[str, Any], failure: str) -> bool:
+    """Whether a step ended: with an update, or with a job that trains one step without an update."""
     return bool(step["is_complete"] or (not failure and step["step"] == 0))
 
 
 def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
-    """Find the unsplit model's names. Raise ArgumentError: it has no such weights, or in another dtype."""
+    """Find the unsplit model's names. Raise ArgumentError if it has no such weights, or in another dtype."""
     reference: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     reference |= dict(model.named_buffers(remove_duplicate=False))
     classes = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
-    held = [(part, name, value) for part in parts for name, value in part.steps[0].before.items()]
-    named = _by_name(held, reference)
-    there = {id(reference[name]) for part in parts for name in part.tensors} if named else set()
-    is_whole = {id(parameter) for parameter in model.parameters()} <= there  # without a layer those behind it move up
-    if not is_whole or _are_exchanged(held, reference):
-        named = _by_value(held, reference, classes) or _by_name(held, reference) or _by_order(held, reference)
+    items = [(part, name, value) for part in parts for name, value in part.steps[0].before.items()]
+    named = _map_names(items, reference)
+    ids = {id(reference[name]) for part in parts for name in part.tensors} if named else set()
+    complete = {id(parameter) for parameter in model.parameters()} <= ids  # without a layer those behind it move up
+    if not complete or _are_exchanged(items, reference):
+        named = _map_values(items, reference, classes) or _map_names(items, reference) or _map_order(items, reference)
     if not named:
         raise ArgumentError(
             "most of the pipeline's weights are not the unsplit model's, by name, shape or value; return the model "
             "that the script splits, or pass names= to penstock.verification.blame.capture"
         )
-    for part, name, value in held:
-        if name in part.tensors and (other := reference[part.tensors[name]]).dtype != value.dtype:
-            both = f"{name!r} is {value.dtype} in the pipeline, and {other.dtype} in the unsplit model"
-            raise ArgumentError(f"{both}; let TARGET return model.to({value.dtype}), as the script trains it")
+    for part, name, value in items:
+        if name in part.tensors and (expected := reference[part.tensors[name]]).dtype != value.dtype:
+            dtypes = f"{name!r} is {value.dtype} in the pipeline, and {expected.dtype} in the unsplit model"
+            raise ArgumentError(f"{dtypes}; let TARGET return model.to({value.dtype}), as the script trains it")
     for part in parts:
-        pairs, owners = _prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
+        pairs, owners = _match_prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
         for name, kind in part.steps[0].modules.items():
-            given = _given(part.steps[0].names, name)
-            found = _through(pairs, name) if given is None else given
-            if found is None or found not in classes:
+            stated = _stated_name(part.steps[0].names, name)
+            ref = _map_by_prefix(pairs, name) if stated is None else stated
+            if ref is None or ref not in classes:
                 continue
-            inside = {other for other in reference if f".{other}".startswith(f".{found}." if found else ".")}
-            is_whole = kind in (classes[found], *_TRACED) and inside <= {*part.tensors.values()}
-            if name in owners or is_whole:
-                part.modules[name] = found
+            inside = {expected for expected in reference if f".{expected}".startswith(f".{ref}." if ref else ".")}
+            complete = kind in (classes[ref], *_TRACED) and inside <= {*part.tensors.values()}
+            if name in owners or complete:
+                part.modules[name] = ref
 
 
-def _are_exchanged(held: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
+def _are_exchanged(entries: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
     """Whether a tensor has the values that the unsplit model has under another name, and not under this one."""
-    known = {digest(tensor) for tensor in reference.values()}
-    named = [(digest(value), digest(reference[part.tensors[name]])) for part, name, value in held]
-    return any(mine != own and mine in known for mine, own in named)
+    reference_digests = {digest(tensor) for tensor in reference.values()}
+    digests = [(digest(value), digest(reference[part.tensors[name]])) for part, name, value in entries]
+    return any(local != expected and local in reference_digests for local, expected in digests)
 
 
-def _by_name(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
-    """Whether names are the unsplit model's own, and each is held once."""
-    seen: dict[int, tuple[Part, str]] = {}
-    for part, name, value in held:
-        name = _given(part.steps[0].names, name) or name
-        other = reference.get(name)
-        if other is None or other.shape != value.shape:
+def _map_names(entries: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
+    """Take names as they are. Return whether the unsplit model has them, and each is held once."""
+    holders: dict[int, tuple[Part, str]] = {}
+    for part, name, value in entries:
+        name = _stated_name(part.steps[0].names, name) or name
+        tensor = reference.get(name)
+        if tensor is None or tensor.shape != value.shape:
             return False
-        first = seen.setdefault(id(other), (part, name))
-        if first[0] is not part and first[1] == name and isinstance(other, nn.Parameter):
+        holder = holders.setdefault(id(tensor), (part, name))
+        if holder[0] is not part and holder[1] == name and isinstance(tensor, nn.Parameter):
             return False
         part.tensors[name] = name
     return True
 
 
-def _by_value(
-    held: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor], classes: Mapping[str, str]
+def _map_values(
+    entries: Sequence[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor], classes: Mapping[str, str]
 ) -> bool:
-    """Whether most tensors were found by their values."""
-    known: dict[str, list[str]] = defaultdict(list)
+    """Match tensors by their values. Return whether most were found."""
+    names_by_digest: dict[str, list[str]] = defaultdict(list)
     for name, tensor in reference.items():
-        known[digest(tensor)].append(name)
-    options, used = list[tuple[bool, Part, str, list[str]]](), set[str]()
-    for part, name, value in held:
+        names_by_digest[digest(tensor)].append(name)
+    candidates, used = list[tuple[bool, Part, str, list[str]]](), set[str]()
+    for part, name, value in entries:
         part.tensors.pop(name, None)
-        names, kind = known.get(digest(value), []), part.steps[0].modules[name.rpartition(".")[0]]
+        names, kind = names_by_digest.get(digest(value), []), part.steps[0].modules[name.rpartition(".")[0]]
         names = [n for n in names if classes[n.rpartition(".")[0]] == kind] or names
-        options.append((len({id(reference[n]) for n in names}) != 1, part, name, names))
-    for is_open, part, name, names in sorted(options, key=lambda one: one[0]):
-        near = _through(_prefixes(part), name) if is_open else None
-        left = next((n for n in names if n not in used or not is_open), None)
-        best = near if near in reference else name if name in names else left
-        if best is not None and (best in names or not names):
-            part.tensors[name] = best
-            used.add(best)
+        candidates.append((len({id(reference[n]) for n in names}) != 1, part, name, names))
+    for is_open, part, name, names in sorted(candidates, key=lambda candidate: candidate[0]):
+        neighbor = _map_by_prefix(_match_prefixes(part), name) if is_open else None
+        unused = next((n for n in names if n not in used or not is_open), None)
+        match = neighbor if neighbor in reference else name if name in names else unused
+        if match is not None and (match in names or not names):
+            part.tensors[name] = match
+            used.add(match)
     unique, several = (
-        sum(is_open is which and bool(names) for is_open, *_, names in options) for which in (False, True)
+        sum(is_open is flag and bool(names) for is_open, *_, names in candidates) for flag in (False, True)
     )
-    return unique * 2 >= len(held) - several
+    return unique * 2 >= len(entries) - several
 
 
-def _by_order(held: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
-    """Whether the order of shapes and last names tells most, as where layers are called one by one, and drawn anew."""
-    mine = sorted(held, key=lambda one: (one[0].steps[0].stage or 0, one[0].rank, one[0].index))
-    keys = [(name.rpartition(".")[2], value.shape) for _, name, value in mine]
-    others, names = [(name.rpartition(".")[2], tensor.shape) for name, tensor in reference.items()], [*reference]
-    blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+def _map_order(entries: Iterable[tuple[Part, str, Tensor]], reference: Mapping[str, Tensor]) -> bool:
+    """Match tensors by the order of shapes and last names, as for new weights. Return whether most were found."""
+    ordered = sorted(entries, key=lambda entry: (entry[0].steps[0].stage or 0, entry[0].rank, entry[0].index))
+    keys = [(name.rpartition(".")[2], value.shape) for _, name, value in ordered]
+    ref_keys, names = ([(name.rpartition(".")[2], tensor.shape) for name, tensor in reference.items()], [*reference])
+    blocks = SequenceMatcher(None, keys, ref_keys, autojunk=False).get_matching_blocks()
     pairs = {block.a + i: names[block.b + i] for block in blocks for i in range(block.size)}
-    for number, (part, name, _) in enumerate(mine):
+    for number, (part, name, _) in enumerate(ordered):
         part.tensors.pop(name, None)
         part.tensors |= {name: pairs[number]} if number in pairs else {}
-    return len(pairs) * 2 >= len(mine)
+    return len(pairs) * 2 >= len(ordered)
 
 
-def _prefixes(part: Part) -> dict[str, str]:
-    """Modules' names in the unsplit model, from those of their tensors, and of modules around them."""
+def _match_prefixes(part: Part) -> dict[str, str]:
+    """Return the names of modules in the unsplit model, from those of their tensors and of enclosing modules."""
     pairs: dict[str, str] = {}
-    for name, other in part.tensors.items():
-        mine, theirs = name.rpartition("."), other.rpartition(".")
-        while mine[2] == theirs[2] and mine[0] not in pairs:
-            pairs[mine[0]] = theirs[0]
-            mine, theirs = mine[0].rpartition("."), theirs[0].rpartition(".")
+    for name, reference_name in part.tensors.items():
+        local, reference = name.rpartition("."), reference_name.rpartition(".")
+        while local[2] == reference[2] and local[0] not in pairs:
+            pairs[local[0]] = reference[0]
+            local, reference = local[0].rpartition("."), reference[0].rpartition(".")
     return pairs
 
 
-def _through(pairs: Mapping[str, str], name: str) -> str | None:
-    """Return a name below the longest module that is known."""
+def _map_by_prefix(pairs: Mapping[str, str], name: str) -> str | None:
+    """Return the unsplit model's name of a module, below the nearest enclosing module that is known."""
     if name in pairs:
         return pairs[name]
-    above, _, last = name.rpartition(".")
-    if not name or (above not in pairs and not above):
+    parent, _, last = name.rpartition(".")
+    if not name or (parent not in pairs and not parent):
         return None
-    found = _through(pairs, above)
-    return None if found is None else f"{found}.{last}".strip(".")
+    mapped = _map_by_prefix(pairs, parent)
+    return None if mapped is None else f"{mapped}.{last}".strip(".")
 
 
-def _given(names: Mapping[str, str], name: str) -> str | None:
-    at = max((prefix for prefix in names if f"{name}.".startswith(f"{prefix}.")), key=len, default=None)
-    return None if at is None else names[at] + name[len(at) :]
+def _stated_name(names: Mapping[str, str], name: str) -> str | None:
+    longest = max((prefix for prefix in names if f"{name}.".startswith(f"{prefix}.")), key=len, default=None)
+    return None if longest is None else names[longest] + name[len(longest) :]
 
 
 def digest(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous()
-    content = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return f"{plain.dtype}{tuple(plain.shape)}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"
+    contiguous = tensor.detach().cpu().contiguous()
+    content = contiguous.reshape(-1).view(torch.uint8).numpy().tobytes() if contiguous.numel() else b""
+    return f"{contiguous.dtype}{tuple(contiguous.shape)}{hashlib.sha1(content, usedforsecurity=False).hexdigest()}"

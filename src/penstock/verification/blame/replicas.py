@@ -1,4 +1,4 @@
-"""Data-parallel replicas of a pipeline as one pipeline, whose microbatches are those of all.
+"""Merges data-parallel replicas of a pipeline into one pipeline, which has the microbatches of all.
 
 Microbatches of the second replica are numbered on from the first's, and so on. What ranks of several replicas hold in
 common, gradients and weights after a step, has to be alike.
@@ -14,69 +14,69 @@ from typing import Any
 from torch import nn
 
 from penstock.verification.blame.finding import Finding
-from penstock.verification.blame.names import Noted, Part, digest
+from penstock.verification.blame.names import Part, RecordedJob, digest
 from penstock.verification.blame.watch import Step
 from penstock.verification.comparison import compare
 
 _AFTER = "weights after the step differ, as if their optimizers had other options or states"
 
 
-def merged(noted: Noted, model: nn.Module) -> tuple[Noted, Finding | None]:
+def merge_replicas(job: RecordedJob, model: nn.Module) -> tuple[RecordedJob, Finding | None]:
     """Merge all replicas of each part into one, if there are any; also return whether they begin with other weights.
 
     Stages that were all drawn from one seed look like replicas, but their parameters are not too many for one model.
     """
-    count = sum(value.numel() for part in noted.parts for value in part.parameters.values())
+    count = sum(value.numel() for part in job.parts for value in part.parameters.values())
     replicas = count // max(1, sum(p.numel() for p in model.parameters() if p.requires_grad))
     if replicas < 2:
-        return noted, None
-    ranks = {rank: [part for part in noted.parts if part.rank == rank] for rank in sorted(noted.files)}
+        return job, None
+    ranks = {rank: [part for part in job.parts if part.rank == rank] for rank in sorted(job.files)}
     alike: dict[Any, list[list[Part]]] = defaultdict(list)
-    for own in ranks.values():
-        alike[tuple((p.steps[0].stage, *map(digest, p.parameters.values())) for p in own)].append(own)
+    for rank_parts in ranks.values():
+        alike[tuple((p.steps[0].stage, *map(digest, p.parameters.values())) for p in rank_parts)].append(rank_parts)
     if {*map(len, alike.values())} == {replicas}:
-        parts = [_joined(same) for groups in alike.values() for same in zip(*groups, strict=True)]
-        return Noted(parts, noted.steps, {part.rank: noted.files[part.rank] for part in parts}), None
+        parts = [_merge_parts(group) for groups in alike.values() for group in zip(*groups, strict=True)]
+        return RecordedJob(parts, job.steps, {part.rank: job.files[part.rank] for part in parts}), None
     shapes: dict[Any, list[int]] = defaultdict(list)
-    for rank, own in ranks.items():
-        shapes[tuple((name, value.shape) for p in own for name, value in p.parameters.items())].append(rank)
-    if any(len(same) % replicas for same in shapes.values()):
-        return noted, None
+    for rank, rank_parts in ranks.items():
+        shapes[tuple((name, value.shape) for p in rank_parts for name, value in p.parameters.items())].append(rank)
+    if any(len(group) % replicas for group in shapes.values()):
+        return job, None
     text = f"ranks hold {replicas} replicas of the model, but these begin with different weights"
-    return noted, Finding("replicas", text, "0F", rank=max(shapes.values(), key=len)[-1])
+    return job, Finding("replicas", text, "0F", rank=max(shapes.values(), key=len)[-1])
 
 
-def apart(part: Part, step: int) -> Finding | None:
-    """Find what ranks of several replicas should have in common, and have not."""
+def compare_replicas(part: Part, step: int) -> Finding | None:
+    """Find values that ranks of several replicas should have in common, but do not."""
     first = part.steps[step]
-    for other, own in ((other, other.steps[step]) for other in part.replicas):
-        for mine, theirs, text, action in (
-            (first.grads, own.grads, "gradients differ, as if they were not averaged over replicas", "gradients"),
-            (first.after, own.after, _AFTER, "update"),
+    for replica, second in ((replica, replica.steps[step]) for replica in part.replicas):
+        for first_values, replica_values, text, action in (
+            (first.grads, second.grads, "gradients differ, as if they were not averaged over replicas", "gradients"),
+            (first.after, second.after, _AFTER, "update"),
         ):
-            for name in (name for name in part.parameters if name in mine and name in theirs):
-                row = compare("gradient", name, (), theirs[name], mine[name], exact=False)
+            for name in (name for name in part.parameters if name in first_values and name in replica_values):
+                row = compare("gradient", name, (), replica_values[name], first_values[name], exact=False)
                 if not row.ok:
-                    who = f"ranks {part.rank} and {other.rank} hold replicas of {part.tensors.get(name, name)!r}"
-                    return part.found("replicas", f"{who}, but their {text}", action, row)
+                    subject = f"ranks {part.rank} and {replica.rank} hold replicas of {part.tensors.get(name, name)!r}"
+                    return part.make_finding("replicas", f"{subject}, but their {text}", action, row)
     return None
 
 
-def _joined(parts: Sequence[Part]) -> Part:
-    first, *others = parts
-    steps = [_step(own) for own in zip(*(part.steps for part in parts), strict=True)]
-    return Part(first.rank, first.index, steps, replicas=others)
+def _merge_parts(parts: Sequence[Part]) -> Part:
+    first, *replicas = parts
+    steps = [_merge_steps(records) for records in zip(*(part.steps for part in parts), strict=True)]
+    return Part(first.rank, first.index, steps, replicas=replicas)
 
 
-def _step(steps: Sequence[Step]) -> Step:
+def _merge_steps(steps: Sequence[Step]) -> Step:
     """Merge one step of all replicas. Batch norm's statistics are each replica's own, so are left out."""
-    first, count = steps[0], 0
-    found = replace(first, values={}, random={}, overwritten=[])
-    for own in steps:
-        found.values |= {p._replace(microbatch=p.microbatch + count): value for p, value in own.values.items()}
-        found.random |= {(name, call, k + count): state for (name, call, k), state in own.random.items()}
-        found.overwritten += [k + count for k in own.overwritten]
-        count += own.count
-    fixed = {name for name, value in first.before.items() if value.equal(first.after[name])}
-    after = {name: value for name, value in first.after.items() if name in first.trained or name in fixed}
-    return replace(found, count=count, after=after)
+    first, offset = steps[0], 0
+    merged = replace(first, values={}, random={}, overwritten=[])
+    for record in steps:
+        merged.values |= {p._replace(microbatch=p.microbatch + offset): value for p, value in record.values.items()}
+        merged.random |= {(name, call, k + offset): state for (name, call, k), state in record.random.items()}
+        merged.overwritten += [k + offset for k in record.overwritten]
+        offset += record.count
+    unchanged = {name for name, value in first.before.items() if value.equal(first.after[name])}
+    after = {name: value for name, value in first.after.items() if name in first.trained or name in unchanged}
+    return replace(merged, count=offset, after=after)

@@ -18,7 +18,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from penstock._base.errors import ArgumentError
-from penstock._base.words import did_you_mean
+from penstock._base.formatting import did_you_mean
 from penstock.network.fabric.algorithms import generators as make
 from penstock.network.fabric.steps import IN_PARTS, PIECES, Collective, StepList, Terms
 
@@ -40,16 +40,16 @@ def _log(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _around(n: int) -> Terms:
+def _one_pass(n: int) -> Terms:
     """Return the terms of rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
     return Terms(n - 1, (n - 1) / n)
 
 
-def _twice_around(n: int) -> Terms:
+def _two_passes(n: int) -> Terms:
     return Terms(2 * (n - 1), 2 * (n - 1) / n)
 
 
-def _at_once(n: int) -> Terms:
+def _single_round(n: int) -> Terms:
     return Terms(1, (n - 1) / n)
 
 
@@ -93,11 +93,11 @@ def _tree(n: int) -> Terms:
     height, k = n.bit_length() - 1, PIECES
     changes = np.zeros((2, 2 * height + k, n), int)  # in what each port sends and receives, by round
     for tree in make.double_tree(n):
-        below, parent, depth = np.array([*make.edges(tree)]).T
-        for first, source, target in ((height - depth, below, parent), (height + depth - 1, parent, below)):
+        child, parent, depth = np.array([*make.edges(tree)]).T
+        for start, source, target in ((height - depth, child, parent), (height + depth - 1, parent, child)):
             for side, port in enumerate((source, target)):
-                np.add.at(changes[side], (first, port), 1)
-                np.add.at(changes[side], (first + k, port), -1)
+                np.add.at(changes[side], (start, port), 1)
+                np.add.at(changes[side], (start + k, port), -1)
     slots = changes.cumsum(1).max((0, 2)).sum()
     return Terms(2 * height + k - 1, int(slots) / (2 * k))
 
@@ -126,27 +126,27 @@ def _send(_: int) -> Terms:
 
 _ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]] = {
     "all_reduce": {
-        "ring": (make.all_reduce_ring, _twice_around),
-        "ring2": (partial(make.all_reduce_ring, ways=2), _twice_around),
+        "ring": (make.all_reduce_ring, _two_passes),
+        "ring2": (partial(make.all_reduce_ring, directions=2), _two_passes),
         "halving-doubling": (make.all_reduce_halving_doubling, _halving_doubling),
         "recursive-doubling": (make.all_reduce_doubling, _doubling),
         "tree": (make.all_reduce_tree, _tree),
     },
     "all_gather": {
-        "ring": (make.all_gather_ring, _around),
-        "ring2": (partial(make.all_gather_ring, ways=2), _around),
+        "ring": (make.all_gather_ring, _one_pass),
+        "ring2": (partial(make.all_gather_ring, directions=2), _one_pass),
         "recursive-doubling": (make.all_gather_doubling, _halving),
         "bruck": (make.all_gather_bruck, _log_rounds),
     },
     "reduce_scatter": {
-        "ring": (make.reduce_scatter_ring, _around),
-        "ring2": (partial(make.reduce_scatter_ring, ways=2), _around),
+        "ring": (make.reduce_scatter_ring, _one_pass),
+        "ring2": (partial(make.reduce_scatter_ring, directions=2), _one_pass),
         "halving": (make.reduce_scatter_halving, _halving),
-        "pairwise": (make.reduce_scatter_pairwise, _around),
+        "pairwise": (make.reduce_scatter_pairwise, _one_pass),
     },
     "all_to_all": {
-        "pairwise": (make.all_to_all_pairwise, _around),
-        "direct": (make.all_to_all_direct, _at_once),
+        "pairwise": (make.all_to_all_pairwise, _one_pass),
+        "direct": (make.all_to_all_direct, _single_round),
         "bruck": (make.all_to_all_bruck, _all_to_all_bruck),
     },
     "broadcast": {
@@ -155,53 +155,53 @@ _ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]]
         "chain": (make.broadcast_chain, _chain),
     },
     "reduce": {"binomial": (make.reduce_binomial, _binomial), "chain": (make.reduce_chain, _chain)},
-    "gather": {"direct": (make.gather_direct, _at_once), "binomial": (make.gather_binomial, _log_rounds)},
-    "scatter": {"direct": (make.scatter_direct, _at_once), "binomial": (make.scatter_binomial, _log_rounds)},
+    "gather": {"direct": (make.gather_direct, _single_round), "binomial": (make.gather_binomial, _log_rounds)},
+    "scatter": {"direct": (make.scatter_direct, _single_round), "binomial": (make.scatter_binomial, _log_rounds)},
     "sendrecv": {"direct": (make.sendrecv, _send)},
     "send": {"direct": (make.send, _send)},
 }
-"""What makes the steps of each algorithm, and its cost; a collective's default comes first."""
+"""The generator of each algorithm's steps, and its cost; a collective's default comes first."""
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
     """Return the names of the algorithms for a collective, the default first. Raise ArgumentError: the collective is
     unknown."""
     if collective not in _ALGORITHMS:
-        known = get_args(Collective)
-        raise ArgumentError(f"{collective!r} is not a collective: {_nearest(collective, known)}")
+        names = get_args(Collective)
+        raise ArgumentError(f"{collective!r} is not a collective: {_nearest(collective, names)}")
     return tuple(_ALGORITHMS[collective])
 
 
 def or_default(collective: str, algorithm: str) -> str:
     """Return an algorithm, or a collective's default if it does not have this one."""
-    known = algorithms(collective)
-    return algorithm if algorithm in known else known[0]
+    names = algorithms(collective)
+    return algorithm if algorithm in names else names[0]
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
     """Generate the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
     Raises ArgumentError: there is no such algorithm, or there are fewer than 2 ranks."""
-    made = _found(collective, algorithm, ranks)[0](ranks, **options)
-    return StepList(cast("Collective", collective), algorithm, ranks, *made._replace(slots=made.slots or made.chunks))
+    raw = _look_up(collective, algorithm, ranks)[0](ranks, **options)
+    return StepList(cast("Collective", collective), algorithm, ranks, *raw._replace(slots=raw.slots or raw.chunks))
 
 
 @lru_cache(maxsize=4096)
 def closed_form(collective: str, algorithm: str, ranks: int) -> Terms:
     """Return the cost of an algorithm among two or more ranks. Raise ArgumentError as `generate` does."""
-    return _found(collective, algorithm, ranks)[1](ranks)
+    return _look_up(collective, algorithm, ranks)[1](ranks)
 
 
-def _found(collective: str, algorithm: str, ranks: int) -> tuple[Callable[..., make.Steps], Cost]:
-    known = algorithms(collective)
-    if algorithm not in known:
-        raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, known)}")
+def _look_up(collective: str, algorithm: str, ranks: int) -> tuple[Callable[..., make.Steps], Cost]:
+    names = algorithms(collective)
+    if algorithm not in names:
+        raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, names)}")
     if ranks < 2:
         raise ArgumentError(f"{collective} among {ranks} ranks: pass 2 or more")
     return _ALGORITHMS[collective][algorithm]  # type: ignore[index]  # `algorithms` has checked it
 
 
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    return f"{did_you_mean(name.lower(), known, 0.5)}expected one of {', '.join(known)}"
+def _nearest(name: str, names: tuple[str, ...]) -> str:
+    return f"{did_you_mean(name.lower(), names, 0.5)}expected one of {', '.join(names)}"
 
 
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
@@ -210,7 +210,7 @@ def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> flo
     For an uneven all_to_all (see `Transfer`) it is the busiest port's factor, just as for an even one.
     """
     if shares:
-        return max(max(sum(shares) - one, (ranks - 1) * one) for one in shares) / sum(shares)
+        return max(max(sum(shares) - share, (ranks - 1) * share) for share in shares) / sum(shares)
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if collective in IN_PARTS else 1.0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from penstock.network.fabric.steps import PIECES, Move, Rounds, joined, mirrored
+from penstock.network.fabric.steps import PIECES, Move, Rounds, merge_contiguous, mirror
 
 
 class Steps(NamedTuple):
@@ -27,7 +27,7 @@ class Steps(NamedTuple):
 
 
 def _at_distance(ranks: int, distance: int) -> list[tuple[int, int]]:
-    """Each rank, and the one so many places after it."""
+    """Pair each rank with the one at this distance after it."""
     return [(rank, (rank + distance) % ranks) for rank in range(ranks)]
 
 
@@ -79,8 +79,8 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> Steps:
 
 def reduce_scatter_pairwise(ranks: int) -> Steps:
     """Send each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
-    pairs = (_at_distance(ranks, distance) for distance in range(1, ranks))
-    return Steps(ranks, tuple(tuple(Move(rank, to, to, 1, to, adds=True) for rank, to in each) for each in pairs))
+    rounds = (_at_distance(ranks, distance) for distance in range(1, ranks))
+    return Steps(ranks, tuple(tuple(Move(rank, to, to, 1, to, adds=True) for rank, to in pairs) for pairs in rounds))
 
 
 # -- Bruck's: ceil(log2 n) rounds for any n; in round k, ranks at distance 2^k exchange data ---------------------------
@@ -94,9 +94,9 @@ def all_gather_bruck(ranks: int) -> Steps:
     """Rank r holds the parts r, r+1, ... r+2^k-1 and sends them to r-2^k: (n-1)/n of the size."""
     rounds, distance = [], 1
     while distance < ranks:
-        held = min(distance, ranks - distance)  # the last round sends only what is still missing
-        slots = [(rank, (rank + ahead) % ranks) for rank in range(ranks) for ahead in range(held)]
-        rounds.append(joined(Move(rank, (rank - distance) % ranks, slot, 1, slot) for rank, slot in slots))
+        count = min(distance, ranks - distance)  # the last round sends only what is still missing
+        slots = [(rank, (rank + ahead) % ranks) for rank in range(ranks) for ahead in range(count)]
+        rounds.append(merge_contiguous(Move(rank, (rank - distance) % ranks, slot, 1, slot) for rank, slot in slots))
         distance *= 2
     return Steps(ranks, tuple(rounds))
 
@@ -117,7 +117,7 @@ def all_to_all_bruck(ranks: int) -> Steps:
                 moves.append(
                     Move(rank, target, first, 1, output + (target - ahead) % ranks if arrives else waiting + ahead)
                 )
-        rounds.append(joined(moves))
+        rounds.append(merge_contiguous(moves))
         distance *= 2
     return Steps(ranks, tuple(rounds), 3 * ranks, output)
 
@@ -130,39 +130,39 @@ def all_to_all_bruck(ranks: int) -> Steps:
 # between neighbors, as on a torus, carry half as much.
 
 
-def all_reduce_ring(ranks: int, ways: int = 1) -> Steps:
+def all_reduce_ring(ranks: int, directions: int = 1) -> Steps:
     """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the size."""
-    return Steps(ways * ranks, _reduced(ranks, ways) + _gathered(ranks, ways))
+    return Steps(directions * ranks, _reduce_rounds(ranks, directions) + _gather_rounds(ranks, directions))
 
 
-def reduce_scatter_ring(ranks: int, ways: int = 1) -> Steps:
+def reduce_scatter_ring(ranks: int, directions: int = 1) -> Steps:
     """Go around the ring once: n-1 rounds, (n-1)/n of the size."""
-    return Steps(ways * ranks, _reduced(ranks, ways))
+    return Steps(directions * ranks, _reduce_rounds(ranks, directions))
 
 
-def all_gather_ring(ranks: int, ways: int = 1) -> Steps:
+def all_gather_ring(ranks: int, directions: int = 1) -> Steps:
     """Go around the ring once: n-1 rounds, (n-1)/n of the size."""
-    return Steps(ways * ranks, _gathered(ranks, ways))
+    return Steps(directions * ranks, _gather_rounds(ranks, directions))
 
 
-def _reduced(ranks: int, ways: int) -> Rounds:
+def _reduce_rounds(ranks: int, directions: int) -> Rounds:
     """Part p starts at the rank after p and ends at p; with two ways, its second half starts on the other side."""
-    return tuple(_shift(ranks, ways, 1 + number, adds=True) for number in range(ranks - 1))
+    return tuple(_shift(ranks, directions, 1 + number, adds=True) for number in range(ranks - 1))
 
 
-def _gathered(ranks: int, ways: int = 1) -> Rounds:
+def _gather_rounds(ranks: int, directions: int = 1) -> Rounds:
     """Part p starts at rank p and reaches all others."""
-    return tuple(_shift(ranks, ways, number, adds=False) for number in range(ranks - 1))
+    return tuple(_shift(ranks, directions, number, adds=False) for number in range(ranks - 1))
 
 
-def _shift(ranks: int, ways: int, behind: int, adds: bool) -> tuple[Move, ...]:
-    """Pass on, at each rank, the part of the rank `behind` places before it in the ring's direction."""
+def _shift(ranks: int, directions: int, offset: int, adds: bool) -> tuple[Move, ...]:
+    """Pass on, at each rank, the part of the rank `offset` positions before it in the ring's direction."""
     moves = []
-    for way, step in enumerate((1, -1)[:ways]):
+    for direction, step in enumerate((1, -1)[:directions]):
         for rank, target in _at_distance(ranks, step):
-            slot = (rank - step * behind) % ranks * ways + way
+            slot = (rank - step * offset) % ranks * directions + direction
             moves.append(Move(rank, target, slot, 1, slot, adds))
-    return joined(moves)
+    return merge_contiguous(moves)
 
 
 # -- from the root to all, or from all to the root ---------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _shift(ranks: int, ways: int, behind: int, adds: bool) -> tuple[Move, ...]:
 
 def broadcast_binomial(ranks: int) -> Steps:
     """Pass the data on at every rank that has them: ceil(log2 n) rounds of the whole size each."""
-    return Steps(1, tuple(tuple(replace(one, first=0, count=1, into=0) for one in moves) for moves in _spread(ranks)))
+    return Steps(1, tuple(tuple(replace(move, first=0, count=1, into=0) for move in moves) for moves in _spread(ranks)))
 
 
 def broadcast_scattered(ranks: int) -> Steps:
@@ -179,7 +179,7 @@ def broadcast_scattered(ranks: int) -> Steps:
     (Barnett, Shuler, Gupta, Payne, van de Geijn and Watts, "Building a high-performance collective communication
     library", 1994.)
     """
-    return Steps(ranks, _spread(ranks) + _gathered(ranks))
+    return Steps(ranks, _spread(ranks) + _gather_rounds(ranks))
 
 
 def broadcast_chain(ranks: int) -> Steps:
@@ -193,13 +193,13 @@ def broadcast_chain(ranks: int) -> Steps:
 
 def reduce_binomial(ranks: int) -> Steps:
     """Reverse a binomial broadcast, adding: ceil(log2 n) rounds of the whole size each."""
-    return Steps(1, mirrored(broadcast_binomial(ranks).rounds, adds=True))
+    return Steps(1, mirror(broadcast_binomial(ranks).rounds, adds=True))
 
 
 def reduce_chain(ranks: int) -> Steps:
     """Send from the last rank to the root, piece by piece, each rank adding its own: n-2 + k rounds of 1/k of the
     size."""
-    return Steps(PIECES, mirrored(broadcast_chain(ranks).rounds, adds=True))
+    return Steps(PIECES, mirror(broadcast_chain(ranks).rounds, adds=True))
 
 
 def scatter_binomial(ranks: int) -> Steps:
@@ -209,7 +209,7 @@ def scatter_binomial(ranks: int) -> Steps:
 
 def gather_binomial(ranks: int) -> Steps:
     """Pass on what each rank has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
-    return Steps(ranks, mirrored(_spread(ranks)))
+    return Steps(ranks, mirror(_spread(ranks)))
 
 
 def _spread(ranks: int) -> Rounds:
@@ -235,13 +235,13 @@ class _Fold:
 
     def __init__(self, ranks: int) -> None:
         extra = ranks - (1 << (ranks.bit_length() - 1))
-        self.pairs = [(2 * place, 2 * place + 1) for place in range(extra)]
+        self.pairs = [(2 * index, 2 * index + 1) for index in range(extra)]
         self.core = (*(odd for _, odd in self.pairs), *range(2 * extra, ranks))
 
     def bounds(self) -> tuple[int, ...]:
         """Return where each core member's parts begin, and where the last ends; a member of a pair has two parts."""
         extra = len(self.pairs)
-        return tuple(2 * place if place < extra else place + extra for place in range(len(self.core) + 1))
+        return tuple(2 * index if index < extra else index + extra for index in range(len(self.core) + 1))
 
     def enter(self, chunks: int) -> Rounds:
         """Return the round that adds the data of the ranks outside the core to that of their partners."""
@@ -253,9 +253,9 @@ class _Fold:
 
 
 def _round(moves: Iterable[Move]) -> Rounds:
-    """One round; none if there is nothing to send."""
-    made = tuple(moves)
-    return (made,) if made else ()
+    """Build one round; none if there is nothing to send."""
+    messages = tuple(moves)
+    return (messages,) if messages else ()
 
 
 def all_reduce_halving_doubling(ranks: int) -> Steps:
@@ -265,8 +265,8 @@ def all_reduce_halving_doubling(ranks: int) -> Steps:
     """
     fold = _Fold(ranks)
     chunks = len(fold.core)
-    halved = _halved(fold.core, range(chunks + 1))
-    return Steps(chunks, fold.enter(chunks) + halved + mirrored(halved) + fold.leave(chunks))
+    halving = _halving_rounds(fold.core, range(chunks + 1))
+    return Steps(chunks, fold.enter(chunks) + halving + mirror(halving) + fold.leave(chunks))
 
 
 def all_reduce_doubling(ranks: int) -> Steps:
@@ -275,7 +275,7 @@ def all_reduce_doubling(ranks: int) -> Steps:
     fold = _Fold(ranks)
     rounds, distance = fold.enter(1), 1
     while distance < len(fold.core):
-        partners = [(rank, fold.core[place ^ distance]) for place, rank in enumerate(fold.core)]
+        partners = [(rank, fold.core[index ^ distance]) for index, rank in enumerate(fold.core)]
         rounds += (tuple(Move(rank, partner, 0, 1, 0, adds=True) for rank, partner in partners),)
         distance *= 2
     return Steps(1, rounds + fold.leave(1))
@@ -288,26 +288,26 @@ def reduce_scatter_halving(ranks: int) -> Steps:
     """
     fold = _Fold(ranks)
     last = _round(Move(core, out, out, 1, out) for out, core in fold.pairs)
-    return Steps(ranks, fold.enter(ranks) + _halved(fold.core, fold.bounds()) + last)
+    return Steps(ranks, fold.enter(ranks) + _halving_rounds(fold.core, fold.bounds()) + last)
 
 
 def all_gather_doubling(ranks: int) -> Steps:
     """Reverse the halving."""
     fold = _Fold(ranks)
     first = _round(Move(out, core, out, 1, out) for out, core in fold.pairs)
-    return Steps(ranks, first + mirrored(_halved(fold.core, fold.bounds())) + fold.leave(ranks))
+    return Steps(ranks, first + mirror(_halving_rounds(fold.core, fold.bounds())) + fold.leave(ranks))
 
 
-def _halved(core: Sequence[int], bounds: Sequence[int]) -> Rounds:
+def _halving_rounds(core: Sequence[int], bounds: Sequence[int]) -> Rounds:
     """Halve: each core member ends with the sums of its own parts, [bounds[place], bounds[place + 1])."""
     rounds, distance = [], len(core) // 2
     while distance:
         moves = []
-        for place, rank in enumerate(core):
-            other = place ^ distance
-            begin = other - other % distance  # the first member on the partner's side from now on
+        for index, rank in enumerate(core):
+            partner = index ^ distance
+            begin = partner - partner % distance  # the first member on the partner's side from now on
             first, count = bounds[begin], bounds[begin + distance] - bounds[begin]
-            moves.append(Move(rank, core[other], first, count, first, adds=True))
+            moves.append(Move(rank, core[partner], first, count, first, adds=True))
         rounds.append(tuple(moves))
         distance //= 2
     return tuple(rounds)
@@ -342,27 +342,27 @@ def all_reduce_tree(ranks: int) -> Steps:
 
 def double_tree(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return both trees: the parent of each rank; the root is its own parent."""
-    tree = tuple(_parent(place + 1, ranks) - 1 for place in range(ranks))
+    tree = tuple(_parent(index + 1, ranks) - 1 for index in range(ranks))
     if ranks % 2:
         return tree, tuple((tree[(rank - 1) % ranks] + 1) % ranks for rank in range(ranks))
     return tree, tuple(ranks - 1 - parent for parent in reversed(tree))
 
 
-def _parent(place: int, places: int) -> int:
-    """Return the parent in the in-order tree of 1..places, where a number's lowest set bit is its height.
+def _parent(number: int, count: int) -> int:
+    """Return the parent in the in-order tree of 1..count, where a number's lowest set bit is its height.
 
     All odd numbers are therefore leaves.
     """
-    bit = place & -place
-    above = (place ^ bit) | (bit << 1)
-    return above if above <= places else (place ^ bit) or place
+    bit = number & -number
+    above = (number ^ bit) | (bit << 1)
+    return above if above <= count else (number ^ bit) or number
 
 
 def edges(tree: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield each rank but the root, its parent, and its depth."""
     for rank, parent in enumerate(tree):
-        depth, above = 0, rank
-        while tree[above] != above:
-            above, depth = tree[above], depth + 1
+        depth, ancestor = 0, rank
+        while tree[ancestor] != ancestor:
+            ancestor, depth = tree[ancestor], depth + 1
         if depth:
             yield rank, parent, depth

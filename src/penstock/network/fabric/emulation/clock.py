@@ -30,34 +30,34 @@ class Offset:
 
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
     """Estimate this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
-    rank, clocks, found = dist.get_rank(), _clocks(group), Offset(0, 0)
+    rank, clocks, offset = dist.get_rank(), _clocks(group), Offset(0, 0)
     stamp = torch.zeros(1, dtype=torch.int64)
-    for other in range(1, len(clocks)):
-        if clocks[other] == clocks[0] != "":
+    for peer in range(1, len(clocks)):
+        if clocks[peer] == clocks[0] != "":
             continue  # both read the same clock
         if rank == 0:
-            for _ in range(host_clock.FEWEST):
-                dist.recv(stamp, other)
+            for _ in range(host_clock.INITIAL_EXCHANGES):
+                dist.recv(stamp, peer)
                 stamp[0] = host_clock.now_ns()
-                dist.send(stamp, other)
-        elif rank == other:
-            offset = host_clock.HostOffset(clocks[0])
-            while offset.wants_more:
-                asked = host_clock.now_ns()
+                dist.send(stamp, peer)
+        elif rank == peer:
+            estimator = host_clock.HostOffset(clocks[0])
+            while estimator.needs_more:
+                sent_ns = host_clock.now_ns()
                 dist.send(stamp, 0)
                 dist.recv(stamp, 0)
-                offset.note(asked, int(stamp[0]))
-            found = Offset(offset.nanoseconds, offset.error_ns + int(DRIFT * CLOCK_SECONDS * 1e9))
-    return found
+                estimator.add_exchange(sent_ns, int(stamp[0]))
+            offset = Offset(estimator.nanoseconds, estimator.error_ns + int(DRIFT * CLOCK_SECONDS * 1e9))
+    return offset
 
 
-def is_one(group: dist.ProcessGroup | None) -> bool:
+def is_shared(group: dist.ProcessGroup | None) -> bool:
     """Whether all ranks read the same clock. Collective."""
     clocks = set(_clocks(group))
     return len(clocks) == 1 and "" not in clocks
 
 
 def _clocks(group: dist.ProcessGroup | None) -> list[str]:
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, host_clock.clock_name(), group=group)
-    return found
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, host_clock.clock_name(), group=group)
+    return names

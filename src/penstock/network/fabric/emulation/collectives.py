@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.emulation import payload
-from penstock.network.fabric.emulation.joining import wait_for
 from penstock.network.fabric.emulation.payload import Participant
-from penstock.network.fabric.steps import IN_PLACE, Collective, Move, RankRound, StepList, moves_of
+from penstock.network.fabric.emulation.rendezvous import wait_for
+from penstock.network.fabric.steps import IN_PLACE, Collective, Move, RankRound, StepList, rank_rounds
 from penstock.network.fabric.workload import Op
 
 # -- messages between two hosts ----------------------------------------------------------------------------------------
@@ -83,94 +83,94 @@ class _Round(NamedTuple):
 class Stepwise:
     """Executes a step list. Everything between the same two ranks in one round goes in one message."""
 
-    def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
-        self.place, self._steps, self._wire, self._rank = place, steps, wire, place.rank
-        self._op: Op = place.op
-        slot = -(-place.elements // steps.chunks)
+    def __init__(self, participant: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
+        self.participant, self._steps, self._wire, self._rank = participant, steps, wire, participant.rank
+        self._op: Op = participant.op
+        slot = -(-participant.elements // steps.chunks)
         self.elements = slot * steps.chunks
-        self._memory = torch.empty(slot * steps.slots, dtype=place.dtype, device=device)
-        self._given = place.given(self.elements).to(device)
+        self._memory = torch.empty(slot * steps.slots, dtype=participant.dtype, device=device)
+        self._initial = participant.initial_buffer(self.elements).to(device)
         self._slot = slot
         self._rounds: list[_Round] = []
         touched: set[int] = set()
-        for one in moves_of(steps, place.rank):
-            sent = {slot for move in one.sends for slot in range(move.first, move.first + move.count)}
-            self._rounds.append(self._round(one, sent | touched))
-            touched = sent | {slot for move in one.receives for slot in range(move.into, move.into + move.count)}
+        for rank_round in rank_rounds(steps, participant.rank):
+            sent = {slot for move in rank_round.sends for slot in range(move.first, move.first + move.count)}
+            self._rounds.append(self._round(rank_round, sent | touched))
+            touched = sent | {slot for move in rank_round.receives for slot in range(move.into, move.into + move.count)}
         self._stamps: list[Stamp] = []
 
-    def _round(self, one: RankRound, busy: Set[int]) -> _Round:
+    def _round(self, rank_round: RankRound, busy: Set[int]) -> _Round:
         """Return the messages of a round, one per peer, and the copies to make before sending and after receiving.
 
         Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
-        made, members = _Round(one.number, [], [], [], []), self.place.members
-        for peer in dict.fromkeys(move.target for move in one.sends):
-            moves = [move for move in one.sends if move.target == peer]
+        result, members = _Round(rank_round.number, [], [], [], []), self.participant.members
+        for peer in dict.fromkeys(move.target for move in rank_round.sends):
+            moves = [move for move in rank_round.sends if move.target == peer]
             buffer = self._slots(moves[0].first, moves[0].count)
             if len(moves) > 1:
-                buffer, pieces = self._packed(moves)
-                made.before.extend(_Copy(piece, self._slots(m.first, m.count), False) for m, piece in pieces)
-            made.leaving.append(Message(buffer, members[peer]))
-        for peer in dict.fromkeys(move.source for move in one.receives):
-            move, *more = moves = [move for move in one.receives if move.source == peer]
+                buffer, pieces = self._pack(moves)
+                result.before.extend(_Copy(piece, self._slots(m.first, m.count), False) for m, piece in pieces)
+            result.leaving.append(Message(buffer, members[peer]))
+        for peer in dict.fromkeys(move.source for move in rank_round.receives):
+            move, *remaining = moves = [move for move in rank_round.receives if move.source == peer]
             buffer = self._slots(move.into, move.count)
-            if more or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
-                buffer, pieces = self._packed(moves)
-                made.after.extend(_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in pieces)
-            made.arriving.append(Message(buffer, members[peer]))
-        return made
+            if remaining or move.adds or not busy.isdisjoint(range(move.into, move.into + move.count)):
+                buffer, pieces = self._pack(moves)
+                result.after.extend(_Copy(self._slots(m.into, m.count), piece, m.adds) for m, piece in pieces)
+            result.arriving.append(Message(buffer, members[peer]))
+        return result
 
     def _slots(self, first: int, count: int) -> Tensor:
         return self._memory[first * self._slot : (first + count) * self._slot]
 
-    def _packed(self, moves: Sequence[Move]) -> tuple[Tensor, Iterator[tuple[Move, Tensor]]]:
+    def _pack(self, moves: Sequence[Move]) -> tuple[Tensor, Iterator[tuple[Move, Tensor]]]:
         """Return a buffer for all moves, and each one's piece of it."""
         sizes = [move.count * self._slot for move in moves]
         packed = self._memory.new_empty(sum(sizes))
         return packed, zip(moves, torch.split(packed, sizes), strict=True)
 
     def reset(self) -> None:
-        self._memory[: len(self._given)].copy_(self._given)
+        self._memory[: len(self._initial)].copy_(self._initial)
         if self._steps.collective == "all_to_all":  # a rank's part for itself never crosses the network
-            own = self._given[self.place.part(self.elements)]
-            self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
+            own_part = self._initial[self.participant.part(self.elements)]
+            self._output()[self._rank * len(own_part) : (self._rank + 1) * len(own_part)].copy_(own_part)
 
     def run(self) -> None:
         self._stamps = stamps = []
         if self._rounds:
             self._wire.expect(self._rounds[0].arriving)
-        for one, following in zip_longest(self._rounds, self._rounds[1:]):
+        for current, following in zip_longest(self._rounds, self._rounds[1:]):
             start = time.monotonic_ns()
             if following is not None:  # gloo sends at once if the receive is already posted
                 self._wire.expect(following.arriving)
-            for copy in one.before:
+            for copy in current.before:
                 copy.target.copy_(copy.source)
-            self._wire.exchange(one.leaving, one.arriving)
-            for copy in one.after:
+            self._wire.exchange(current.leaving, current.arriving)
+            for copy in current.after:
                 if copy.adds:
                     payload.reduce_into(copy.target, copy.source, self._op)
                 else:
                     copy.target.copy_(copy.source)
-            stamps.append((one.number, start, time.monotonic_ns()))
+            stamps.append((current.number, start, time.monotonic_ns()))
         if self._op == "avg":
             self._output().div_(self._steps.ranks)
 
     def result(self) -> Tensor | None:
-        if not self.place.has_result:
+        if not self.participant.has_result:
             return None
-        whole = self._output()
-        return whole[self.place.part(self.elements)] if self.place.collective in _PARTS else whole
+        output = self._output()
+        return output[self.participant.part(self.elements)] if self.participant.collective in _PARTS else output
 
     def stamps(self) -> Sequence[Stamp]:
         return self._stamps
 
     def _output(self) -> Tensor:
         first = len(self._memory) // self._steps.slots * self._steps.output
-        got = self.elements
+        count = self.elements
         if self._steps.shares:
-            got = self._steps.ranks * self._slot * self._steps.shares[self._rank]
-        return self._memory[first : first + got]
+            count = self._steps.ranks * self._slot * self._steps.shares[self._rank]
+        return self._memory[first : first + count]
 
 
 # torch 2.13 has renamed these, and warns about the old names.
@@ -190,49 +190,49 @@ _OPS: Mapping[Op, Any] = {
 class Engine:
     """Calls torch.distributed's own collective."""
 
-    def __init__(self, place: Participant, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        ranks = len(place.members)
-        shares = place.transfer.shares
+    def __init__(self, participant: Participant, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        ranks = len(participant.members)
+        shares = participant.transfer.shares
         unit = sum(shares) if shares else 1
-        self.elements = unit * place.padded(-(-place.elements // unit))
-        self._given = place.given(self.elements).to(device)
-        self._buffer = self._given.clone()
+        self.elements = unit * participant.padded(-(-participant.elements // unit))
+        self._initial = participant.initial_buffer(self.elements).to(device)
+        self._buffer = self._initial.clone()
         self._part = self.elements // ranks
-        self.place = place
+        self.participant = participant
         self._group = group
-        self._sent = [shares[rank] * self.elements // unit for rank in range(ranks)] if shares else None
-        mine = self._sent[place.rank] if self._sent else self._part
-        self._received = [mine] * ranks if self._sent else None
-        self._output = self._buffer.new_empty(mine * ranks if self._sent else self.elements)
-        self._call = self._calls()[place.collective]
+        self._out_sizes = [shares[rank] * self.elements // unit for rank in range(ranks)] if shares else None
+        received = self._out_sizes[participant.rank] if self._out_sizes else self._part
+        self._in_sizes = [received] * ranks if self._out_sizes else None
+        self._output = self._buffer.new_empty(received * ranks if self._out_sizes else self.elements)
+        self._call = self._calls()[participant.collective]
 
     def _calls(self) -> Mapping[Collective, Callable[[], object]]:
-        buffer, output, group, members = self._buffer, self._output, self._group, self.place.members
-        op = _OPS[self.place.op]
-        mine = slice(self.place.rank * self._part, (self.place.rank + 1) * self._part)
-        is_root = self.place.rank == 0
-        parts = list(output.chunk(len(members))) if is_root else None
-        given = list(buffer.chunk(len(members))) if is_root else None
+        buffer, output, group, members = self._buffer, self._output, self._group, self.participant.members
+        op = _OPS[self.participant.op]
+        own_part = slice(self.participant.rank * self._part, (self.participant.rank + 1) * self._part)
+        is_root = self.participant.rank == 0
+        outputs = list(output.chunk(len(members))) if is_root else None
+        inputs = list(buffer.chunk(len(members))) if is_root else None
 
         def sendrecv() -> None:
-            rank, ranks = self.place.rank, len(members)
+            rank, ranks = self.participant.rank, len(members)
             wait_for((dist.irecv(output, members[rank - 1]), dist.isend(buffer, members[(rank + 1) % ranks])))
 
         return {
             "all_reduce": lambda: dist.all_reduce(buffer, op, group=group),
-            "all_gather": lambda: _ALL_GATHER(output, buffer[mine], group=group),
+            "all_gather": lambda: _ALL_GATHER(output, buffer[own_part], group=group),
             "reduce_scatter": lambda: _REDUCE_SCATTER(output[: self._part], buffer, op, group=group),
-            "all_to_all": lambda: dist.all_to_all_single(output, buffer, self._received, self._sent, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(output, buffer, self._in_sizes, self._out_sizes, group=group),
             "broadcast": lambda: dist.broadcast(buffer, members[0], group=group),
             "reduce": lambda: dist.reduce(buffer, members[0], op, group=group),
-            "scatter": lambda: dist.scatter(output[: self._part], given, src=members[0], group=group),
+            "scatter": lambda: dist.scatter(output[: self._part], inputs, src=members[0], group=group),
             "sendrecv": sendrecv,
-            "gather": lambda: dist.gather(buffer[mine], parts, dst=members[0], group=group),
+            "gather": lambda: dist.gather(buffer[own_part], outputs, dst=members[0], group=group),
             "send": lambda: dist.send(buffer, members[1]) if is_root else dist.recv(output, members[0]),
         }
 
     def reset(self) -> None:
-        self._buffer.copy_(self._given)
+        self._buffer.copy_(self._initial)
 
     def run(self) -> None:
         self._call()
@@ -240,44 +240,45 @@ class Engine:
             torch.cuda.synchronize()
 
     def result(self) -> Tensor | None:
-        if not self.place.has_result:
+        if not self.participant.has_result:
             return None
-        if self.place.collective in IN_PLACE:
+        if self.participant.collective in IN_PLACE:
             return self._buffer
-        return self._output[: self._part] if self.place.collective in _PARTS else self._output
+        return self._output[: self._part] if self.participant.collective in _PARTS else self._output
 
     def stamps(self) -> Sequence[Stamp]:
         return ()
 
 
 Part = Stepwise | Engine
-"""A rank's part in a transfer, whose `place` says which."""
+"""A rank's part in a transfer, whose `participant` says which."""
 
 
-def wrong(part: Part) -> str | None:
+def check_result(part: Part) -> str | None:
     """Run a transfer once and describe what is wrong with its result; None if it is right."""
-    place = part.place
+    participant = part.participant
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
     part.reset()
     part.run()
-    found, right = part.result(), place.expected(part.elements)
-    if right is None or found is None:
+    result, expected = part.result(), participant.expected(part.elements)
+    if expected is None or result is None:
         return None
-    found = found.cpu()
-    differing = int((found != right).sum())
+    result = result.cpu()
+    differing = int((result != expected).sum())
     if not differing:
         return None
-    first = int((found != right).nonzero()[0])
+    first = int((result != expected).nonzero()[0])
     return (
-        f"{place.transfer.name}: {differing} of {len(right)} numbers of rank {place.members[place.rank]} are wrong "
-        f"after {place.collective}; number {first} is {float(found[first])}, not {float(right[first])}"
+        f"{participant.transfer.name}: {differing} of {len(expected)} numbers of rank "
+        f"{participant.members[participant.rank]} are wrong after {participant.collective}; number {first} is "
+        f"{float(result[first])}, not {float(expected[first])}"
     )
 
 
 def check_backend(backend: str) -> None:
     """Raise ArgumentError if torch does not have this backend here."""
-    have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
-    if not have.get(backend, False):
-        there = ", ".join(name for name, available in have.items() if available)
-        raise ArgumentError(f"backend {backend!r} is not available: this torch has {there}")
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
+    if not backends.get(backend, False):
+        names = ", ".join(name for name, available in backends.items() if available)
+        raise ArgumentError(f"backend {backend!r} is not available: this torch has {names}")

@@ -17,8 +17,8 @@ from typing import Any
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
 from penstock._base.files import read_bytes, read_json, write_json
-from penstock._base.words import counted
-from penstock.distributed.launch.processes import Patience, memory
+from penstock._base.formatting import pluralize
+from penstock.distributed.launch.processes import EndTimeouts, temporary_file
 from penstock.network import nodes
 from penstock.network.fabric.emulation.spec import BOARD, Spec, Watch
 from penstock.network.fabric.samples import RUN, SAMPLES, STEPS
@@ -28,7 +28,7 @@ from penstock.network.scenario import Event
 EMULATION = "penstock.network.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
 _END_BYTES = 64 << 10
-_PATIENCE = Patience(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
+_PATIENCE = EndTimeouts(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
 """How long to wait for hosts to end.
 
 After one host fails, the others get some time to end on their own and to report why. After a signal they get none:
@@ -48,7 +48,7 @@ def emulate(
     Args:
         folder: the run's folder; anything left there by an earlier run is replaced.
         machines: one per host; None if the hosts are plain processes on this machine.
-        watch: told of each trial that has ended.
+        watch: called with the number of each trial that has ended.
         events: changes to the machines' network during the run; a step is a trial.
 
     Raises:
@@ -56,15 +56,15 @@ def emulate(
         FabricError: a host did not join, was lost, or failed. The samples up to then are in the folder.
         KeyboardInterrupt: a signal arrived, whose number is its argument; all hosts have ended.
     """
-    told = 0
+    reported = 0
 
-    def look(trial: int) -> None:
-        nonlocal told
-        while watch is not None and told < trial:  # a trial that begins ends the one before it
-            watch(told)
-            told += 1
+    def report(trial: int) -> None:
+        nonlocal reported
+        while watch is not None and reported < trial:  # a trial that begins ends the one before it
+            watch(reported)
+            reported += 1
 
-    owner.claim(folder, look, f"--out {folder}")
+    owner.claim(folder, report, f"--out {folder}")
     for stale in (*(folder / name for name in (RUN, SAMPLES, STEPS)), *folder.glob("host-*.log")):
         stale.unlink(missing_ok=True)
     spec.write(folder)
@@ -75,42 +75,42 @@ def emulate(
     with contextlib.ExitStack() as stack:
         files = [folder / f"host-{number}.log" for number in range(1 if machines is None else spec.hosts)]
         logs = [stack.enter_context(file.open("wb")) for file in files]
-        added = {BOARD: stack.enter_context(memory("start"))}
+        env = {BOARD: stack.enter_context(temporary_file("start"))}
         try:
-            ended = nodes.run(job, machines, events=events, outputs=logs, look=look, patience=_PATIENCE, added=added)
+            outcome = nodes.run(job, machines, events=events, outputs=logs, look=report, patience=_PATIENCE, env=env)
         except FabricError as error:
-            _add(folder, str(error))
+            _update_record(folder, str(error))
             raise
     if machines is not None:
-        happened = [asdict(one) for one in ended.happened]
-        _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
-    if ended.received:
-        _add(folder, f"stopped by {signal.Signals(ended.received).name}")
-        raise KeyboardInterrupt(ended.received)
-    if ended.message:
-        text = f"{re.sub(r'^rank ', 'host ', ended.message)}; {_saved(folder)}"
-        _add(folder, text)
+        happened = [asdict(event) for event in outcome.happened]
+        _update_record(folder, switch_qdiscs=machines.qdiscs(), switch=machines.counters(), happened=happened)
+    if outcome.received:
+        _update_record(folder, f"stopped by {signal.Signals(outcome.received).name}")
+        raise KeyboardInterrupt(outcome.received)
+    if outcome.message:
+        text = f"{re.sub(r'^rank ', 'host ', outcome.message)}; {_describe_saved(folder)}"
+        _update_record(folder, text)
         raise FabricError(text)
-    look(spec.trials)
+    report(spec.trials)
 
 
-def _add(folder: Path, missing: str = "", **found: Any) -> None:
+def _update_record(folder: Path, missing: str = "", **entries: Any) -> None:
     """Add to run.json what host 0 could not write, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = read_json(path)
         if not record["complete"] and not record["missing"]:
             record["missing"] = missing
-        record.update({name: value for name, value in found.items() if value})
+        record.update({name: value for name, value in entries.items() if value})
         write_json(path, record)
 
 
-def _saved(folder: Path) -> str:
-    """Say how many trials are in the file, the end of which may be long from its beginning."""
+def _describe_saved(folder: Path) -> str:
+    """Describe how many trials are in the file, which may be large: only its end is read."""
     path = folder / SAMPLES
     with contextlib.suppress(OSError, IndexError, ArgumentError):
         end = read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))
         trial = end.rsplit(b"\n", 2)[-2].split(b",")[0]
         if trial.isdigit():
-            return f"{counted(int(trial) + 1, 'trial')} saved in {folder}"
+            return f"{pluralize(int(trial) + 1, 'trial')} saved in {folder}"
     return "no trial had finished"

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from penstock._base.errors import FabricError, PenstockError
 from penstock.distributed.launch.agent import end_with_parent
-from penstock.distributed.launch.endings import note
+from penstock.distributed.launch.endings import note_failure
 from penstock.network.conditions import cpu_since, cpu_usage
 from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, probe
-from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, Wire, check_backend, wrong
-from penstock.network.fabric.emulation.joining import Members, gathered, recorded
+from penstock.network.fabric.emulation.collectives import Engine, Part, Stepwise, Wire, check_backend, check_result
 from penstock.network.fabric.emulation.payload import TYPES, Participant
+from penstock.network.fabric.emulation.rendezvous import Members, gather, record_run
 from penstock.network.fabric.emulation.spec import Spec, Watch
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
@@ -40,23 +40,24 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
     lost, or got a wrong result. The samples up to then are in the folder."""
     check_backend(spec.backend)
     torch.set_num_threads(1)
-    with recorded(spec, folder) as (members, record):
+    with record_run(spec, folder) as (members, record):
         wire = Wire()
         record.add(
-            links=probe.measured(spec, wire, members), clock=gathered(asdict(clock.estimate(members.control)), members)
+            links=probe.measure_links(spec, wire, members),
+            clock=gather(asdict(clock.estimate(members.control)), members),
         )
         parts = _parts(spec, members, wire)
         _check(spec, parts, members)
         trials = Trials(spec, parts, members)
         if members.rank == 0:
-            record.add(**({"warmup": spec.checked} if spec.warmup else _warm_up(spec, trials)))
+            record.add(**({"warmup": spec.checked_trials} if spec.warmup else _warm_up(spec, trials)))
             began = cpu_usage()
             with (
                 closing(SampleFile(folder / SAMPLES, HEAD)) as samples,
                 closing(SampleFile(folder / STEPS, STEPS_HEAD)) as steps,
             ):
                 for number in range(spec.trials):
-                    trial = trials.one()
+                    trial = trials.run_trial()
                     samples.add(trial.rows(number))
                     steps.add(trial.step_rows)
                     if watch is not None:
@@ -64,7 +65,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
                 steps.add(trials.last_steps())
         else:
             began = _follow(spec, trials)
-        record.add(cpu=gathered(cpu_since(began), members))
+        record.add(cpu=gather(cpu_since(began), members))
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
@@ -75,49 +76,49 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
         torch.cuda.set_device(device)
     everyone = tuple(range(spec.hosts))
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
-    made: list[Part | None] = []
+    parts: list[Part | None] = []
     for number, transfer in enumerate(spec.workload.transfers):
         ranks = transfer.ranks or (everyone[:2] if transfer.collective == "send" else everyone)
         if spec.algorithm == ENGINE and ranks not in groups and transfer.collective != "send":
             groups[ranks] = dist.new_group(list(ranks))  # every host must create every group
         if members.rank not in ranks:
-            made.append(None)
+            parts.append(None)
             continue
-        sent = spec.workload
-        op: Op = sent.op if transfer.collective in REDUCES else "sum"
-        payload = transfer.bytes // sent.element_bytes, spec.seed + number, TYPES[sent.number], op
-        place = Participant(transfer, ranks, ranks.index(members.rank), *payload)
+        workload = spec.workload
+        op: Op = workload.op if transfer.collective in REDUCES else "sum"
+        payload = transfer.bytes // workload.element_bytes, spec.seed + number, TYPES[workload.type_name], op
+        participant = Participant(transfer, ranks, ranks.index(members.rank), *payload)
         if spec.algorithm == ENGINE:
-            made.append(Engine(place, groups.get(ranks), device))
+            parts.append(Engine(participant, groups.get(ranks), device))
         else:
             options = {"shares": transfer.shares} if transfer.shares else {}
-            steps = generate(transfer.collective, spec.algorithm_of(number), len(ranks), **options)
-            made.append(Stepwise(place, steps, wire, device))
-    return made
+            steps = generate(transfer.collective, spec.algorithm_for(number), len(ranks), **options)
+            parts.append(Stepwise(participant, steps, wire, device))
+    return parts
 
 
 def _check(spec: Spec, parts: list[Part | None], members: Members) -> None:
     """Run the first warm-up trials, in which every host checks the result of every transfer."""
-    for _ in range(spec.checked):
-        faults = [fault for part in parts if part is not None and (fault := wrong(part))]
-        found = [fault for one in gathered(faults, members) for fault in one]
-        if found:
-            raise FabricError(found[0])
+    for _ in range(spec.checked_trials):
+        faults = [fault for part in parts if part is not None and (fault := check_result(part))]
+        all_faults = [fault for host_faults in gather(faults, members) for fault in host_faults]
+        if all_faults:
+            raise FabricError(all_faults[0])
 
 
 def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
     """Run unmeasured trials on host 0 until times seem to have settled; return entries for the record."""
-    warm = WarmUp(spec.trials)
-    while not warm.is_over:
-        warm.add(trials.one(counts=False).longest_ns())
-    return {"warmup": spec.checked + warm.count, "steady": warm.is_steady}
+    warmup = WarmUp(spec.trials)
+    while not warmup.is_over:
+        warmup.add(trials.run_trial(counts=False).longest_ns())
+    return {"warmup": spec.checked_trials + warmup.count, "steady": warmup.is_steady}
 
 
 def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
     """Run all trials, warm-up included, on the other hosts; return the processor usage at the end of the warm-up."""
     began, count = cpu_usage(), 0
     while count < spec.trials:
-        if trials.one().counts:
+        if trials.run_trial().counts:
             count += 1
         else:
             began = cpu_usage()
@@ -132,7 +133,7 @@ def main() -> None:
     try:
         run(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
-        note(int(os.environ.get("RANK", "0")), str(error))
+        note_failure(int(os.environ.get("RANK", "0")), str(error))
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)
         os._exit(2)  # gloo's destructors may wait for a lost host

@@ -27,24 +27,24 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
     turns in a varying order. For a product or an average, only that rank contributes more than 1 or 0, so the result is
     exact in any type; for a minimum or a maximum, it contributes the extreme value.
     """
-    place = torch.arange(elements, dtype=torch.int64)
+    position = torch.arange(elements, dtype=torch.int64)
     room = _EXACT_TO.get(dtype, 2**24) // ranks
-    hashed = _mixed(_mixed(place + 0x9E3779B9 * (seed & 0x7FFFFFFF)) + 0x85EBCA6B * (rank + 1))
+    hashed = _hash(_hash(position + 0x9E3779B9 * (seed & 0x7FFFFFFF)) + 0x85EBCA6B * (rank + 1))
     drawn = hashed % min(13, room) + 1 if room > 1 else hashed % 2
-    decides = (place + _mixed(place // ranks + 0x9E3779B9 * (seed & 0x7FFFFFFF))) % ranks == rank
+    decided_here = (position + _hash(position // ranks + 0x9E3779B9 * (seed & 0x7FFFFFFF))) % ranks == rank
     match op:
         case "sum":
-            made = drawn
+            values = drawn
         case "min":
-            made = torch.where(decides, drawn, drawn + 13)
+            values = torch.where(decided_here, drawn, drawn + 13)
         case "max":
-            made = torch.where(decides, drawn + 13, drawn)
+            values = torch.where(decided_here, drawn + 13, drawn)
         case "prod" | "avg":
-            made = torch.where(decides, 2 ** (hashed % 3) * (ranks if op == "avg" else 2), int(op == "prod"))
-    return made.to(dtype)
+            values = torch.where(decided_here, 2 ** (hashed % 3) * (ranks if op == "avg" else 2), int(op == "prod"))
+    return values.to(dtype)
 
 
-def _mixed(number: Tensor) -> Tensor:
+def _hash(number: Tensor) -> Tensor:
     """Hash each number to an unrelated 31-bit number, with products that fit into 64 bits."""
     number = number & 0x7FFFFFFF
     for _ in range(2):
@@ -94,35 +94,35 @@ class Participant:
         """Round `elements` up to a multiple of the ranks if the collective divides them among the ranks."""
         return -(-elements // self.ranks) * self.ranks if self.collective in IN_PARTS else elements
 
-    def given(self, elements: int) -> Tensor:
+    def initial_buffer(self, elements: int) -> Tensor:
         """Return this rank's buffer before the collective, `NOTHING` where it has no input; `elements` is a multiple of
         the ranks if it is divided among them."""
-        given = torch.full((elements,), NOTHING, dtype=self.dtype)
+        buffer = torch.full((elements,), NOTHING, dtype=self.dtype)
         if self.collective in GATHERS:
-            given[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
+            buffer[self.part(elements)] = self._contribution(self.rank, elements // self.ranks)
         elif self.rank == 0 or self.collective not in ("broadcast", "scatter", "send"):
-            given = self._contribution(self.rank, elements)
-        return given
+            buffer = self._contribution(self.rank, elements)
+        return buffer
 
     def expected(self, elements: int) -> Tensor | None:
         """Return this rank's result for a payload of `elements` elements; None if it has none."""
         if not self.has_result:
             return None
-        everyone, mine = range(self.ranks), self.part(elements)
+        everyone, own_part = range(self.ranks), self.part(elements)
         match self.collective:
             case "all_reduce" | "reduce_scatter" | "reduce":
                 total = self._contribution(0, elements)
-                for other in everyone[1:]:
-                    reduce_into(total, self._contribution(other, elements), self.op)
+                for rank in everyone[1:]:
+                    reduce_into(total, self._contribution(rank, elements), self.op)
                 if self.op == "avg":
                     total /= self.ranks
-                return total[mine] if self.collective == "reduce_scatter" else total
+                return total[own_part] if self.collective == "reduce_scatter" else total
             case "all_gather" | "gather":
-                return torch.cat([self._contribution(other, elements // self.ranks) for other in everyone])
+                return torch.cat([self._contribution(rank, elements // self.ranks) for rank in everyone])
             case "all_to_all":
-                return torch.cat([self._contribution(other, elements)[mine] for other in everyone])
+                return torch.cat([self._contribution(rank, elements)[own_part] for rank in everyone])
             case "scatter":
-                return self._contribution(0, elements)[mine]
+                return self._contribution(0, elements)[own_part]
             case "sendrecv":
                 return self._contribution((self.rank - 1) % self.ranks, elements)
         return self._contribution(0, elements)
@@ -131,7 +131,7 @@ class Participant:
         return contribution(rank, self.ranks, elements, self.seed, self.dtype, self.op)
 
 
-def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
-    """Reduce `more` into `total` in place. For an average, this adds only; the caller divides."""
+def reduce_into(total: Tensor, values: Tensor, op: Op) -> None:
+    """Reduce `values` into `total` in place. For an average, this adds only; the caller divides."""
     reduce = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(op, torch.add)
-    reduce(total, more, out=total)
+    reduce(total, values, out=total)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation.collectives import Message, Wire
-from penstock.network.fabric.emulation.joining import Members, gathered
+from penstock.network.fabric.emulation.rendezvous import Members, gather
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.topology import topology_of
+from penstock.network.topology import recorded_topology
 
 PING_BYTES = 4
 PING_PACKETS = (118, 84)
@@ -33,7 +33,7 @@ PING_PACKETS = (118, 84)
 They pass the sender's and the receiver's end of the link in turn. Measured at 1 Mbit/s: 202 bytes if one end is that
 slow, 320 if both are.
 """
-FEWEST_TRIPS, MAX_TRIPS = 4, 30
+MIN_TRIPS, MAX_TRIPS = 4, 30
 TRIPS_SECONDS = 0.3
 """After the minimum, as many more trips follow as fit into this time."""
 
@@ -64,7 +64,7 @@ class Pace(NamedTuple):
     steady: bool
 
 
-class Measured(NamedTuple):
+class LinkMeasurement(NamedTuple):
     """The measurement of one direction of a link.
 
     Attributes:
@@ -94,11 +94,11 @@ class Ends(NamedTuple):
     @property
     def ping_seconds(self) -> float:
         """How long the small message takes to pass both ends, from its first byte to its last, without the delay."""
-        left = came = 0.0
+        sent = arrived = 0.0
         for size in PING_PACKETS:
-            left += size / self.up
-            came = max(left, came) + size / self.down
-        return came
+            sent += size / self.up
+            arrived = max(sent, arrived) + size / self.down
+        return arrived
 
 
 def neighbors(hosts: int) -> tuple[tuple[int, int], ...]:
@@ -108,34 +108,34 @@ def neighbors(hosts: int) -> tuple[tuple[int, int], ...]:
 
 def measure(
     pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
-) -> dict[tuple[int, int], Measured]:
+) -> dict[tuple[int, int], LinkMeasurement]:
     """Measure both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing. `ends` is
     what shapes each direction; if None, both ends are assumed to be as fast as the stream."""
     rank = dist.get_rank()
     if rank not in pair:
         return {}
-    first, other = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
-    few = min(_trips(first, other, wire, FEWEST_TRIPS))
-    more = _agreed(min(TRIPS_SECONDS / max(few, 1e-6), MAX_TRIPS), other, decides=first)
-    trip = _agreed(min([few, *_trips(first, other, wire, int(more))]), other, decides=first)
-    rates = {way: _rate(rank == way[0], other, wire, trip) for way in (pair, pair[::-1])}
-    return one_way(trip, rates, ends or {way: Ends(rate, rate) for way, rate in rates.items()})
+    is_first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
+    fastest = min(_trips(is_first, peer, wire, MIN_TRIPS))
+    count = _share_value(min(TRIPS_SECONDS / max(fastest, 1e-6), MAX_TRIPS), peer, decides=is_first)
+    trip = _share_value(min([fastest, *_trips(is_first, peer, wire, int(count))]), peer, decides=is_first)
+    rates = {path: _rate(rank == path[0], peer, wire, trip) for path in (pair, pair[::-1])}
+    return split_round_trip(trip, rates, ends or {path: Ends(rate, rate) for path, rate in rates.items()})
 
 
-def one_way(
+def split_round_trip(
     trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
-) -> dict[tuple[int, int], Measured]:
+) -> dict[tuple[int, int], LinkMeasurement]:
     """Split a round trip into two latencies, halving what remains without both messages' bytes and delays."""
-    left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
-    found = {}
-    for way, rate in rates.items():
-        latency = ends[way].delay_seconds + left / 2
-        known = None if rate == float("inf") else rate
-        found[way] = Measured(max(latency, 0.0), known, max(-latency, 0.0))
-    return found
+    remaining = trip_seconds - sum(end.ping_seconds + end.delay_seconds for end in ends.values())
+    measurements = {}
+    for path, rate in rates.items():
+        latency = ends[path].delay_seconds + remaining / 2
+        bandwidth = None if rate == float("inf") else rate
+        measurements[path] = LinkMeasurement(max(latency, 0.0), bandwidth, max(-latency, 0.0))
+    return measurements
 
 
-def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
+def compute_pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
     """Compute the pace of a stream from the arrival time of each chunk in seconds.
 
     Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so an
@@ -150,70 +150,70 @@ def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
     return Pace(half * chunk_bytes / gap if gap > 0 else float("inf"), took, steady)
 
 
-def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
+def next_chunk(chunk_bytes: int, pace: Pace, trip_seconds: float) -> int:
     """Return the chunk size of the next stream, which must be long enough for its later half to become steady."""
-    wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
-    factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
+    target_seconds = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
+    factor = 8.0 if pace.seconds <= 0 else min(max(target_seconds / pace.seconds, 1.0), 8.0)
     return min(int(chunk_bytes * factor), MAX_BYTES // CHUNKS)
 
 
-def is_long(found: Pace, trip_seconds: float) -> bool:
+def is_long(pace: Pace, trip_seconds: float) -> bool:
     """Whether the later half of a stream took long enough."""
-    return found.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
+    return pace.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
 
 
-def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
+def _trips(is_first: bool, peer: int, wire: Wire, count: int) -> list[float]:
     """Return the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
-    sends = [Message(buffer, other)]
-    ready, *receives = [[Message(torch.empty_like(buffer), other)] for _ in range(count + 1)]
+    sends = [Message(buffer, peer)]
+    ready, *receives = [[Message(torch.empty_like(buffer), peer)] for _ in range(count + 1)]
     for message in (ready, *receives):
         wire.expect(message)
     wire.exchange(sends, ready)  # from here on, the other rank's receives are known to be posted
     seconds = []
     for message in receives:
         start = time.monotonic()
-        if first:
+        if is_first:
             wire.exchange(sends, [])
         wire.exchange([], message)
-        if not first:
+        if not is_first:
             wire.exchange(sends, [])
         seconds.append(time.monotonic() - start)
     return seconds
 
 
-def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
+def _rate(sends: bool, peer: int, wire: Wire, trip_seconds: float) -> float:
     """Return the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
     began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
     while True:
-        stamps = _stream(sends, other, wire, chunk)
+        stamps = _stream(sends, peer, wire, chunk)
         if sends:
-            found = Pace(0.0, 0.0, False)
+            pace = Pace(0.0, 0.0, False)
         else:
-            found = pace(stamps, chunk)
-            long = is_long(found, trip_seconds) or chunk >= MAX_BYTES // CHUNKS
-            unsteady += long and not found.steady
-            ends = long and (found.steady or unsteady == UNSTEADY_STREAMS)
-            late = time.monotonic() - began > BUDGET_SECONDS
-            chunk = 0 if ends or late else next_chunk(chunk, found, trip_seconds)
-        chunk = int(_agreed(chunk, other, decides=not sends))
-        rate = _agreed(found.bytes_per_second, other, decides=not sends)
+            pace = compute_pace(stamps, chunk)
+            is_long_enough = is_long(pace, trip_seconds) or chunk >= MAX_BYTES // CHUNKS
+            unsteady += is_long_enough and not pace.steady
+            is_done = is_long_enough and (pace.steady or unsteady == UNSTEADY_STREAMS)
+            is_late = time.monotonic() - began > BUDGET_SECONDS
+            chunk = 0 if is_done or is_late else next_chunk(chunk, pace, trip_seconds)
+        chunk = int(_share_value(chunk, peer, decides=not sends))
+        rate = _share_value(pace.bytes_per_second, peer, decides=not sends)
         if not chunk:
             return rate
 
 
-def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float]:
+def _stream(sends: bool, peer: int, wire: Wire, chunk_bytes: int) -> list[float]:
     """Return when each chunk arrived, on the receiver; empty on the sender."""
     buffer, go = torch.zeros(chunk_bytes, dtype=torch.uint8), torch.zeros(1)
     if sends:
-        wire.exchange([], [Message(go, other)])
+        wire.exchange([], [Message(go, peer)])
         for _ in range(CHUNKS):
-            wire.exchange([Message(buffer, other)], [])
+            wire.exchange([Message(buffer, peer)], [])
         return []
-    receives = [[Message(buffer, other)] for _ in range(CHUNKS)]
+    receives = [[Message(buffer, peer)] for _ in range(CHUNKS)]
     for message in receives:
         wire.expect(message)
-    wire.exchange([Message(go, other)], [])
+    wire.exchange([Message(go, peer)], [])
     stamps = []
     for message in receives:
         wire.exchange([], message)
@@ -221,14 +221,14 @@ def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float
     return stamps
 
 
-def _agreed(value: float, other: int, *, decides: bool) -> float:
+def _share_value(value: float, peer: int, *, decides: bool) -> float:
     """Return the deciding rank's value, on both ranks."""
-    word = torch.tensor([value], dtype=torch.float64)
+    message = torch.tensor([value], dtype=torch.float64)
     if decides:
-        dist.send(word, other)
+        dist.send(message, peer)
     else:
-        dist.recv(word, other)
-    return float(word[0])
+        dist.recv(message, peer)
+    return float(message[0])
 
 
 # -- all links of a run, and what shapes them --------------------------------------------------------------------------
@@ -238,45 +238,45 @@ TOLERANCE = 0.01
 TRIES = 3
 
 
-def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
+def measure_links(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
     """Measure both directions between all neighbors, pair by pair, and return a dict for each; none if links are not to
     be measured, or the backend is not gloo. Raise FabricError: a rate above the shaper's was measured repeatedly."""
     if not spec.measures_links or spec.backend != "gloo":
         return []
     links = []
     for pair in neighbors(spec.hosts):
-        shaped = ends_of(spec, pair)
+        ends = shaped_ends(spec, pair)
         for _ in range(TRIES):
-            found = measure(pair, wire, shaped)
-            faults = [fault for way, one in found.items() if shaped and (fault := above_shaper(way, one, shaped[way]))]
+            results = measure(pair, wire, ends)
+            faults = [fault for path, m in results.items() if ends and (fault := above_shaper(path, m, ends[path]))]
             if not faults:
                 break
         else:
             raise FabricError(faults[0])
-        links += [{"from": source, "to": target, **one._asdict()} for (source, target), one in found.items()]
+        links += [{"from": source, "to": target, **m._asdict()} for (source, target), m in results.items()]
         dist.barrier(group=members.control)
-    by_ends = {(one["from"], one["to"]): one for mine in gathered(links, members) for one in mine}
+    by_ends = {(entry["from"], entry["to"]): entry for host_links in gather(links, members) for entry in host_links}
     return list(by_ends.values())
 
 
-def above_shaper(way: tuple[int, int], found: Measured, ends: Ends) -> str | None:
+def above_shaper(path: tuple[int, int], link: LinkMeasurement, ends: Ends) -> str | None:
     """Describe a measured rate that the shapers make impossible; None if it is possible."""
     rate = min(ends.up, ends.down)
-    if (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
+    if (link.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
-    said = "no finite rate" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f} Mbit/s"
+    rate_text = "no finite rate" if link.bytes_per_second is None else f"{link.bytes_per_second * 8e-6:,.1f} Mbit/s"
     return (
-        f"Penstock measured the link from host {way[0]} to host {way[1]} {TRIES} times, at last as {said}, although "
-        f"its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every figure "
-        "wrong; run again on a machine with less other work"
+        f"Penstock measured the link from host {path[0]} to host {path[1]} {TRIES} times, at last as {rate_text}, "
+        f"although its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every "
+        "figure wrong; run again on a machine with less other work"
     )
 
 
-def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | None:
+def shaped_ends(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | None:
     """Return what shapes each direction between two hosts; None if unknown."""
-    topology = topology_of(spec.network)
+    topology = recorded_topology(spec.network)
     if topology is None:
         return None
-    ways = pair, pair[::-1]
-    rates = {(a, b): (topology.up(a).bytes_per_second, topology.down(b).bytes_per_second) for a, b in ways}
-    return {way: Ends(*rates[way], topology.least_delay(*way)) for way in ways}
+    paths = pair, pair[::-1]
+    rates = {(a, b): (topology.up(a).bytes_per_second, topology.down(b).bytes_per_second) for a, b in paths}
+    return {path: Ends(*rates[path], topology.min_delay(*path)) for path in paths}

@@ -23,7 +23,7 @@ CHECKED = 3
 """The default number of warm-up trials whose results are checked."""
 
 
-def usual_algorithm(workload: Workload) -> str:
+def default_algorithm(workload: Workload) -> str:
     """Return the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
     kinds = [transfer.collective for transfer in workload.transfers]
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
@@ -34,7 +34,7 @@ _UNEVEN = ("pairwise", "direct")
 
 
 def _computes(workload: Workload) -> bool:
-    computed = (max((one.compute_seconds, *one.compute_by_rank)) for one in workload.transfers)
+    computed = (max((transfer.compute_seconds, *transfer.compute_by_rank)) for transfer in workload.transfers)
     return max(workload.compute_seconds, *computed) > 0
 
 
@@ -53,7 +53,7 @@ class Spec:
         join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
         measures_links: whether to measure pairs of neighbors before the trials.
         link: the hosts' link, as requested.
-        network: how `Machines.described` describes the hosts' network; None if the hosts have a network of their own.
+        network: how `Machines.describe` describes the hosts' network; None if the hosts have a network of their own.
 
     Raises:
         ArgumentError: a number is out of range, the workload needs another number of hosts, or no collective has the
@@ -95,8 +95,8 @@ class Spec:
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")
-        shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
-        if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
+        shared = [index for index, transfer in enumerate(self.workload.transfers) if transfer.shares]
+        if any(self.algorithm_for(index) not in (ENGINE, *_UNEVEN) for index in shared):
             raise ArgumentError(
                 f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all pass one "
                 f"of {', '.join(_UNEVEN)}, {ENGINE}"
@@ -113,7 +113,7 @@ class Spec:
                 raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
 
     @property
-    def checked(self) -> int:
+    def checked_trials(self) -> int:
         """The number of warm-up trials whose results are checked."""
         return CHECKED if self.warmup is None else self.warmup
 
@@ -123,11 +123,11 @@ class Spec:
         by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
         return by_hand and not _computes(self.workload)
 
-    def algorithm_of(self, place: int) -> str:
-        """Return the algorithm of the transfer at index `place`."""
+    def algorithm_for(self, index: int) -> str:
+        """Return the algorithm of the transfer at this index."""
         if self.algorithm == ENGINE:
             return ENGINE
-        return or_default(self.workload.transfers[place].collective, self.algorithm)
+        return or_default(self.workload.transfers[index].collective, self.algorithm)
 
     def write(self, folder: Path) -> Path:
         """Write the spec into the run's folder and return its path."""
@@ -142,4 +142,4 @@ class Spec:
 
 
 Watch = Callable[[int], object]
-"""Told the number of each trial that has ended: on host 0, or wherever the hosts are started."""
+"""Called with the number of each trial that has ended: on host 0, or wherever the hosts are started."""

@@ -23,22 +23,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.errors import FabricError
-from penstock._base.process import lives
+from penstock._base.process import is_alive
 from penstock.distributed.launch.step_file import announcer
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.collectives import Part
-from penstock.network.fabric.emulation.joining import Members, wait_for
+from penstock.network.fabric.emulation.rendezvous import Members, wait_for
 from penstock.network.fabric.emulation.spec import BOARD, Spec
 
 # -- how all hosts start a trial at the same moment -------------------------------------------------------------------
 
 _FIRST_NS = 2_000_000
 """The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
-_WORDS, _IN_TIME = 100, 0.95
+_MAX_RECENT, _IN_TIME_FRACTION = 100, 0.95
 """How many recent announcements count, and the fraction of them that must have reached all hosts in time."""
 _MARGIN_NS = 150_000
 
-_LOOK_SECONDS, _LIFE_SECONDS = 1e-4, 0.1
+_POLL_SECONDS, _ALIVE_CHECK_SECONDS = 1e-4, 0.1
 
 
 class StartBoard:
@@ -54,7 +54,7 @@ class StartBoard:
     """
 
     def __init__(self, path: str, *, writes: bool, stall_seconds: float) -> None:
-        # How many announcements there were; what the last one says: sent_ns, due_ns and flags; the writer's process.
+        # How many announcements there were; the last one's values: sent_ns, due_ns and flags; the writer's process.
         with open(path, "r+b", buffering=0) as file:
             file.truncate(8 * 5)
             self._numbers = memoryview(mmap.mmap(file.fileno(), 8 * 5)).cast("q")
@@ -64,7 +64,7 @@ class StartBoard:
             self._numbers[4] = os.getpid()
 
     def announce(self, sent_ns: int, due_ns: int, flags: int) -> None:
-        """Announce a trial. Called on host 0, once every host has heard the previous announcement."""
+        """Announce a trial. Called on host 0, once every host has received the previous announcement."""
         self._seen += 1
         self._numbers[1], self._numbers[2], self._numbers[3] = sent_ns, due_ns, flags
         self._numbers[0] = self._seen  # last, because readers poll it
@@ -72,13 +72,13 @@ class StartBoard:
     def wait(self) -> tuple[int, int, int]:
         """Wait for the next announcement, and return what `announce` was given. Called on the other hosts. Raise
         FabricError: host 0 has ended, or made no announcement in time."""
-        began = looked = time.monotonic()
+        began = last_check = time.monotonic()
         while self._numbers[0] == self._seen:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             now = time.monotonic()
-            if now - looked > _LIFE_SECONDS:
-                looked = now
-                if self._numbers[4] and not lives(self._numbers[4]):
+            if now - last_check > _ALIVE_CHECK_SECONDS:
+                last_check = now
+                if self._numbers[4] and not is_alive(self._numbers[4]):
                     raise FabricError("host 0 has ended")
                 if now - began > self._stall_seconds:
                     raise FabricError(f"host 0 has not answered for {self._stall_seconds:g} s")
@@ -86,7 +86,7 @@ class StartBoard:
         return self._numbers[1], self._numbers[2], self._numbers[3]
 
 
-class Word(NamedTuple):
+class StartSignal(NamedTuple):
     """Host 0's announcement to all hosts: when the next trial begins, on this host's clock, and what else to do."""
 
     due_ns: int
@@ -100,24 +100,24 @@ class Signals:
         """Create this host's side. `board`: what all hosts share; if None, announcements go over the network."""
         self._members = members
         self._board = board
-        self._others = range(1, members.size) if members.rank == 0 else ()
-        self._heard_after_ns: deque[int] = deque([_FIRST_NS], maxlen=_WORDS)
+        self._peers = range(1, members.size) if members.rank == 0 else ()
+        self._latencies_ns: deque[int] = deque([_FIRST_NS], maxlen=_MAX_RECENT)
         """How long recent announcements took to reach this host; on host 0, to reach the last host."""
 
     def report(self, stamps: Tensor) -> Tensor:
         """Send stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
-        mine = torch.cat([torch.tensor([self._heard_after_ns[-1]]), stamps.flatten()])
+        message = torch.cat([torch.tensor([self._latencies_ns[-1]]), stamps.flatten()])
         group = self._members.control
         if self._members.rank != 0:
-            dist.send(mine, 0, group=group)
+            dist.send(message, 0, group=group)
             return stamps.unsqueeze(0)
-        everyone = torch.empty(self._members.size, len(mine), dtype=torch.int64)
-        everyone[0] = mine
-        wait_for([dist.irecv(everyone[host], host, group=group) for host in self._others])
-        self._heard_after_ns.append(int(everyone[1:, 0].max()))
-        return everyone[:, 1:].view(-1, *stamps.shape)
+        messages = torch.empty(self._members.size, len(message), dtype=torch.int64)
+        messages[0] = message
+        wait_for([dist.irecv(messages[host], host, group=group) for host in self._peers])
+        self._latencies_ns.append(int(messages[1:, 0].max()))
+        return messages[:, 1:].view(-1, *stamps.shape)
 
-    def word(self, flags: int, offset_ns: int) -> Word:
+    def next(self, flags: int, offset_ns: int) -> StartSignal:
         """Return host 0's announcement, with host 0's flags, on every host; `offset_ns` is what to add to this host's
         clock to get host 0's."""
         group = self._members.control
@@ -125,23 +125,23 @@ class Signals:
             if self._board is not None:
                 sent_ns, due_ns, flags = self._board.wait()
             else:
-                dist.recv(heard := torch.zeros(3, dtype=torch.int64), 0, group=group)
-                sent_ns, due_ns, flags = heard.tolist()
-            self._heard_after_ns.append(max(time.monotonic_ns() + offset_ns - sent_ns, 0))
-            return Word(due_ns - offset_ns, flags)
+                dist.recv(received := torch.zeros(3, dtype=torch.int64), 0, group=group)
+                sent_ns, due_ns, flags = received.tolist()
+            self._latencies_ns.append(max(time.monotonic_ns() + offset_ns - sent_ns, 0))
+            return StartSignal(due_ns - offset_ns, flags)
         sent_ns = time.monotonic_ns()
-        due_ns = sent_ns + enough(self._heard_after_ns) + _MARGIN_NS
+        due_ns = sent_ns + needed_ns(self._latencies_ns) + _MARGIN_NS
         if self._board is not None:
             self._board.announce(sent_ns, due_ns, flags)
-            return Word(due_ns, flags)
-        said = torch.tensor([sent_ns, due_ns, flags])
-        wait_for([dist.isend(said, host, group=group) for host in self._others])
-        return Word(due_ns, flags)
+            return StartSignal(due_ns, flags)
+        announcement = torch.tensor([sent_ns, due_ns, flags])
+        wait_for([dist.isend(announcement, host, group=group) for host in self._peers])
+        return StartSignal(due_ns, flags)
 
 
-def enough(heard_after_ns: Sequence[int]) -> int:
+def needed_ns(latencies_ns: Sequence[int]) -> int:
     """Return the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
-    return sorted(heard_after_ns)[math.ceil(_IN_TIME * len(heard_after_ns)) - 1]
+    return sorted(latencies_ns)[math.ceil(_IN_TIME_FRACTION * len(latencies_ns)) - 1]
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
@@ -175,9 +175,9 @@ class Trial:
                     yield number, transfer, rank, start, end
 
     def longest_ns(self) -> list[int]:
-        """Returns, for each transfer, the longest time that a rank took, in nanoseconds."""
-        found: list[int] = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0).tolist()
-        return found
+        """Return, for each transfer, the longest time that a rank took, in nanoseconds."""
+        longest: list[int] = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0).tolist()
+        return longest
 
 
 class Trials:
@@ -189,7 +189,7 @@ class Trials:
         self._members = members
         self._offset_ns = clock.estimate(members.control).offset_ns
         self._estimated_at = time.monotonic()
-        self._one_clock = clock.is_one(members.control)
+        self._one_clock = clock.is_shared(members.control)
         board = None
         if self._one_clock and (path := os.environ.get(BOARD)):
             board = StartBoard(path, writes=members.rank == 0, stall_seconds=spec.stall_seconds)
@@ -197,28 +197,28 @@ class Trials:
         self._slowest_ns = -1
         self._number = -1
         self._announce = announcer()
-        self._keeps = False
+        self._keep = False
         """Whether the last trial's steps are worth keeping; host 0 decides."""
 
-    def one(self, *, counts: bool = True) -> Trial:
+    def run_trial(self, *, counts: bool = True) -> Trial:
         """Run the next trial; on hosts other than 0, its stamps are only this host's. Host 0 says whether it counts, or
         belongs to the warm-up."""
         for part in self._parts:
             if part is not None:
                 part.reset()
-        due_ns, kept, counts = self._agree(counts)
+        due_ns, step_rows, counts = self._agree(counts)
         if self._announce is not None and counts:
             self._announce(self._number + 1)
         _sleep_until(due_ns)
         stamps = self._run(due_ns)
         self._number += counts
         # On rank 0's clock.
-        whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
+        all_stamps = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
         if counts and self._members.rank == 0:  # other hosts have only their own, or none at all
-            took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
-            self._keeps = took_ns > self._slowest_ns
+            took_ns = int(all_stamps[:, :, 1].max() - all_stamps[all_stamps >= 0].min())
+            self._keep = took_ns > self._slowest_ns
             self._slowest_ns = max(took_ns, self._slowest_ns)
-        return Trial(whole, kept, counts)
+        return Trial(all_stamps, step_rows, counts)
 
     def last_steps(self) -> Sequence[tuple[int, ...]]:
         """Return the step rows of the last trial, if they are kept."""
@@ -226,16 +226,16 @@ class Trials:
 
     def _agree(self, counts: bool = True) -> tuple[int, Sequence[tuple[int, ...]], bool]:
         """Agree on the next trial: its start on this host's clock, the last one's step rows, whether it counts."""
-        kept: Sequence[tuple[int, ...]] = ()
+        step_rows: Sequence[tuple[int, ...]] = ()
         while True:
             stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
-            word = self._signals.word(self._keeps * _KEEP | stale * _ESTIMATE | (not counts) * _WARM, self._offset_ns)
-            if not word.flags & ~_WARM:
-                return word.due_ns, kept, not word.flags & _WARM
-            if word.flags & _KEEP:
-                kept = self._gather_steps()
-                self._keeps = False
-            if word.flags & _ESTIMATE:
+            signal = self._signals.next(self._keep * _KEEP | stale * _ESTIMATE | (not counts) * _WARM, self._offset_ns)
+            if not signal.flags & ~_WARM:
+                return signal.due_ns, step_rows, not signal.flags & _WARM
+            if signal.flags & _KEEP:
+                step_rows = self._gather_steps()
+                self._keep = False
+            if signal.flags & _ESTIMATE:
                 self._offset_ns = clock.estimate(self._members.control).offset_ns
                 self._estimated_at = time.monotonic()
 
@@ -248,11 +248,11 @@ class Trials:
                 # Otherwise a root would start the next transfer while the network still carries the previous one's
                 # data, and time of one transfer would be counted in the other. nccl-tests also has a barrier there.
                 self._signals.report(_NOTHING)
-                ready_ns = done_ns = self._signals.word(0, self._offset_ns).due_ns
+                ready_ns = done_ns = self._signals.next(0, self._offset_ns).due_ns
                 _sleep_until(done_ns)
             if part is None:
                 continue
-            compute_ns = int(part.place.transfer.compute_of(self._members.rank) * 1e9)
+            compute_ns = int(part.participant.transfer.compute_on(self._members.rank) * 1e9)
             # With overlap, computing continues during a transfer; without, it starts when the transfer has ended.
             ready_ns = (ready_ns if self._spec.overlap else done_ns) + compute_ns
             if compute_ns:
@@ -266,15 +266,15 @@ class Trials:
 
     def _gather_steps(self) -> Sequence[tuple[int, ...]]:
         """Gather the rounds of the last trial, as rows of steps.csv."""
-        mine = [
-            (self._number, number, self._members.rank, at, start + self._offset_ns, end + self._offset_ns)
+        own_rows = [
+            (self._number, number, self._members.rank, round_number, start + self._offset_ns, end + self._offset_ns)
             for number, part in enumerate(self._parts)
             if part is not None
-            for at, start, end in part.stamps()
+            for round_number, start, end in part.stamps()
         ]
-        everyone: list[list[tuple[int, ...]]] = [[] for _ in range(self._members.size)]
-        dist.gather_object(mine, everyone if self._members.rank == 0 else None, dst=0, group=self._members.control)
-        return [row for rows in everyone for row in rows]
+        all_rows: list[list[tuple[int, ...]]] = [[] for _ in range(self._members.size)]
+        dist.gather_object(own_rows, all_rows if self._members.rank == 0 else None, dst=0, group=self._members.control)
+        return [row for rows in all_rows for row in rows]
 
 
 def _sleep_until(due_ns: int) -> None:

@@ -15,17 +15,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from penstock._base.aliases import accept_aliases
 from penstock._base.errors import ArgumentError
-from penstock._base.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
-from penstock._base.second_names import also
+from penstock._base.formatting import pluralize
+from penstock._base.gradients import check_grad_dtype, gradient_dtype, group_by_gradient_dtype
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.words import counted
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
-from penstock.network.fabric.traffic.layers import Job, Recorded, record
+from penstock.network.fabric.traffic.layers import Job, ModelRecord, record
 from penstock.network.fabric.workload import Workload
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
-from penstock.schedule.lowering import order_of
+from penstock.schedule.lowering import resolve_order
 
 __all__ = ["Compute", "Traffic", "from_model"]
 
@@ -36,7 +36,7 @@ Compute = Literal["none", "measure"] | float
 """No time; measured here; or the seconds of a stage's forward of one microbatch (its backward takes twice that)."""
 
 
-@also(opens="split_inside", gradient_dtype="grad_dtype")
+@accept_aliases(opens="split_inside", gradient_dtype="grad_dtype")
 def from_model(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -90,58 +90,58 @@ def from_model(
     if traffic == "sharded":
         traffic, sharded = "gradients", True
     _check(hosts, ranks, traffic, sharded, compute)
-    whole = as_module(model)
-    given = whole, args, kwargs or {}
-    _check_dtype(grad_dtype, whole, traffic, sharded)
+    module = as_module(model)
+    inputs = module, args, kwargs or {}
+    _check_dtype(grad_dtype, module, traffic, sharded)
     seconds = 0.0 if isinstance(compute, str) else float(compute)
     if traffic == "tensor":
-        return _tensor(record(*given, 1), type(whole).__name__, hosts, microbatches or 1, seconds)
-    order = order_of(schedule, ranks, microbatches, None)
+        return _tensor_workload(record(*inputs, 1), type(module).__name__, hosts, microbatches or 1, seconds)
+    order = resolve_order(schedule, ranks, microbatches, None)
     depth = order.placement.depth
     options: dict[str, Any] = {"cuts": cuts, "opens": split_inside, "balance": "flops"}
-    job = Job(record(*given, depth, **options), order, hosts, sharded, grad_dtype)
+    job = Job(record(*inputs, depth, **options), order, hosts, sharded, grad_dtype)
     if traffic == "pipeline":
         stages = None if compute == "none" else [(seconds, 2 * seconds)] * depth
         if compute == "measure":
-            stages = measure.stage_seconds(*given, depth, **options)
-        made, after = pipeline.transfers(job, stages)
+            stages = measure.stage_seconds(*inputs, depth, **options)
+        transfers, after = pipeline.transfers(job, stages)
     else:
         forward, backward = seconds * depth, gradients.shares(job, 2 * seconds * depth)
-        trained = any(parameter.requires_grad for parameter in whole.parameters())
+        trained = any(parameter.requires_grad for parameter in module.parameters())
         if compute == "measure" and job.replicas > 1 and trained:
-            forward, backward = measure.layer_seconds(whole, gradients.backward_layers(job), *given[1:])
+            forward, backward = measure.layer_seconds(module, gradients.backward_layers(job), *inputs[1:])
         count = microbatches or 1  # of which the last one's gradients are sent
-        made, after = gradients.transfers(job, count * forward + (count - 1) * sum(backward), backward), 0.0
-    if not made:
+        transfers, after = gradients.transfers(job, count * forward + (count - 1) * sum(backward), backward), 0.0
+    if not transfers:
         raise ArgumentError(
-            f"traffic={traffic!r} of {counted(ranks, 'rank')} on {counted(hosts, 'host')} sends nothing: "
+            f"traffic={traffic!r} of {pluralize(ranks, 'rank')} on {pluralize(hosts, 'host')} sends nothing: "
             "replicas send gradients, so pass more hosts than ranks; or pass two or more ranks, and traffic='pipeline'"
         )
-    what = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
-    name = f"{what} of {type(whole).__name__}, {job.replicas} x {job.ranks} hosts"
+    content = f"parameters and {traffic}" if job.sharded and traffic == "gradients" else traffic
+    name = f"{content} of {type(module).__name__}, {job.replicas} x {job.ranks} hosts"
     if traffic == "pipeline":
-        name += f", {job.order.name}, {counted(job.order.microbatches, 'microbatch')}"
+        name += f", {job.order.name}, {pluralize(job.order.microbatches, 'microbatch')}"
     notes = list(job.recorded.partition.notes)
     if job.recorded.unused:
         notes.append(f"without gradients, since the forward does not use them: {', '.join(job.recorded.unused)}")
     if traffic == "gradients" and job.ranks > 1:
         notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
-    return Workload(name, tuple(made), hosts, _element_bytes(job, traffic), after, tuple(notes))
+    return Workload(name, tuple(transfers), hosts, _element_bytes(job, traffic), after, tuple(notes))
 
 
-def _tensor(recorded: Recorded, name: str, hosts: int, microbatches: int, seconds: float) -> Workload:
-    made = tensor.transfers(recorded.products, microbatches, seconds)
-    if not made:
+def _tensor_workload(recorded: ModelRecord, name: str, hosts: int, microbatches: int, seconds: float) -> Workload:
+    transfers = tensor.transfers(recorded.products, microbatches, seconds)
+    if not transfers:
         raise ArgumentError("traffic='tensor': the forward multiplies by no layer's matrix, so that nothing is divided")
-    name = f"tensor of {name}, {counted(hosts, 'host')}, {counted(microbatches, 'microbatch')}"
+    name = f"tensor of {name}, {pluralize(hosts, 'host')}, {pluralize(microbatches, 'microbatch')}"
     element_bytes = min(parameter.element_size() for _, parameter in recorded.used)
-    said = (*recorded.partition.notes, *tensor.notes(recorded.products))
-    return Workload(name, tuple(made), hosts, element_bytes, 0.0, said)
+    notes = (*recorded.partition.notes, *tensor.notes(recorded.products))
+    return Workload(name, tuple(transfers), hosts, element_bytes, 0.0, notes)
 
 
 def _check(hosts: int, ranks: int, traffic: Traffic, sharded: bool, compute: Compute) -> None:
-    number = isinstance(compute, (int, float)) and not isinstance(compute, bool)
-    if compute not in ("none", "measure") and not (number and 0 <= float(compute) < float("inf")):
+    is_number = isinstance(compute, (int, float)) and not isinstance(compute, bool)
+    if compute not in ("none", "measure") and not (is_number and 0 <= float(compute) < float("inf")):
         raise ArgumentError(f"compute={compute!r}: expected 'none', 'measure', or the seconds of a stage's forward")
     if traffic == "tensor" and (ranks != 1 or sharded or hosts < 2):
         raise ArgumentError(
@@ -158,10 +158,10 @@ def _check(hosts: int, ranks: int, traffic: Traffic, sharded: bool, compute: Com
 
 
 def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, sharded: bool) -> None:
-    if checked_dtype(dtype) is None:
+    if check_grad_dtype(dtype) is None:
         return
     if traffic == "tensor":
-        raise ArgumentError(f"grad_dtype={dtype}: traffic='tensor' sends no gradients of parameters; leave it out")
+        raise ArgumentError(f"grad_dtype={dtype}: traffic='tensor' sends no gradients of parameters; omit it")
     lifted = [name for name, p in model.named_parameters() if gradient_dtype(p, dtype) != gradient_dtype(p)]
     if sharded and lifted:
         raise ArgumentError(
@@ -173,7 +173,7 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
 def _element_bytes(job: Job, traffic: Traffic) -> int:
     """Return the size of the smallest number that is sent."""
     used = [parameter for _, parameter in job.recorded.used]
-    sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, job.gradient_dtype)]
+    sizes = [dtype.itemsize for dtype in group_by_gradient_dtype(used, job.gradient_dtype)]
     if job.sharded:
         sizes += [parameter.element_size() for parameter in used]
     if traffic == "pipeline":

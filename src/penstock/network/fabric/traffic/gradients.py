@@ -27,14 +27,14 @@ def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Trans
         forward: seconds of all computation before the backward whose gradients are sent.
         backward: seconds by layer, in backward order.
     """
-    made: list[Transfer] = []
+    timed: list[Transfer] = []
     done = -1
-    for layers, transfer in _sharded(job) if job.sharded else _summed(job):
+    for layers, transfer in _sharded(job) if job.sharded else _all_reduced(job):
         seconds = forward if done < 0 <= layers else 0.0
         seconds += sum(backward[max(done, 0) : max(layers, 0)])
         done = max(done, layers)
-        made.append(replace(transfer, compute_seconds=seconds))
-    return made if job.replicas > 1 else []
+        timed.append(replace(transfer, compute_seconds=seconds))
+    return timed if job.replicas > 1 else []
 
 
 def shares(job: Job, seconds: float) -> list[float]:
@@ -43,36 +43,36 @@ def shares(job: Job, seconds: float) -> list[float]:
     return [seconds * size / max(sum(sizes), 1) for size in sizes]
 
 
-def _held(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
+def _by_holder(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
     """Yield a layer's parameters by the rank that holds them, with that rank's hosts, empty if these are all hosts, and
     a suffix for names: empty if one rank holds them all."""
     ids: dict[int, set[int]] = {}
     for stage, rank in enumerate(job.order.placement.rank_of):
         ids.setdefault(rank, set()).update(map(id, job.parameters(stage).values()))
-    held = {rank: [one for one in layer.parameters if id(one) in ids[rank]] for rank in sorted(ids)}
-    several = sum(map(bool, held.values())) > 1
-    for rank, some in held.items():
-        if some:
-            yield f" on rank {rank}" if several else "", job.same_rank(rank) if job.ranks > 1 else (), some
+    by_rank = {rank: [p for p in layer.parameters if id(p) in ids[rank]] for rank in sorted(ids)}
+    several = sum(map(bool, by_rank.values())) > 1
+    for rank, parameters in by_rank.items():
+        if parameters:
+            yield f" on rank {rank}" if several else "", job.same_rank(rank) if job.ranks > 1 else (), parameters
 
 
-def _summed(job: Job) -> Iterator[Ready]:
-    for place, layer in enumerate(backward_layers(job), start=1):
-        for suffix, hosts, held in _held(job, layer):
-            if trained := [parameter for parameter in held if parameter.requires_grad]:
+def _all_reduced(job: Job) -> Iterator[Ready]:
+    for number, layer in enumerate(backward_layers(job), start=1):
+        for suffix, hosts, parameters in _by_holder(job, layer):
+            if trained := [parameter for parameter in parameters if parameter.requires_grad]:
                 size = gradient_bytes(trained, job.gradient_dtype)
-                yield place, Transfer(layer.name + suffix, size, "all_reduce", hosts)
+                yield number, Transfer(layer.name + suffix, size, "all_reduce", hosts)
 
 
 def _sharded(job: Job) -> Iterator[Ready]:
     """Gather a layer's parameters for its forward and again for its backward, even if it is frozen."""
     forward = [(-1, layer, "forward") for layer in job.recorded.layers]
-    backward = [(place, layer, "backward") for place, layer in enumerate(backward_layers(job))]
-    for behind, layer, way in forward + backward:
-        for suffix, hosts, held in _held(job, layer):
-            size = sharded_bytes(held, job.replicas)
-            yield behind, Transfer(f"{layer.name}{suffix}, {way}", size, "all_gather", hosts, 0.0, "parameters")
-        for suffix, hosts, held in _held(job, layer) if way == "backward" else ():
-            if size := sharded_bytes([parameter for parameter in held if parameter.requires_grad], job.replicas):
+    backward = [(number, layer, "backward") for number, layer in enumerate(backward_layers(job))]
+    for after, layer, phase in forward + backward:
+        for suffix, hosts, parameters in _by_holder(job, layer):
+            size = sharded_bytes(parameters, job.replicas)
+            yield after, Transfer(f"{layer.name}{suffix}, {phase}", size, "all_gather", hosts, 0.0, "parameters")
+        for suffix, hosts, parameters in _by_holder(job, layer) if phase == "backward" else ():
+            if size := sharded_bytes([parameter for parameter in parameters if parameter.requires_grad], job.replicas):
                 name = f"{layer.name}{suffix}, gradients"
-                yield behind + 1, Transfer(name, size, "reduce_scatter", hosts)
+                yield after + 1, Transfer(name, size, "reduce_scatter", hosts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock._base.compat import FakeTensor
-from penstock._base.trees import flatten, leaf_tensors
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.schedule import Schedule
 
@@ -48,25 +48,25 @@ class Product:
     Attributes:
         name: the layer's.
         features: in and out; empty for an attention.
-        given_bytes, made_bytes: the size of the input and of the output, for one microbatch.
-        trains: the gradient of the input is needed.
-        again: the input is that of the previous product.
+        input_bytes, output_bytes: the size of the input and of the output, for one microbatch.
+        input_requires_grad: whether the gradient of the input is needed.
+        same_input: whether the input is that of the previous product.
         matrix: its name in the model; tied ones have one name.
-        looks_up: it looks up rows, like an embedding: the input is row numbers.
+        is_lookup: whether it looks up rows, like an embedding: the input is row numbers.
     """
 
     name: str
     features: tuple[int, int] | None
-    given_bytes: int
-    made_bytes: int
-    trains: bool
-    again: bool
+    input_bytes: int
+    output_bytes: int
+    input_requires_grad: bool
+    same_input: bool
     matrix: str = ""
-    looks_up: bool = False
+    is_lookup: bool = False
 
 
 @dataclass(frozen=True)
-class Recorded:
+class ModelRecord:
     """A model as seen by one recording.
 
     Attributes:
@@ -84,14 +84,14 @@ class Recorded:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """In order of first use: a layer's gradients are complete once backward has passed that use."""
-        found: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+        groups: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
         for name, parameter in self.used:
-            found.setdefault((name.rpartition(".")[0], parameter.dtype), []).append(parameter)
-        modules, made = [module for module, _ in found], []
-        for (module, dtype), parameters in found.items():
+            groups.setdefault((name.rpartition(".")[0], parameter.dtype), []).append(parameter)
+        modules, result = [module for module, _ in groups], []
+        for (module, dtype), parameters in groups.items():
             suffix = f" ({type_name(dtype)})" if modules.count(module) > 1 else ""
-            made.append(Layer((module or "(model)") + suffix, tuple(parameters)))
-        return tuple(made)
+            result.append(Layer((module or "(model)") + suffix, tuple(parameters)))
+        return tuple(result)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Job:
         gradient_dtype: as for `penstock.pipeline`.
     """
 
-    recorded: Recorded
+    recorded: ModelRecord
     order: Schedule
     hosts: int
     sharded: bool
@@ -149,45 +149,45 @@ class _Uses(TorchFunctionMode):
         self.order: dict[str, None] = {}
         self.products: list[Product] = []
         self._matrices: dict[tuple[str, bool], nn.Parameter] = {}  # of the first recording: later ones see the same
-        self._before: Tensor | None = None
+        self._last_input: Tensor | None = None
         self._model = model
         self._names: dict[int, str] = {}
-        self._kept: list[nn.Parameter] = []  # so that no id is reused
+        self._alive: list[nn.Parameter] = []  # so that no id is reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in flatten((args, kwargs or {})).leaves if isinstance(x, nn.Parameter)]
-        fakes = [parameter for parameter in given if isinstance(parameter, FakeTensor)]
+        parameters = [x for x in flatten((args, kwargs or {})).leaves if isinstance(x, nn.Parameter)]
+        fakes = [parameter for parameter in parameters if isinstance(parameter, FakeTensor)]
         result = func(*args, **(kwargs or {}))
-        made = leaf_tensors(result) if fakes else []
-        trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in made)
+        outputs = leaf_tensors(result) if fakes else []
+        trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in outputs)
         for parameter in fakes:
             name = self._name(parameter)
-            if name and (trains if parameter.requires_grad else made):
+            if name and (trains if parameter.requires_grad else outputs):
                 self.order.setdefault(name)
-        if func in _MATRICES and made:
-            self._multiplied(func, args, kwargs or {}, made[0])
+        if func in _MATRICES and outputs:
+            self._add_product(func, args, kwargs or {}, outputs[0])
         return result
 
-    def _multiplied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor) -> None:
-        places, transposed = _MATRICES[func]
-        given, matrix = (args[at] if at < len(args) else kwargs.get(name) for at, name in places)
-        if not (isinstance(given, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
+    def _add_product(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor) -> None:
+        arguments, transposed = _MATRICES[func]
+        operand, matrix = (args[at] if at < len(args) else kwargs.get(name) for at, name in arguments)
+        if not (isinstance(operand, Tensor) and isinstance(matrix, nn.Parameter) and self._name(matrix)):
             return
-        name, looks_up = self._name(matrix), func is F.embedding
-        if self._matrices.setdefault((name, looks_up), matrix) is not matrix:
+        name, is_lookup = self._name(matrix), func is F.embedding
+        if self._matrices.setdefault((name, is_lookup), matrix) is not matrix:
             return
         attends = func is F.multi_head_attention_forward
         features = None if attends else (matrix.shape[1 - transposed], matrix.shape[int(transposed)])
-        layer, again = name.rpartition(".")[0] or "(model)", given is self._before
-        sizes = given.nbytes, made.nbytes
-        self.products.append(Product(layer, features, *sizes, given.requires_grad, again, name, looks_up))
-        self._before = given
+        layer, same_input = name.rpartition(".")[0] or "(model)", operand is self._last_input
+        sizes = operand.nbytes, output.nbytes
+        self.products.append(Product(layer, features, *sizes, operand.requires_grad, same_input, name, is_lookup))
+        self._last_input = operand
 
     def _name(self, parameter: nn.Parameter) -> str:
         if id(parameter) not in self._names:  # each recording makes its own fakes
-            for name, one in self._model.named_parameters():
-                self._names[id(one)] = name
-                self._kept.append(one)
+            for name, candidate in self._model.named_parameters():
+                self._names[id(candidate)] = name
+                self._alive.append(candidate)
         return self._names.get(id(parameter), "")
 
 
@@ -197,7 +197,7 @@ def record(
     kwargs: Mapping[str, Any] | None,
     stages: int,
     **options: Any,
-) -> Recorded:
+) -> ModelRecord:
     """Record a model for one microbatch's inputs and cut it. Nothing is computed. `options` are those of `Partitioner`.
     Raise ArgumentError, PartitionError: as for `penstock.inspect`."""
     partitioner = Partitioner(model, stages, streams=NoStreams(), **options)
@@ -205,8 +205,8 @@ def record(
     with torch.enable_grad(), uses:
         partition = partitioner(args, kwargs)
     parameters = dict(partitioner.model.named_parameters())
-    unused = tuple(name for name, one in parameters.items() if one.requires_grad and name not in uses.order)
-    return Recorded(partition, tuple((name, parameters[name]) for name in uses.order), unused, tuple(uses.products))
+    unused = tuple(name for name, parameter in parameters.items() if parameter.requires_grad and name not in uses.order)
+    return ModelRecord(partition, tuple((name, parameters[name]) for name in uses.order), unused, tuple(uses.products))
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -216,5 +216,5 @@ def type_name(dtype: torch.dtype) -> str:
 
 def sharded_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """Return the size of tensors whose rows are divided among ranks like FSDP2's: padded to the same number on each."""
-    found = [(tensor.shape[0] if tensor.ndim else 1, tensor.nbytes) for tensor in tensors]
-    return sum(-(-rows // ranks) * ranks * (size // max(rows, 1)) for rows, size in found)
+    sizes = [(tensor.shape[0] if tensor.ndim else 1, tensor.nbytes) for tensor in tensors]
+    return sum(-(-rows // ranks) * ranks * (size // max(rows, 1)) for rows, size in sizes)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
+from penstock._base.pytree import flatten, leaf_tensors
 from penstock._base.stages import MODEL_INPUT
-from penstock._base.trees import flatten, leaf_tensors
 from penstock.network.fabric.traffic.layers import Layer, record
-from penstock.partition.measure.clock import settle
-from penstock.partition.measure.footprint import ends_of
-from penstock.partition.measure.running import RunningUnit
+from penstock.partition.measure.clock import synchronize
+from penstock.partition.measure.footprint import backward_roots
+from penstock.partition.measure.running import UnitRunner
 from penstock.partition.run.loan import untouched_generators
 
 REPETITIONS = 5
@@ -39,23 +39,23 @@ def layer_seconds(
         ArgumentError: the weights are missing, or no result takes a gradient.
     """
     _check_weights(model)
-    places = {id(p): place for place, one in enumerate(layers) for p in one.trained}
+    indices = {id(p): index for index, layer in enumerate(layers) for p in layer.trained}
     clones: dict[int, Any] = {}
     twin = copy.deepcopy(model, clones)
     ended = [0] * len(layers)
 
-    def note(place: int, parameter: Tensor) -> None:
-        settle(parameter.device)
-        ended[place] = time.perf_counter_ns()
+    def note(index: int, parameter: Tensor) -> None:
+        synchronize(parameter.device)
+        ended[index] = time.perf_counter_ns()
 
-    for key, place in places.items():
-        clones[key].register_post_accumulate_grad_hook(partial(note, place))
-    runs = [_backward_of_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
+    for key, index in indices.items():
+        clones[key].register_post_accumulate_grad_hook(partial(note, index))
+    runs = [_time_layers(twin, args, kwargs, ended) for _ in range(REPETITIONS + 1)][1:]
     forwards, backwards = zip(*runs, strict=True)
     return statistics.median(forwards), [statistics.median(times) for times in zip(*backwards, strict=True)]
 
 
-def _backward_of_layers(
+def _time_layers(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ended: list[int]
 ) -> tuple[float, list[float]]:
     """Run once. A layer that ends before one ahead of it took no time itself."""
@@ -64,11 +64,11 @@ def _backward_of_layers(
     with untouched_generators():
         began = time.perf_counter_ns()
         results = leaf_tensors(model(*args, **kwargs))
-        edges, ones = ends_of(results)
+        edges, make_gradients = backward_roots(results)
         if not edges:
-            raise ArgumentError("no result of the model takes a gradient, so that there is no backward to measure")
-        gradients = ones()
-        settle(gradients[0].device)
+            raise ArgumentError("no result of the model takes a gradient, so there is no backward to measure")
+        gradients = make_gradients()
+        synchronize(gradients[0].device)
         forward_ended = at = time.perf_counter_ns()
         torch.autograd.backward(edges, gradients)
     seconds = []
@@ -85,14 +85,14 @@ def stage_seconds(
     `layer_seconds`. Raise ArgumentError if the weights are missing."""
     _check_weights(model)
     partition = record(model, args, kwargs, stages, **options).partition
-    given = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
+    inputs = partition.arrange(flatten((tuple(args), dict(kwargs))).leaves)
     values: dict[tuple[int, str], Tensor] = {
-        (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, given, strict=True)
+        (MODEL_INPUT, i.name): x for i, x in zip(partition.stages[0].meta.inputs, inputs, strict=True)
     }
     measured = []
     with torch.enable_grad(), untouched_generators():
         for stage in partition.stages:
-            unit = RunningUnit(stage, [values[i.source, i.name] for i in stage.meta.inputs])
+            unit = UnitRunner(stage, [values[i.source, i.name] for i in stage.meta.inputs])
             outputs = unit.begin()
             for _ in range(REPETITIONS):
                 unit.run()
@@ -105,6 +105,6 @@ def stage_seconds(
 def _check_weights(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
-            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or pass the "
+            "compute='measure' runs the model, whose parameters are on the meta device; load weights, or pass the "
             "seconds of a stage's forward"
         )

@@ -15,13 +15,13 @@ from math import prod
 import torch
 from torch import nn
 
-from penstock._base.gradients import BUCKET_BYTES, buckets, by_gradient_dtype, summed_bytes
+from penstock._base.gradients import BUCKET_BYTES, all_reduce_bytes, buckets, group_by_gradient_dtype
 from penstock._base.stages import (
     StageMeta,
     TensorMeta,
     backward_links,
     forward_links,
-    shifted,
+    shift_stage,
     ties,
     ties_across_ranks,
 )
@@ -39,7 +39,7 @@ Seconds = tuple[float, float]
 def _metas(job: Job) -> list[StageMeta]:
     """Return the metadata of all stages, including those of copies of the model."""
     stages = job.recorded.partition.stages
-    return [shifted(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
+    return [shift_stage(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
 
 
 def _tie_groups(job: Job) -> list[tuple[int, ...]]:
@@ -73,17 +73,17 @@ class _Walk:
         self._order = lowered(job)
         self._times = seconds
         self._computed = [0.0] * job.ranks
-        self._made: list[Transfer] = []
+        self._transfers: list[Transfer] = []
         self._reached: dict[int, set[int]] = {}
         metas = _metas(job)
         self._tied = ties(metas)
         self._groups = _tie_groups(job)
         self._rank_of = job.order.placement.rank_of
         values = {(i.source, i.name): i.meta for meta in metas for i in meta.inputs}
-        ways = {Op.SEND_F: forward_links(metas), Op.SEND_B: backward_links(metas)}
+        links_by_op = {Op.SEND_F: forward_links(metas), Op.SEND_B: backward_links(metas)}
         self._sent = {
             (op, link.source, link.target): [values[value] for value in link.values]
-            for op, links in ways.items()
+            for op, links in links_by_op.items()
             for link in links
         }
         """The values of each kind of message; gradients have the size of their values."""
@@ -99,10 +99,10 @@ class _Walk:
             if action.op.is_compute:
                 self._computed[rank_of[node]] += self._seconds(action)
                 if self._job.sharded and last.get(action.stage) == node:
-                    trained = [one for one in self._divided(action.stage) if one.requires_grad]
-                    for suffix, some in self._by_dtype(trained):
+                    trained = [parameter for parameter in self._divided(action.stage) if parameter.requires_grad]
+                    for suffix, parameters in self._by_dtype(trained):
                         name = f"gradients of stage {action.stage}{suffix}"
-                        size = sharded_bytes(some, self._job.replicas)
+                        size = sharded_bytes(parameters, self._job.replicas)
                         self._add_all(name, size, "reduce_scatter", "gradient", self._rank_of[action.stage])
             elif action.op.is_send:
                 self._send(action)
@@ -112,16 +112,16 @@ class _Walk:
                 self._add_all(name, size, "all_gather", "parameters", self._rank_of[action.stage])
             elif action.op is Op.REDUCE_GRAD and action.microbatch is None:
                 # What only this stage holds, and what it does not divide.
-                own = [] if self._job.sharded else self._divided(action.stage)
-                self._average(rank_of[node], [one for one in own if one.requires_grad], f"stage {action.stage}")
+                divided = [] if self._job.sharded else self._divided(action.stage)
+                self._average(rank_of[node], [p for p in divided if p.requires_grad], f"stage {action.stage}")
             elif action.op is Op.REDUCE_GRAD:
                 self._sum_tied(action, rank_of[node])
         for rank in range(self._job.ranks) if self._job.replicas > 1 else ():  # once the sums over stages are there
             stages = self._order.placement.stages_on(rank)
-            held = chain.from_iterable(self._job.parameters(stage).items() for stage in stages)
-            shared = {id(p): p for name, p in held if name in self._tied and p.requires_grad}
+            named = chain.from_iterable(self._job.parameters(stage).items() for stage in stages)
+            shared = {id(p): p for name, p in named if name in self._tied and p.requires_grad}
             self._average(rank, list(shared.values()), f"tied parameters of rank {rank}")
-        return self._made, max(self._computed)
+        return self._transfers, max(self._computed)
 
     def _seconds(self, action: Action, *, ordering: bool = False) -> float:
         if not action.op.is_compute or (self._times is None and not ordering):
@@ -145,14 +145,14 @@ class _Walk:
         name = f"{letter}{action.microbatch} stage {action.stage}->{action.peer}"
         self._add_each(name, size, "send", kind, (self._rank_of[action.stage], self._rank_of[action.peer]))
 
-    def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
+    def _average(self, rank: int, parameters: Sequence[nn.Parameter], owner: str) -> None:
         """Average parameters' gradients over replicas, in buckets."""
-        for suffix, some in self._by_dtype(parameters):
-            pieces = list(buckets(some, BUCKET_BYTES, self._job.gradient_dtype))
+        for suffix, group in self._by_dtype(parameters):
+            pieces = list(buckets(group, BUCKET_BYTES, self._job.gradient_dtype))
             for number, bucket in enumerate(pieces):
-                place = f", bucket {number}" if len(pieces) > 1 else ""
-                size = summed_bytes(bucket, self._job.gradient_dtype)
-                self._add_all(f"gradients of {what}{place}{suffix}", size, "all_reduce", "gradient", rank)
+                bucket_suffix = f", bucket {number}" if len(pieces) > 1 else ""
+                size = all_reduce_bytes(bucket, self._job.gradient_dtype)
+                self._add_all(f"gradients of {owner}{bucket_suffix}{suffix}", size, "all_reduce", "gradient", rank)
 
     def _sum_tied(self, action: Action, rank: int) -> None:
         """Sum the gradients of tied parameters when the last of a group's ranks gets there."""
@@ -163,42 +163,42 @@ class _Walk:
         reached.add(rank)
         if reached < members:
             return
-        held = self._job.parameters(stages[0])
-        tied = [held[name] for name, on in self._tied.items() if on == stages and held[name].requires_grad]
-        for suffix, some in self._by_dtype(tied):
+        params = self._job.parameters(stages[0])
+        tied = [params[name] for name, owners in self._tied.items() if owners == stages and params[name].requires_grad]
+        for suffix, group in self._by_dtype(tied):
             name = f"tied gradients of stages {', '.join(map(str, stages))}{suffix}"
-            size = summed_bytes(some, self._job.gradient_dtype)
+            size = all_reduce_bytes(group, self._job.gradient_dtype)
             self._add_each(name, size, "all_reduce", "tied gradient", tuple(sorted(members)))
 
     # -- what they are made of --------------------------------------------------------------------------------------
 
     def _divided(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters that replicas divide, if they are sharded; tied ones stay whole."""
-        return [one for name, one in self._job.parameters(stage).items() if name not in self._tied]
+        return [parameter for name, parameter in self._job.parameters(stage).items() if name not in self._tied]
 
     def _by_dtype(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """Yield the parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
-        found = by_gradient_dtype(parameters, self._job.gradient_dtype)
-        for dtype, some in found.items():
-            yield f" ({type_name(dtype)})" if len(found) > 1 else "", some
+        by_dtype = group_by_gradient_dtype(parameters, self._job.gradient_dtype)
+        for dtype, group in by_dtype.items():
+            yield f" ({type_name(dtype)})" if len(by_dtype) > 1 else "", group
 
     def _add_each(self, name: str, size: int, collective: Collective, kind: str, ranks: tuple[int, ...]) -> None:
         """Add one transfer for each replica, among some of its ranks."""
         if not size:
             return
-        seconds = tuple(self._take(rank) for rank in ranks)
+        seconds = tuple(self._take_computed(rank) for rank in ranks)
         for replica in range(self._job.replicas):
-            of = f" of replica {replica}" if self._job.replicas > 1 else ""
+            suffix = f" of replica {replica}" if self._job.replicas > 1 else ""
             hosts = tuple(replica * self._job.ranks + rank for rank in ranks)
-            self._made.append(Transfer(name + of, size, collective, hosts, max(seconds), kind, seconds))
+            self._transfers.append(Transfer(name + suffix, size, collective, hosts, max(seconds), kind, seconds))
 
     def _add_all(self, name: str, size: int, collective: Collective, kind: str, rank: int) -> None:
         """Add one transfer among the same rank of all replicas."""
         if size:
             hosts = self._job.same_rank(rank)
-            self._made.append(Transfer(name, size, collective, hosts, self._take(rank), kind))
+            self._transfers.append(Transfer(name, size, collective, hosts, self._take_computed(rank), kind))
 
-    def _take(self, rank: int) -> float:
+    def _take_computed(self, rank: int) -> float:
         """Take the time that a rank has computed since its last transfer."""
         seconds, self._computed[rank] = self._computed[rank], 0.0
         return seconds

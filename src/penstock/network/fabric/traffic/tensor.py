@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.traffic.layers import Product
-from penstock.network.fabric.workload import Transfer, like_as_one
+from penstock.network.fabric.workload import Transfer, merge_similar_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +33,32 @@ class Group:
     row: Product | None
 
     @property
-    def whole(self) -> bool:
+    def is_attention(self) -> bool:
         """Whether it is an attention, which contains both."""
         return self.columns[0].features is None
 
     @property
-    def gathered(self) -> bool:
+    def is_gathered(self) -> bool:
         """Whether an all-gather combines its output."""
-        return self.row is None and not self.whole and not self.columns[0].looks_up
+        return self.row is None and not self.is_attention and not self.columns[0].is_lookup
 
 
 def groups(products: Sequence[Product]) -> list[Group]:
     """Return all groups of a forward, in order."""
-    alike: list[list[Product]] = []
+    runs: list[list[Product]] = []
     for product in products:
-        if alike and product.again and _is_matrix(product) and _is_matrix(alike[-1][0]):
-            alike[-1].append(product)
+        if runs and product.same_input and _is_matrix(product) and _is_matrix(runs[-1][0]):
+            runs[-1].append(product)
         else:
-            alike.append([product])
-    made: list[Group] = []
-    while alike:
-        columns = tuple(alike.pop(0))
-        row = alike[0][0] if alike and len(alike[0]) == 1 and _follows(columns, alike[0][0]) else None
+            runs.append([product])
+    result: list[Group] = []
+    while runs:
+        columns = tuple(runs.pop(0))
+        row = runs[0][0] if runs and len(runs[0]) == 1 and _follows(columns, runs[0][0]) else None
         if row is not None:
-            alike.pop(0)
-        made.append(Group(columns, row))
-    return made
+            runs.pop(0)
+        result.append(Group(columns, row))
+    return result
 
 
 def _follows(columns: Sequence[Product], row: Product) -> bool:
@@ -66,18 +66,18 @@ def _follows(columns: Sequence[Product], row: Product) -> bool:
 
     Below one module their output may be several times as wide: queries, keys and values in one matrix.
     """
-    near = _above(row.name)
-    for one in columns:
-        if one.features is None or row.features is None or one.looks_up or row.looks_up:
+    block = _above(row.name)
+    for column in columns:
+        if column.features is None or row.features is None or column.is_lookup or row.is_lookup:
             return False
-        beside, made, taken = _above(one.name), one.features[1], row.features[0]
-        if made % taken == 0 if beside == near else made == taken and _above(beside) == _above(near) != "":
+        parent, out, into = _above(column.name), column.features[1], row.features[0]
+        if out % into == 0 if parent == block else out == into and _above(parent) == _above(block) != "":
             return True
     return False
 
 
 def _is_matrix(product: Product) -> bool:
-    return product.features is not None and not product.looks_up
+    return product.features is not None and not product.is_lookup
 
 
 def _above(name: str) -> str:
@@ -87,68 +87,68 @@ def _above(name: str) -> str:
 def transfers(products: Sequence[Product], microbatches: int, seconds: float = 0.0) -> list[Transfer]:
     """Return the transfers of a step, in order: each microbatch's forward and its backward. What a forward sends shares
     its seconds, and what a backward sends twice as many."""
-    every = groups(products)
-    made = []
+    all_groups = groups(products)
+    result = []
     for number in range(microbatches):
-        of = f" of microbatch {number}" if microbatches > 1 else ""
-        for sent, whole in ((list(_forward(every)), seconds), (list(_backward(every)), 2 * seconds)):
-            made += [replace(one, name=one.name + of, compute_seconds=whole / len(sent)) for one in sent]
-    return made
+        suffix = f" of microbatch {number}" if microbatches > 1 else ""
+        for sent, total in ((list(_forward(all_groups)), seconds), (list(_backward(all_groups)), 2 * seconds)):
+            result += [replace(t, name=t.name + suffix, compute_seconds=total / len(sent)) for t in sent]
+    return result
 
 
 def notes(products: Sequence[Product]) -> tuple[str, ...]:
     """Explain how each layer is divided, and where that differs from Megatron-LM."""
-    every = groups(products)
-    pairs = [f"{', '.join(one.name for one in g.columns)} with {g.row.name}" for g in every if g.row is not None]
-    alone = [one.name for g in every if g.row is None for one in g.columns if not one.looks_up]
-    divided = _divided(every)
-    shared = [g.columns[0].name for g in every if g.columns[0].looks_up and g.columns[0].matrix in divided]
-    whole = [g.columns[0].name for g in every if g.columns[0].looks_up and g.columns[0].matrix not in divided]
-    said = {
-        "divided by columns and rows": "; ".join(like_as_one(pairs)),
-        "divided by columns, and gathered": ", ".join(like_as_one(alone)),
-        "embeddings that stay whole on each host": ", ".join(whole),
+    all_groups = groups(products)
+    pairs = [f"{', '.join(p.name for p in g.columns)} with {g.row.name}" for g in all_groups if g.row is not None]
+    unpaired = [p.name for g in all_groups if g.row is None for p in g.columns if not p.is_lookup]
+    divided = _divided(all_groups)
+    shared = [g.columns[0].name for g in all_groups if g.columns[0].is_lookup and g.columns[0].matrix in divided]
+    undivided = [g.columns[0].name for g in all_groups if g.columns[0].is_lookup and g.columns[0].matrix not in divided]
+    sections = {
+        "divided by columns and rows": "; ".join(merge_similar_names(pairs)),
+        "divided by columns, and gathered": ", ".join(merge_similar_names(unpaired)),
+        "embeddings that stay whole on each host": ", ".join(undivided),
         "embeddings that are divided, since their matrix is: an all-reduce follows": ", ".join(shared),
     }
-    found = [f"{what}: {which}" for what, which in said.items() if which]
-    last = next((group for group in reversed(every) if not group.columns[0].looks_up), None)
-    if last is not None and last.gathered:  # the last matrix, which produces a language model's logits
-        outputs = sum(one.made_bytes for one in last.columns)
-        total = sum(one.bytes for one in (*_forward(every), *_backward(every)))
-        found.append(
-            f"{outputs / total:.0%} of the bytes are the outputs of {', '.join(one.name for one in last.columns)}, the "
+    lines = [f"{heading}: {names}" for heading, names in sections.items() if names]
+    last = next((group for group in reversed(all_groups) if not group.columns[0].is_lookup), None)
+    if last is not None and last.is_gathered:  # the last matrix, which produces a language model's logits
+        outputs = sum(p.output_bytes for p in last.columns)
+        total = sum(transfer.bytes for transfer in (*_forward(all_groups), *_backward(all_groups)))
+        lines.append(
+            f"{outputs / total:.0%} of the bytes are the outputs of {', '.join(p.name for p in last.columns)}, the "
             "last matrix, gathered whole: of logits Megatron-LM sends next to nothing, since its loss takes them "
             "divided"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
-def _divided(every: Sequence[Group]) -> dict[str, bool]:
+def _divided(all_groups: Sequence[Group]) -> dict[str, bool]:
     """Return the divided matrices, and for each whether it is divided by rows, that is, by its inputs."""
-    found = {one.matrix: False for group in every for one in group.columns if not one.looks_up}
-    return found | {group.row.matrix: True for group in every if group.row is not None}
+    by_rows = {product.matrix: False for group in all_groups for product in group.columns if not product.is_lookup}
+    return by_rows | {group.row.matrix: True for group in all_groups if group.row is not None}
 
 
-def _forward(every: Sequence[Group]) -> Iterator[Transfer]:
-    divided, seen = _divided(every), Counter[str]()
-    for group in every:
+def _forward(all_groups: Sequence[Group]) -> Iterator[Transfer]:
+    divided, counts = _divided(all_groups), Counter[str]()
+    for group in all_groups:
         columns: tuple[Product, ...] = group.columns if group.row is None else (group.row,)
-        for one in columns:
-            way: Collective = "all_reduce" if group.row is not None or group.whole else "all_gather"
-            name = f"forward {one.name}"
-            if one.looks_up:
-                if one.matrix not in divided:
+        for product in columns:
+            collective: Collective = "all_reduce" if group.row is not None or group.is_attention else "all_gather"
+            name = f"forward {product.name}"
+            if product.is_lookup:
+                if product.matrix not in divided:
                     continue
-                seen[one.name] += 1
-                name += f", lookup {seen[one.name]}" if seen[one.name] > 1 else ", lookup"
-                way = "all_gather" if divided[one.matrix] else "all_reduce"
-            yield Transfer(name, one.made_bytes, way, kind="activation")
+                counts[product.name] += 1
+                name += f", lookup {counts[product.name]}" if counts[product.name] > 1 else ", lookup"
+                collective = "all_gather" if divided[product.matrix] else "all_reduce"
+            yield Transfer(name, product.output_bytes, collective, kind="activation")
 
 
-def _backward(every: Sequence[Group]) -> Iterator[Transfer]:
+def _backward(all_groups: Sequence[Group]) -> Iterator[Transfer]:
     """Yield what is sent where an input's gradient is needed: matrices with the same input add theirs up before
     sending."""
-    for group in reversed(every):
+    for group in reversed(all_groups):
         first = group.columns[0]
-        if first.trains:
-            yield Transfer(f"backward {first.name}", first.given_bytes, "all_reduce", kind="activation gradient")
+        if first.input_requires_grad:
+            yield Transfer(f"backward {first.name}", first.input_bytes, "all_reduce", kind="activation gradient")

@@ -34,33 +34,33 @@ class Scale:
     is_log: bool = False
 
     def at(self, values: ArrayLike) -> NDArray[np.float64]:
-        low, high, found = self.low, self.high, np.asarray(values, float)
+        low, high, points = self.low, self.high, np.asarray(values, float)
         if self.is_log:
-            low, high, found = math.log(low), math.log(high), np.log(found)
-        return self.first + (found - low) / ((high - low) or 1.0) * (self.last - self.first)
+            low, high, points = math.log(low), math.log(high), np.log(points)
+        return self.first + (points - low) / ((high - low) or 1.0) * (self.last - self.first)
 
     def ticks(self, room: float) -> list[float]:
         """Round values that are at least `room` pixels apart."""
         if not self.is_log:
-            most = max(1, int(abs(self.last - self.first) / room))
-            return [value for value, _ in Axis.of(self.high, "", most).ticks if value >= self.low]
+            max_ticks = max(1, int(abs(self.last - self.first) / room))
+            return [value for value, _ in Axis.of(self.high, "", max_ticks).ticks if value >= self.low]
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        found: list[float] = []
+        values: list[float] = []
         for steps in _STEPS:
-            found = [10.0**power * step for power in powers for step in steps]
-            found = [value for value in found if self.low <= value <= self.high]
-            if len(found) == 1 or (found and np.abs(np.diff(self.at(found))).min() >= room):
-                return found
-        return apart(found, lambda value: float(self.at(value)), room)
+            values = [10.0**power * step for power in powers for step in steps]
+            values = [value for value in values if self.low <= value <= self.high]
+            if len(values) == 1 or (values and np.abs(np.diff(self.at(values))).min() >= room):
+                return values
+        return keep_apart(values, lambda value: float(self.at(value)), room)
 
 
-def apart(values: Sequence[Any], at: Callable[[Any], float], room: float) -> list[Any]:
+def keep_apart(values: Sequence[Any], at: Callable[[Any], float], room: float) -> list[Any]:
     """Return those of ascending values whose positions are far enough from that of the last one taken."""
-    kept = list(values[:1])
+    spaced = list(values[:1])
     for value in values[1:]:
-        if abs(at(value) - at(kept[-1])) >= room:
-            kept.append(value)
-    return kept
+        if abs(at(value) - at(spaced[-1])) >= room:
+            spaced.append(value)
+    return spaced
 
 
 @dataclass(slots=True)
@@ -88,11 +88,11 @@ class Panel:
         middle = (self.x.first + self.x.last) / 2
         self.drawn.append(words(name, middle, bottom + 32, "text-anchor='middle'"))
 
-    def y_axis(self, label_of: Callable[[float], str], room: float = 16) -> None:
+    def y_axis(self, label: Callable[[float], str], room: float = 16) -> None:
         for value in self.y.ticks(room):
             y = float(self.y.at(value))
             self.drawn.append(_stroke(f"M{self.x.first:g} {y:.1f}H{self.x.last:g}", RULE, 0.8))
-            self.drawn.append(words(label_of(value), self.x.first - 6, y + 4, f"text-anchor='end' fill='{MUTED}'"))
+            self.drawn.append(words(label(value), self.x.first - 6, y + 4, f"text-anchor='end' fill='{MUTED}'"))
 
     def level(self, value: float, color: str = MUTED, dash: str = "", text: str = "") -> None:
         """Draw a horizontal line, named behind its end."""
@@ -105,9 +105,9 @@ class Panel:
 
     def dots(self, xs: ArrayLike, ys: ArrayLike, color: str, width: float) -> None:
         """Draw a dot at each point; of several on the same half pixel only one."""
-        places = np.round(2 * np.column_stack([self.x.at(xs), self.y.at(ys)])) / 2
-        path = "".join(f"M{x:g} {y:g}h0" for x, y in np.unique(places, axis=0).tolist())
-        self.drawn.append(_stroke(path, color, width, more="stroke-linecap='round'"))
+        points = np.round(2 * np.column_stack([self.x.at(xs), self.y.at(ys)])) / 2
+        path = "".join(f"M{x:g} {y:g}h0" for x, y in np.unique(points, axis=0).tolist())
+        self.drawn.append(_stroke(path, color, width, extra="stroke-linecap='round'"))
 
     def band(self, xs: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
         path = "L".join([*self._points(xs, low), *self._points(xs, high)[::-1]])
@@ -121,13 +121,13 @@ class Panel:
         self.drawn.append(f"<path d='{path}' fill='{color}' opacity='{opacity:g}'/>")
 
     def _points(self, xs: ArrayLike, ys: ArrayLike) -> list[str]:
-        places = zip(self.x.at(xs).tolist(), self.y.at(ys).tolist(), strict=True)
-        return [f"{x:.1f} {y:.1f}" for x, y in places]
+        points = zip(self.x.at(xs).tolist(), self.y.at(ys).tolist(), strict=True)
+        return [f"{x:.1f} {y:.1f}" for x, y in points]
 
 
-def _stroke(path: str, color: str, width: float, dash: str = "", more: str = "") -> str:
+def _stroke(path: str, color: str, width: float, dash: str = "", extra: str = "") -> str:
     dashed = f"stroke-dasharray='{dash}' " if dash else ""
-    return f"<path d='{path}' fill='none' stroke='{color}' stroke-width='{width:g}' {dashed}{more}/>"
+    return f"<path d='{path}' fill='none' stroke='{color}' stroke-width='{width:g}' {dashed}{extra}/>"
 
 
 def words(text: str, x: float, y: float, look: str = "") -> str:
@@ -138,9 +138,9 @@ def words(text: str, x: float, y: float, look: str = "") -> str:
 def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
     """Draw the colors and what they stand for, below each other."""
     drawn = []
-    for place, (color, text) in enumerate(entries):
-        at = y + 17 * place
-        drawn += [f"<path d='M{x:g} {at:g}h12' stroke='{color}' stroke-width='5'/>", words(text, x + 18, at + 4)]
+    for index, (color, text) in enumerate(entries):
+        row_y = y + 17 * index
+        drawn += [f"<path d='M{x:g} {row_y:g}h12' stroke='{color}' stroke-width='5'/>", words(text, x + 18, row_y + 4)]
     return drawn
 
 
@@ -155,5 +155,5 @@ def colors(count: int) -> list[str]:
     """Return one color each; if the palette is too small, colors from dark to light."""
     if count <= len(COLORS):
         return list(COLORS[:count])
-    places = (place / (count - 1) for place in range(count))
-    return [f"hsl({270 - 210 * share:.0f} 60% {30 + 30 * share:.0f}%)" for share in places]
+    shares = (index / (count - 1) for index in range(count))
+    return [f"hsl({270 - 210 * fraction:.0f} 60% {30 + 30 * fraction:.0f}%)" for fraction in shares]

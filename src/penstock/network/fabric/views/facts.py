@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.ports import changed
+from penstock.network.fabric.ports import links_changed
 from penstock.network.fabric.results import ABOVE_IDEAL
-from penstock.network.fabric.samples import Run, iterations_of, rate_key, runs_ahead
-from penstock.network.fabric.statistics import FEWEST, PERCENTILES, fewest
+from penstock.network.fabric.samples import Run, get_iterations, rate_key, runs_ahead
+from penstock.network.fabric.statistics import MIN_SAMPLES, PERCENTILES, min_samples
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
-from penstock.network.scenario import Happened
+from penstock.network.scenario import AppliedEvent
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """Column headings of times, by their name in the results."""
@@ -23,10 +23,10 @@ TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"
 _OFTEN = 0.5
 """A rank that arrives last in more than this fraction of its transfers gets a line."""
 
-_FEWEST_FOR_LATE = 20
+_MIN_FOR_LATE = 20
 """With fewer trials, any rank may arrive last that often by chance."""
 
-_NAMED = 12
+_MAX_NAMED = 12
 """The most trials that a line lists."""
 
 _DEPENDENT = 0.8
@@ -45,11 +45,11 @@ def headings(run: Run) -> list[str]:
     record = run.record
     kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
     algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
-    done, asked = len(run.start_ns), record["trials"]
+    done, requested = len(run.start_ns), record["trials"]
     return [
         f"{record['hosts']} hosts",
         f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
-        counted(done, "trial") if done == asked else f"{done:,} of {counted(asked, 'trial')}",
+        pluralize(done, "trial") if done == requested else f"{done:,} of {pluralize(requested, 'trial')}",
         str(record["backend"]),
         *([f"link {record['link']}"] if record.get("link") else []),
     ]
@@ -57,30 +57,30 @@ def headings(run: Run) -> list[str]:
 
 def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     """Return reasons why the figures may not be what they seem."""
-    found = []
+    messages = []
     if not results["complete"]:
-        found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
+        messages.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
     if run.record.get("steady") is False:
-        found.append(
+        messages.append(
             f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
             "may be off: pass a larger --warmup"
         )
-    told = run.record.get("switch")
-    if told and (reason := saturated(told)):
-        found.append(reason)
-    most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
-    if (most["ideal_percent"] or 0.0) > ABOVE_IDEAL:
-        why = "so Penstock has its links wrong, which is a bug in Penstock"
-        if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
-            why = (
+    counters = run.record.get("switch")
+    if counters and (reason := saturated(counters)):
+        messages.append(reason)
+    highest = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
+    if (highest["ideal_percent"] or 0.0) > ABOVE_IDEAL:
+        explanation = "so Penstock has its links wrong, which is a bug in Penstock"
+        if highest is not results["step"] and runs_ahead(run.record, highest["collective"], highest["shares"]):
+            explanation = (
                 "because a rank can begin it while others are still in the previous transfer: some traffic is then "
                 "timed in one of the two, and its bytes are counted in the other"
             )
-        at = f"{most['name']} is at {most['ideal_percent']:,.0f}% of the possible rate"
-        found.append(f"ideal: {at}, {why}; ignore this column")
+        share_text = f"{highest['name']} is at {highest['ideal_percent']:,.0f}% of the possible rate"
+        messages.append(f"ideal: {share_text}, {explanation}; ignore this column")
     if _is_limited_by_cpu(results):
-        found.append(f"processors: {results['cpu']['text']}")
-    return found
+        messages.append(f"processors: {results['cpu']['text']}")
+    return messages
 
 
 def _is_limited_by_cpu(results: dict[str, Any]) -> bool:
@@ -89,7 +89,7 @@ def _is_limited_by_cpu(results: dict[str, Any]) -> bool:
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
-    step, found = results["step"], []
+    step, rows = results["step"], []
     overlaps = [
         f"{seconds(step[key])} {name} overlap with compute ({'measured' if step['overlap'] == overlap else 'computed'})"
         for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
@@ -98,35 +98,35 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if overlaps and not step["compute_s"]:
         overlaps = ["there is no compute between the transfers, so overlap changes nothing"]
     if overlaps:
-        found.append(("step", ", ".join(overlaps)))
+        rows.append(("step", ", ".join(overlaps)))
     if stalled := results["stalled"]:
-        more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
-        which = f"trial{'s' if len(stalled) > 1 else ''} {', '.join(f'{one:,}' for one in stalled[:_NAMED])}{more}"
-        of = f"{len(stalled):,} of {counted(len(run.start_ns), 'trial')}"
-        found.append(("stalls", f"{of} met a requested stall: {which}"))
-    described = run.record.get("network")
-    if described and (described["shaper"] not in (None, "tbf") or described["slow"]):
-        happened = [str(Happened(**one)) for one in run.record.get("happened") or ()]
-        found += network_facts(described, told=run.record.get("switch"), happened=happened)
-    found += [*_links(run.record.get("links") or ()), *(("fit", _fit(one["fit"])) for one in results["model"])]
-    last = {rank: last for rank, (_, last) in figures_of_ranks(results).items()}
-    late = max(last, key=last.__getitem__, default=0)
-    among = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
-    if among > 2 and len(run.start_ns) >= _FEWEST_FOR_LATE and last[late] > _OFTEN:
-        found.append(("late", f"rank {late} came last to {last[late]:.0%} of its transfers: the others waited for it"))
+        tail = f" and {len(stalled) - _MAX_NAMED:,} more" if len(stalled) > _MAX_NAMED else ""
+        shown = f"trial{'s' if len(stalled) > 1 else ''} {', '.join(f'{n:,}' for n in stalled[:_MAX_NAMED])}{tail}"
+        count_text = f"{len(stalled):,} of {pluralize(len(run.start_ns), 'trial')}"
+        rows.append(("stalls", f"{count_text} met a requested stall: {shown}"))
+    network = run.record.get("network")
+    if network and (network["shaper"] not in (None, "tbf") or network["slow"]):
+        events = [str(AppliedEvent(**event)) for event in run.record.get("happened") or ()]
+        rows += network_facts(network, counters=run.record.get("switch"), events=events)
+    rows += [*_links(run.record.get("links") or ()), *(("fit", _fit(entry["fit"])) for entry in results["model"])]
+    late = {rank: late for rank, (_, late) in rank_figures(results).items()}
+    worst = max(late, key=late.__getitem__, default=0)
+    max_ranks = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
+    if max_ranks > 2 and len(run.start_ns) >= _MIN_FOR_LATE and late[worst] > _OFTEN:
+        rows.append(("late", f"rank {worst} came last to {late[worst]:.0%} of its transfers: the others waited for it"))
     if results["cpu"]["text"] and not _is_limited_by_cpu(results):
-        found.append(("cpu", str(results["cpu"]["text"])))
-    return found
+        rows.append(("cpu", str(results["cpu"]["text"])))
+    return rows
 
 
-def figures_of_ranks(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """Returns, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
+def rank_figures(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """Return, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
     all, and in which it was the last to start, so that the others waited for it; empty for a run without trials."""
     sums: dict[int, list[int]] = {}
     for transfer in results["transfers"]:
-        for one in transfer["per_rank"]:
-            added = transfer["trials"], one["trials_slowest"], one["trials_latest"]
-            sums[one["rank"]] = [a + b for a, b in zip(sums.get(one["rank"], (0, 0, 0)), added, strict=True)]
+        for entry in transfer["per_rank"]:
+            counts = transfer["trials"], entry["trials_slowest"], entry["trials_latest"]
+            sums[entry["rank"]] = [a + b for a, b in zip(sums.get(entry["rank"], (0, 0, 0)), counts, strict=True)]
     return {rank: (longest / trials, last / trials) for rank, (trials, longest, last) in sorted(sums.items())}
 
 
@@ -140,19 +140,19 @@ def _links(measured: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _link(measured: Sequence[dict[str, Any]]) -> str:
     latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
-    known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
-    rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
+    bandwidths = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
+    rates = f", {bits(*dict.fromkeys((bandwidths[0], bandwidths[-1])))}" if bandwidths else ""
     missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
-    sooner = f" (0: a few bytes arrived up to {seconds(missing)} sooner than these rates allow)" if missing else ""
-    return f"alpha {_range(latencies)}{sooner}{rates}"
+    remark = f" (0: a few bytes arrived up to {seconds(missing)} sooner than these rates allow)" if missing else ""
+    return f"alpha {_range(latencies)}{remark}{rates}"
 
 
-def _fit(found: dict[str, Any]) -> str:
+def _fit(fit: dict[str, Any]) -> str:
     """Describe the link fitted to a collective's medians."""
-    held = " (limited to the links)" if found["held_to_links"] else ""
+    limited = " (limited to the links)" if fit["held_to_links"] else ""
     return (
-        f"{found['collective']}: alpha {seconds(found['alpha_seconds'])} a step, 1/beta "
-        f"{rate_of(found['bytes_per_second'])}{held}; at most {found['largest_residual']:.0%} off"
+        f"{fit['collective']}: alpha {seconds(fit['alpha_seconds'])} a step, 1/beta "
+        f"{format_rate(fit['bytes_per_second'])}{limited}; at most {fit['largest_residual']:.0%} off"
     )
 
 
@@ -166,7 +166,7 @@ def bits(*bytes_per_second: float) -> str:
     return f"{_range([f'{rate * 8 / scale:,.4g}' for rate in bytes_per_second])} {unit}"
 
 
-def rate_of(bytes_per_second: float | None) -> str:
+def format_rate(bytes_per_second: float | None) -> str:
     """Format a fitted link's bandwidth; None means that beta is 0."""
     return bits(bytes_per_second) if bytes_per_second else "no limit"
 
@@ -184,24 +184,24 @@ def mean(entry: dict[str, Any]) -> str:
 
 
 def columns(
-    results: dict[str, Any], times: Sequence[str], *, rates: bool = True, every: bool = False
+    results: dict[str, Any], times: Sequence[str], *, rates: bool = True, full: bool = False
 ) -> list[list[str]]:
     """Return the lines of a table: its heads, a line for each group of similar transfers, and the step's.
 
     Args:
         times: names from `TIMES` to show, followed by the mean; no mean is shown without them.
         rates: whether to show skew, bandwidths and what is ideal, and collectives if they differ.
-        every: whether to show the time from the last arrival on, too.
+        full: whether to show the time from the last arrival on, too.
     """
-    often, (scale, unit) = in_groups(results), rate_unit(results)
+    is_grouped, (scale, unit) = has_groups(results), rate_unit(results)
     kinds = rates and has_kinds(results)
-    waits = ("arrival_skew_s", *(("transfer_s",) if every else ()))
-    shown = [*(["times"] if often else []), *([*(TIMES[name] for name in times), "mean"] if times else [])]
-    after = ["skew\np50", *(["transfer\np50"] if every else []), f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%"]
-    lines = [["transfer", *(["collective"] if kinds else []), "bytes", *shown, *(after if rates else [])]]
+    waits = ("arrival_skew_s", *(("transfer_s",) if full else ()))
+    shown = [*(["times"] if is_grouped else []), *([*(TIMES[name] for name in times), "mean"] if times else [])]
+    tail = ["skew\np50", *(["transfer\np50"] if full else []), f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%"]
+    lines = [["transfer", *(["collective"] if kinds else []), "bytes", *shown, *(tail if rates else [])]]
     for entry in (*results["groups"], {**results["step"], "times": len(results["transfers"])}):
         line = [entry["name"], *([entry["collective"] or ""] if kinds else []), f"{entry['bytes']:,}"]
-        line += [f"{entry['times']:,}"] if often else []
+        line += [f"{entry['times']:,}"] if is_grouped else []
         line += [*(seconds(entry["time_s"][name]) for name in times), mean(entry)] if times else []
         if rates:
             line += [seconds(entry[name]["p50"]) if name in entry else "" for name in waits]
@@ -216,47 +216,46 @@ def has_kinds(results: dict[str, Any]) -> bool:
     return len({group["collective"] for group in results["groups"]}) > 1
 
 
-def in_groups(results: dict[str, Any]) -> bool:
+def has_groups(results: dict[str, Any]) -> bool:
     """Whether any row has more than one transfer."""
     return len(results["groups"]) < len(results["transfers"])
 
 
 def notes(run: Run, results: dict[str, Any]) -> list[str]:
     """Return what a reader must know about the columns."""
-    trials, times = len(run.start_ns), [one["time_s"] for one in results["groups"]]
-    worth = min((one["effective_trials"] for one in results["groups"]), default=trials)
-    depend, count = worth < _DEPENDENT * trials, iterations_of(run.record)
+    trials, times = len(run.start_ns), [group["time_s"] for group in results["groups"]]
+    effective = min((group["effective_trials"] for group in results["groups"]), default=trials)
+    depend, count = effective < _DEPENDENT * trials, get_iterations(run.record)
     short = [
-        f"{TIMES[name]} needs {fewest(q):,}"
+        f"{TIMES[name]} needs {min_samples(q):,}"
         for name, q in PERCENTILES.items()
-        if name in TIMES and any(one[name] is None for one in times)
+        if name in TIMES and any(figures[name] is None for figures in times)
     ]
-    sends = any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"])
-    unbounded = results["links"] and None in {one["bound_s"] for one in results["groups"]}
-    known = {
+    sends = any(rate_key(entry["collective"]) == "transfer_s" for entry in results["transfers"])
+    unbounded = results["links"] and None in {entry["bound_s"] for entry in results["groups"]}
+    conditions = {
         "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
         "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
         "n/a above 100%.": True,
         "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
-        "transfer, percentiles are over all of them, and those of one trial count as one sample.": in_groups(results),
+        "transfer, percentiles are over all of them, and those of one trial count as one sample.": has_groups(results),
         f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.": count > 1,
         "Rates and ideal of a send are measured from when both of its ranks had arrived.": sends,
-        "Ideal is n/a: a scenario may have changed the links.": changed(run.record),
+        "Ideal is n/a: a scenario may have changed the links.": links_changed(run.record),
         "Ideal is n/a if a host has several partners and no shaper sets the rate of its port.": (
-            unbounded and not changed(run.record)
+            unbounded and not links_changed(run.record)
         ),
-        f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many.": (
-            depend
-        ),
+        f"Trials depend on each other: {trials:,} are worth {effective:,.0f} independent ones, and count as that "
+        "many.": depend,
         "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
-        f"narrow. Pass --trials {FEWEST} or more.": 0 < trials < FEWEST,
-        f"n/a: {min(trials, int(worth)):,} {'independent ' if depend else ''}trials are too few for that percentile; "
-        f"{', '.join(short)}.": short,
+        f"narrow. Pass --trials {MIN_SAMPLES} or more.": 0 < trials < MIN_SAMPLES,
+        f"n/a: {min(trials, int(effective)):,} {'independent ' if depend else ''}trials are too few for that "
+        f"percentile; {', '.join(short)}.": short,
     }
-    return [*(note for note, holds in known.items() if holds), *run.record["workload"]["notes"]]
+    return [*(note for note, holds in conditions.items() if holds), *run.record["workload"]["notes"]]
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
     """Return the factor from GB/s, and the unit that suits a run's bandwidths: GB/s, or MB/s on slow links."""
-    most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
-    return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")
+    highest = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
+    return (1.0, "GB/s") if highest >= 0.5 or not highest else (1e3, "MB/s")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.samples import Run, TransferTimes, iterations_of, rate_key
+from penstock.network.fabric.samples import Run, TransferTimes, get_iterations, rate_key
 from penstock.network.fabric.steps import IN_PARTS, IN_PLACE, REDUCES, ROOTED
 from penstock.network.fabric.workload import NCCL, Workload
 
@@ -39,14 +39,14 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
     record, workload, lines = run.record, Workload.from_dict(run.record["workload"]), list[str]()
     checked = bool(record["warmup"] and len(run.start_ns))
     tables: dict[str, list[tuple[int, float | None, str]]] = {}  # size, busbw, line
-    for place, one in enumerate(results["transfers"]):
-        kind, size, ranks = one["collective"], one["bytes"], len(one["ranks"])
-        mean = _mean(TransferTimes.of(run, workload, place), kind, average)
+    for index, entry in enumerate(results["transfers"]):
+        kind, size, ranks = entry["collective"], entry["bytes"], len(entry["ranks"])
+        mean = _mean(TransferTimes.from_run(run, workload, index), kind, average)
         algbw = size / mean / 1e9 if mean else None
-        busbw = algbw and algbw * busbw_factor(kind, ranks, one["shares"])
+        busbw = algbw and algbw * busbw_factor(kind, ranks, entry["shares"])
         # Of one rank's piece, although the size is the whole buffer's.
         count = size // workload.element_bytes // (ranks if kind in IN_PARTS else 1)
-        type_name, op = NCCL.get(workload.number, workload.number), workload.op if kind in REDUCES else "none"
+        type_name, op = (NCCL.get(workload.type_name, workload.type_name), workload.op if kind in REDUCES else "none")
         numbers = _number(mean and mean * 1e6, 7), _bandwidth(algbw), _bandwidth(busbw)
         body = _RIGHT.format(*numbers, 0 if checked else "N/A")
         line = f"{size:12d}{_LEFT.format(count, type_name, op, 0 if kind in ROOTED else -1)}"
@@ -54,12 +54,12 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
         tables.setdefault(kind, []).append((size, busbw, line))
     for kind, rows in tables.items():
         program, sizes = f"{_PROGRAMS.get(kind, kind)}_perf", [size for size, *_ in rows]
-        known = [busbw for _, busbw, _ in rows if busbw is not None]
+        measured = [busbw for _, busbw, _ in rows if busbw is not None]
         hosts = enumerate(record["environment"])
         lines += [
             f"# Collective test starting: {program}",
             f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {record['warmup']} "
-            f"iters: {record['trials']} agg iters: {iterations_of(record)} validation: {int(checked)} graph: 0",
+            f"iters: {record['trials']} agg iters: {get_iterations(record)} validation: {int(checked)} graph: 0",
             "#",
             "# Using devices",
             *(f"#  Rank {rank:2d} on {host.get('host', ''):>10} device cpu" for rank, host in hosts),
@@ -67,7 +67,7 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
             *_HEAD,
             *(line for *_, line in rows),
             f"# {'Out of bounds values':<20} : 0 OK",
-            f"# {'Avg bus bandwidth':<20} : {sum(known) / max(len(known), 1):g} ",
+            f"# {'Avg bus bandwidth':<20} : {sum(measured) / max(len(measured), 1):g} ",
             "#",
             f"# Collective test concluded: {program}",
         ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock._base.words import sized
+from penstock._base.formatting import format_bytes
 from penstock.network.fabric.views.numbers import seconds
 
 MAX_LATE_SECONDS = 1e-3
 """If the 99th percentile of lateness exceeds this, the switch is saturated."""
 MAX_BUSY = 0.9
 
-_EACH_HOST = 16
+_MAX_HOSTS = 16
 """With more hosts than this, only the totals are shown."""
 
 _FATES = {
@@ -26,85 +26,87 @@ _FATES = {
 }
 """What may happen to a frame: the switch's name for it, and the wording in reports."""
 
-Told = Mapping[str, Any]
+Data = Mapping[str, Any]
 
 
 def network_lines(
-    described: Told,
+    described: Data,
     *,
-    told: Told | None = None,
-    happened: Sequence[str] = (),
+    counters: Data | None = None,
+    events: Sequence[str] = (),
     elapsed_seconds: float | None = None,
 ) -> list[str]:
     """Describe a run's network, one fact per line; see `network_facts`.
 
     `elapsed_seconds`: how long the switch has run; if None, how busy it was is not judged.
     """
-    lines = [f"{name:<11}{text}" for name, text in network_facts(described, told=told, happened=happened)]
-    reason = None if told is None else saturated(told, elapsed_seconds)
+    lines = [f"{name:<11}{text}" for name, text in network_facts(described, counters=counters, events=events)]
+    reason = None if counters is None else saturated(counters, elapsed_seconds)
     return lines if reason is None else [*lines, f"warning: {reason}"]
 
 
-def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
+def network_facts(
+    described: Data, *, counters: Data | None = None, events: Sequence[str] = ()
+) -> list[tuple[str, str]]:
     """Describe a run's network as (name, text) pairs.
 
     Args:
-        described: what `Machines.described` returns.
-        told: the switch's counters (`Machines.told`); None without a switch.
-        happened: the changes that a scenario made, in words.
+        described: what `Machines.describe` returns.
+        counters: the switch's (`Machines.counters`); None without a switch.
+        events: the changes that a scenario made, in words.
     """
-    makers = {"tbf": "the kernel's tbf", "switch": "a switch in user space"}
-    made, shaper = "as fast as this machine can", described["shaper"]
+    shaper_names = {"tbf": "the kernel's tbf", "switch": "a switch in user space"}
+    link_text, shaper = "as fast as this machine can", described["shaper"]
     if shaper is not None:
-        made = f"{described['link']}, by {makers.get(shaper, shaper)}"
-    if told is not None and "priority" in told:
-        made += f" (priority: {told['priority']})"
-    found = [("network", f"{described['hosts']} hosts, {made}")]
-    found += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
+        link_text = f"{described['link']}, by {shaper_names.get(shaper, shaper)}"
+    if counters is not None and "priority" in counters:
+        link_text += f" (priority: {counters['priority']})"
+    facts = [("network", f"{described['hosts']} hosts, {link_text}")]
+    facts += [(f"host {host}", f"link {text}") for host, text in sorted(described["own"].items())]
     for host, share in sorted(described["slow"].items()):
-        found.append((f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}"))
-    found += [("neighbor", text) for text in described["background"]]
-    found += [("", remark) for remark in described["remarks"]]
-    found += [("change", text) for text in happened]
-    if told is None:
-        return found
-    links: Sequence[Told] = told["links"]
-    if len(links) > _EACH_HOST:
-        sums = {way: {name: sum(link[way][name] for link in links) for name in links[0][way]} for way in ("up", "down")}
-        found.append(("all hosts", _host(sums)))
+        facts.append((f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}"))
+    facts += [("neighbor", text) for text in described["background"]]
+    facts += [("", remark) for remark in described["remarks"]]
+    facts += [("change", text) for text in events]
+    if counters is None:
+        return facts
+    links: Sequence[Data] = counters["links"]
+    if len(links) > _MAX_HOSTS:
+        sums = {end: {name: sum(link[end][name] for link in links) for name in links[0][end]} for end in ("up", "down")}
+        facts.append(("all hosts", _host(sums)))
     else:
-        found += [(f"host {host}", _host(link)) for host, link in enumerate(links)]
+        facts += [(f"host {host}", _host(link)) for host, link in enumerate(links)]
     late = "no frame passed"
-    if told["late"]["worst"] is not None:
-        quantiles = ", ".join(f"{name} {seconds(told['late'][name])}" for name in ("p50", "p99", "worst"))
+    if counters["late"]["worst"] is not None:
+        quantiles = ", ".join(f"{name} {seconds(counters['late'][name])}" for name in ("p50", "p99", "worst"))
         late = f"{quantiles}: how late frames left"
-    return [*found, ("switch", late)]
+    return [*facts, ("switch", late)]
 
 
-def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
-    """Explains, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
-    late = told["late"]["p99"]
-    found = []
+def saturated(counters: Data, elapsed_seconds: float | None = None) -> str | None:
+    """Explain, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
+    late = counters["late"]["p99"]
+    reasons = []
     if late is not None and late > MAX_LATE_SECONDS:
-        found.append(f"1% of the frames left more than {seconds(late)} late")
-    if told["no_room"]:
-        found.append(f"it ran out of memory for a frame {told['no_room']:,} times")
-    if elapsed_seconds and told["busy_seconds"] > MAX_BUSY * elapsed_seconds:
-        found.append(f"it was busy for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
-    if not found:
+        reasons.append(f"1% of the frames left more than {seconds(late)} late")
+    if counters["no_room"]:
+        reasons.append(f"it ran out of memory for a frame {counters['no_room']:,} times")
+    if elapsed_seconds and counters["busy_seconds"] > MAX_BUSY * elapsed_seconds:
+        reasons.append(f"it was busy for {counters['busy_seconds'] / elapsed_seconds:.0%} of the time")
+    if not reasons:
         return None
     return (
-        f"the switch was saturated: {'; '.join(found)}. The network was worse than requested: pass a lower rate, fewer "
-        "hosts, a larger mtu, or a machine with more cores"
+        f"the switch was saturated: {'; '.join(reasons)}. The network was worse than requested: pass a lower rate, "
+        "fewer hosts, a larger mtu, or a machine with more cores"
     )
 
 
-def _host(link: Told) -> str:
-    ways = []
-    for verb, counted in (("out", link["up"]), ("in", link["down"])):
-        said = [f"{counted[name]:,} {words}" for name, words in _FATES.items() if counted[name]]
-        fates = f" ({', '.join(said)})" if said else ""
-        ways.append(f"{verb} {counted['frames']:,} frames, {sized(counted['bytes'])}{fates}")
+def _host(link: Data) -> str:
+    parts = []
+    for verb, counters in (("out", link["up"]), ("in", link["down"])):
+        outcomes = [f"{counters[name]:,} {words}" for name, words in _FATES.items() if counters[name]]
+        suffix = f" ({', '.join(outcomes)})" if outcomes else ""
+        parts.append(f"{verb} {counters['frames']:,} frames, {format_bytes(counters['bytes'])}{suffix}")
     if near := link["down"]["background_bytes"]:
-        ways.append(f"neighbors {sized(near)}")
-    return "; ".join(ways)
+        parts.append(f"neighbors {format_bytes(near)}")
+    return "; ".join(parts)

@@ -30,16 +30,16 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{value:.0f}"
 
 
-def cut(name: str, most: int) -> str:
+def shorten(name: str, max_length: int) -> str:
     """Shorten a name to its end, which distinguishes layers."""
-    return name if len(name) <= most else "\u2026" + name[len(name) - most + 1 :]
+    return name if len(name) <= max_length else "\u2026" + name[len(name) - max_length + 1 :]
 
 
-def cut_apart(names: Sequence[str], most: int) -> list[str]:
+def shorten_distinct(names: Sequence[str], max_length: int) -> list[str]:
     """Shorten names to their ends, or, if different names would then look the same, to their beginnings and ends."""
-    ends = [cut(name, most) for name in names]
+    ends = [shorten(name, max_length) for name in names]
     if len(set(ends)) == len(set(names)):
         return ends
-    first = most // 2
-    last = most - first - 1
-    return [name if len(name) <= most else f"{name[:first]}\u2026{name[len(name) - last :]}" for name in names]
+    first = max_length // 2
+    last = max_length - first - 1
+    return [name if len(name) <= max_length else f"{name[:first]}\u2026{name[len(name) - last :]}" for name in names]

@@ -15,10 +15,10 @@ from penstock.network.fabric.views.facts import (
     TIMES,
     columns,
     facts,
-    figures_of_ranks,
     has_kinds,
     headings,
     notes,
+    rank_figures,
     rate_unit,
     warnings,
 )
@@ -52,7 +52,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
         warnings=warnings(run, results),
         figures=_figures(run, results),
         left=1 + has_kinds(results),
-        table=columns(results, tuple(TIMES), every=True),
+        table=columns(results, tuple(TIMES), full=True),
         facts=facts(run, results),
         notes=notes(run, results),
         pictures=[(CAPTIONS[name], Markup(drawn)) for name, drawn in draw(run, results).items()],
@@ -69,29 +69,29 @@ def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
     ratio = "too few trials for more"
     if step["p50"] and step[tail]:
         ratio = f"{step[tail] / step['p50']:.3g} times the median"
-    found = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
-    found.append((f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
+    figures = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
+    figures.append((f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
     rates = [group for group in results["groups"] if group["busbw_GBps"]]
     if rates:
         best = max(rates, key=lambda transfer: float(transfer["busbw_GBps"]))
-        found.append(("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
+        figures.append(("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
     if shares := [transfer for transfer in rates if transfer["ideal_percent"]]:
         worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
-        found.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
-    return found
+        figures.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
+    return figures
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
     """Return the table of ranks: their times, their processor usage, and their clock offsets."""
     longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # per transfer
-    by_rank = {found["rank"]: found for found in longest["per_rank"]}
+    by_rank = {entry["rank"]: entry for entry in longest["per_rank"]}
     rows = [
         ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last", "busy",
          "switches", "clock offset"]
     ]  # fmt: skip
-    for rank, (took_longest, came_last) in figures_of_ranks(results).items():
-        told = [run.record.get(key) or () for key in ("cpu", "clock", "environment")]
-        cpu, clock, host = (one[rank] if rank < len(one) else {} for one in told)
+    for rank, (took_longest, came_last) in rank_figures(results).items():
+        sources = [run.record.get(key) or () for key in ("cpu", "clock", "environment")]
+        cpu, clock, host = (values[rank] if rank < len(values) else {} for values in sources)
         wall, switches, offset = cpu.get("wall_seconds"), cpu.get("involuntary_switches"), clock.get("offset_ns")
         rows.append([str(rank), str(host.get("host", ""))])
         rows[-1] += [seconds(by_rank.get(rank, {}).get(name)) for name in ("p50", "p99")]
@@ -108,8 +108,8 @@ def _environment(run: Run) -> list[tuple[str, str]]:
     settings = dict(run.record)
     workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs", None)
     hosts: dict[str, list[int]] = {}
-    for rank, found in enumerate(settings.pop("environment", None) or ()):
-        hosts.setdefault(_pairs({key: value for key, value in found.items() if key != "host"}), []).append(rank)
+    for rank, host in enumerate(settings.pop("environment", None) or ()):
+        hosts.setdefault(_pairs({key: value for key, value in host.items() if key != "host"}), []).append(rank)
     return [
         *((f"Host of rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}", text) for text, r in hosts.items()),
         *([("Ports of the switch", str(ports))] if ports else []),

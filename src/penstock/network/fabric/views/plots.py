@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock._base.words import counted
+from penstock._base.formatting import pluralize
 from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.views.chart import (
@@ -18,14 +18,14 @@ from penstock.network.fabric.views.chart import (
     WIDTH,
     Panel,
     Scale,
-    apart,
     colors,
+    keep_apart,
     legend,
     svg,
     words,
 )
 from penstock.network.fabric.views.facts import rate_unit
-from penstock.network.fabric.views.numbers import cut, cut_apart, seconds
+from penstock.network.fabric.views.numbers import seconds, shorten, shorten_distinct
 from penstock.network.fabric.workload import Workload, groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
@@ -50,13 +50,13 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     if not len(run.start_ns):
         return {}
     workload = Workload.from_dict(run.record["workload"])
-    found = groups(workload)
-    by_group = [[TransferTimes.of(run, workload, place) for place in group.places] for group in found]
-    times = [np.stack([one.completion for one in members], axis=1) for members in by_group]
-    drawn = {"cdf": _cdf([group.name for group in found], times), "trials": _trials(results, times)}
+    all_groups = groups(workload)
+    by_group = [[TransferTimes.from_run(run, workload, index) for index in group.indices] for group in all_groups]
+    times = [np.stack([timing.completion for timing in members], axis=1) for members in by_group]
+    drawn = {"cdf": _cdf([group.name for group in all_groups], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
         pairs = zip(results["groups"], by_group, strict=True)
-        rated = [np.stack([one.rated(group["collective"]) for one in members]) for group, members in pairs]
+        rated = [np.stack([timing.rated(group["collective"]) for timing in members]) for group, members in pairs]
         drawn["busbw"] = _busbw(results, rated)
     return {**drawn, "timeline": _timeline(run)}
 
@@ -65,8 +65,8 @@ def _legend(names: Sequence[str], y: float) -> list[str]:
     """Name the groups: all of them, or an even selection."""
     count, shown = len(names), min(len(names), len(COLORS))
     chosen = sorted(set(np.linspace(0, count - 1, shown).round().astype(int).tolist()))
-    color, name = colors(count), cut_apart(names, MAX_LETTERS)
-    return legend([(color[place], name[place]) for place in chosen], _BESIDE, y)
+    color, name = colors(count), shorten_distinct(names, MAX_LETTERS)
+    return legend([(color[index], name[index]) for index in chosen], _BESIDE, y)
 
 
 # -- distribution -----------------------------------------------------------------------------------------------------
@@ -74,36 +74,36 @@ def _legend(names: Sequence[str], y: float) -> list[str]:
 
 def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
     """Draw one curve per group from its transfers' times in all trials; `times` have shape [trial, transfer]."""
-    samples = max(one.size for one in times)
-    least, most = min(float(one.min()) for one in times), max(float(one.max()) for one in times)
-    of = "trials" if all(one.shape[1] == 1 for one in times) else "transfers"
-    rows = Scale(0.0, 1.0, 250, 30), Scale(0.7 / samples, 1.2, 250, 30, is_log=True)
-    columns = [Scale(least / 1.1, most * 1.15, first, first + 250, is_log=True) for first in (_LEFT, 400)]
+    count = max(series.size for series in times)
+    shortest, longest = min(float(series.min()) for series in times), max(float(series.max()) for series in times)
+    unit = "trials" if all(series.shape[1] == 1 for series in times) else "transfers"
+    rows = Scale(0.0, 1.0, 250, 30), Scale(0.7 / count, 1.2, 250, 30, is_log=True)
+    columns = [Scale(shortest / 1.1, longest * 1.15, first, first + 250, is_log=True) for first in (_LEFT, 400)]
     ended, took = panels = [Panel(x, y) for x, y in zip(columns, rows, strict=True)]
-    ended.title(f"Share of {of} that had ended")
-    took.title(f"Share of {of} that took at least as long")
+    ended.title(f"Share of {unit} that had ended")
+    took.title(f"Share of {unit} that took at least as long")
     for panel in panels:
         ticks = [(value, seconds(value)) for value in panel.x.ticks(62)]
         panel.x_ticks(ticks, "completion time, slowest rank", grid=True)
         panel.y_axis(lambda share: f"{share * 100:g}%", 30)  # all digits: ticks may be 2.5% apart
     for share, text in ((0.5, "p50"), (0.1, "p90"), (0.01, "p99"), (0.001, "p99.9")):
-        if share >= 1 / samples:
+        if share >= 1 / count:
             took.level(share, dash="1 3", text=text)
-    for color, one in zip(colors(len(times)), times, strict=True):
-        ordered = np.sort(one, axis=None)
-        at, size = _kept(len(ordered)), len(ordered)
+    for color, series in zip(colors(len(times)), times, strict=True):
+        ordered = np.sort(series, axis=None)
+        at, size = _curve_indices(len(ordered)), len(ordered)
         # Steps: the share that has ended rises at a sample, the share that took as long falls after it.
         ended.line(np.repeat(ordered[at], 2)[1:], np.repeat((at + 1) / size, 2)[:-1], color)
         took.line(np.repeat(ordered[at], 2)[:-1], np.repeat((size - at) / size, 2)[1:], color)
     return svg(290, [*panels, *_legend(names, 40)])
 
 
-def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
+def _curve_indices(samples: int, limit: int = 400) -> NDArray[np.int64]:
     """Return the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
-    if samples <= most:
+    if samples <= limit:
         return np.arange(samples)
-    tail = samples - np.geomspace(1, samples, most // 2)
-    return np.unique(np.concatenate([np.linspace(0, samples - 1, most // 2), tail]).round().astype(np.int64))
+    tail = samples - np.geomspace(1, samples, limit // 2)
+    return np.unique(np.concatenate([np.linspace(0, samples - 1, limit // 2), tail]).round().astype(np.int64))
 
 
 # -- by trial ---------------------------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
 
 def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
     """Draw one row for each of the groups whose transfers take longest, with one dot per transfer."""
-    medians = np.array([np.median(one) for one in times])
+    medians = np.array([np.median(samples) for samples in times])
     shown = sorted(np.argsort(-medians, kind="stable")[: len(COLORS)].tolist())
     color, trials = colors(len(times)), len(times[0])
     columns = Scale(-0.01 * trials, trials * 1.01, _LEFT, WIDTH - 10)
     panels = []
     for row, number in enumerate(shown):
-        took, each = times[number].ravel(), times[number].shape[1]
-        trial = np.arange(len(took)) // each
+        took, per_trial = times[number].ravel(), times[number].shape[1]
+        trial = np.arange(len(took)) // per_trial
         far = outliers(took)
         far = far[np.argsort(-took[far], kind="stable")]
         top = 28 + 104 * row
@@ -126,8 +126,8 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         note = f"median {seconds(float(medians[number]))}"
         if len(far):
             slowest = f"slowest {seconds(float(took[far[0]]))} in trial {trial[far[0]]:,}"
-            note = f"{note}, {counted(len(far), 'outlier')}, {slowest}"
-        panel.title(cut(results["groups"][number]["name"], 48), note)
+            note = f"{note}, {pluralize(len(far), 'outlier')}, {slowest}"
+        panel.title(shorten(results["groups"][number]["name"], 48), note)
         panel.y_axis(seconds)
         for stalled in results["stalled"][:MAX_MARKED]:
             panel.line([stalled, stalled], [panel.y.low, panel.y.high], MUTED, 0.7, "1 2")
@@ -152,23 +152,23 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
     curves = []
     kinds = [*dict.fromkeys(entry["collective"] for entry in entries)]
     for kind, color in zip(kinds, colors(len(kinds)), strict=True):
-        found = sorted((t["bytes"], n) for n, t in enumerate(entries) if t["collective"] == kind and t["busbw_GBps"])
-        if not found:
+        points = sorted((t["bytes"], n) for n, t in enumerate(entries) if t["collective"] == kind and t["busbw_GBps"])
+        if not points:
             continue
-        ends, ideal = [], []
-        for size, n in found:
+        bands, ideal = [], []
+        for size, n in points:
             # The bandwidth at a percentile is the size over that percentile of the time.
             factor = entries[n]["busbw_GBps"] / (entries[n]["algbw_GBps"] or 1)
-            ends.append(size * factor / 1e9 * scale / np.percentile(times[n], (10, 50, 90)))
+            bands.append(size * factor / 1e9 * scale / np.percentile(times[n], (10, 50, 90)))
             if percent := entries[n].get("ideal_percent"):
-                ideal.append((size, float(ends[-1][1]) * 100 / percent))
-        curves.append((kind, color, [size for size, _ in found], np.array(ends), ideal))
+                ideal.append((size, float(bands[-1][1]) * 100 / percent))
+        curves.append((kind, color, [size for size, _ in points], np.array(bands), ideal))
     sizes = sorted({entry["bytes"] for entry in entries})
     highest = max([slowest, *(max(rates.max(), *(value for _, value in ideal), 0.0) for *_, rates, ideal in curves)])
     panel = Panel(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
     panel.title("Bus bandwidth by size", f"{unit}; band: p10 to p90, dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
-    ticks = apart(sizes, lambda size: float(panel.x.at(size)), 56)
+    ticks = keep_apart(sizes, lambda size: float(panel.x.at(size)), 56)
     panel.x_ticks([(size, _size_label(size)) for size in ticks], "size")
     if slowest:
         panel.level(slowest, dash="1 2", text=f"slowest link, {slowest:.3g} {unit}")
@@ -193,11 +193,11 @@ def _size_label(size: int) -> str:
 
 def _timeline(run: Run) -> str:
     """Draw the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
-    found = groups(Workload.from_dict(run.record["workload"]))
-    by_place = {place: color for color, group in zip(colors(len(found)), found, strict=True) for place in group.places}
+    grouped = groups(Workload.from_dict(run.record["workload"]))
+    palette = {n: color for color, group in zip(colors(len(grouped)), grouped, strict=True) for n in group.indices}
     hosts = run.start_ns.shape[2]
     lanes, top, panels, names = min(hosts, MAX_LANES), 30.0, [], list[str]()
-    for trial, title in _chosen_trials(run):
+    for trial, title in _choose_trials(run):
         took_part = run.end_ns[trial] >= 0
         zero, last = run.start_ns[trial][took_part].min(), run.end_ns[trial].max()
         axis = Axis.of(float(last - zero) / 1e9)
@@ -206,20 +206,20 @@ def _timeline(run: Run) -> str:
         panel.title(title)
         panel.x_ticks([(second, f"{text} {axis.unit}") for second, text in axis.ticks], grid=True)
         names += [words(f"rank {rank}", 10, float(panel.y.at(rank)) + 4) for rank in range(lanes)]
-        _lanes(panel, run, trial, by_place)
+        _lanes(panel, run, trial, palette)
         panels.append(panel)
         top = bottom + 54
     shown = f"; {lanes} of {hosts} ranks" if lanes < hosts else ""
     names.append(words(f"time since the first rank began its first transfer{shown}", _LEFT, top - 20))
-    return svg(top - 10, [*panels, *names, *_legend([group.name for group in found], 40)])
+    return svg(top - 10, [*panels, *names, *_legend([group.name for group in grouped], 40)])
 
 
-def _chosen_trials(run: Run) -> list[tuple[int, str]]:
+def _choose_trials(run: Run) -> list[tuple[int, str]]:
     """Return the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
-    kept = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
-    slowest = max(kept, key=lambda trial: took[trial])
+    candidates = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
+    slowest = max(candidates, key=lambda trial: took[trial])
     chosen = [(0, f"First trial: {seconds(took[0])}")]
     if slowest:
         times = f"{took[slowest] / took[0]:.3g} times as long"

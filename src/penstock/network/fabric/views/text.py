@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.network.fabric.compare import FEWEST
+from penstock.network.fabric.compare import MIN_SAMPLES
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
-from penstock.network.fabric.views.numbers import NONE, cut, seconds
-from penstock.report.text import print_unbroken, table, width_of
+from penstock.network.fabric.views.numbers import NONE, seconds, shorten
+from penstock.report.text import print_unbroken, table, table_width
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
@@ -26,7 +26,7 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
         console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
     console.print()
     if results["trials"]:
-        _print_figures(results, console)
+        _print_tables(results, console)
         console.print()
     for name, text in facts(run, results):
         console.print(Text(f"{name:<10}{text}"), soft_wrap=True)
@@ -34,24 +34,24 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
         console.print(Text(note, "dim"))
 
 
-def _print_figures(results: dict[str, Any], console: Console) -> None:
-    whole = _table(results, tuple(TIMES), rates=True)
-    if width_of(whole, console) <= console.width:
-        print_unbroken(console, whole)
+def _print_tables(results: dict[str, Any], console: Console) -> None:
+    full_table = _table(results, tuple(TIMES), rates=True)
+    if table_width(full_table, console) <= console.width:
+        print_unbroken(console, full_table)
         return
     longest = max(len(group["name"]) for group in results["groups"])
     times = tuple(TIMES)
-    if width_of(_table(results, times, rates=False), console) > console.width:
+    if table_width(_table(results, times, rates=False), console) > console.width:
         times = tuple(name for name in TIMES if name != "min")
-    for place, part in enumerate((times, ())):
-        made = _table(results, part, rates=not part)
-        if width_of(made, console) > console.width:
-            made.padding = (0, 1, 0, 0)
-        if (excess := width_of(made, console) - console.width) > 0:  # names that are too long are cut
-            made = _table(results, part, rates=not part, name_width=max(longest - excess, 12))
-        if place:
+    for number, part in enumerate((times, ())):
+        part_table = _table(results, part, rates=not part)
+        if table_width(part_table, console) > console.width:
+            part_table.padding = (0, 1, 0, 0)
+        if (excess := table_width(part_table, console) - console.width) > 0:  # names that are too long are cut
+            part_table = _table(results, part, rates=not part, name_width=max(longest - excess, 12))
+        if number:
             console.print()
-        print_unbroken(console, made)
+        print_unbroken(console, part_table)
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
@@ -60,12 +60,12 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
     `times` are the names from `TIMES` to show, followed by the mean; no mean is shown without them.
     """
     heads, *lines, step = columns(results, times, rates=rates)
-    made = table(*heads, left=heads.index("bytes"))
+    result = table(*heads, left=heads.index("bytes"))
     for name, *cells in lines:
-        made.add_row(*map(Text, [cut(name, name_width), *cells]))
-    made.add_row()
-    made.add_row(*map(Text, step), style="bold")
-    return made
+        result.add_row(*map(Text, [shorten(name, name_width), *cells]))
+    result.add_row()
+    result.add_row(*map(Text, step), style="bold")
+    return result
 
 
 # -- two runs ---------------------------------------------------------------------------------------------------------
@@ -84,9 +84,11 @@ def show_comparison(
     for setting, (a, b) in comparison["other_settings"].items():
         console.print(Text(f"{setting}: {a} in A, {b} in B"), soft_wrap=True)
     console.print()
-    rows = [one for one in (*comparison["transfers"], comparison["step"]) if one]
-    whole = _compared(rows, tails=True)
-    print_unbroken(console, whole if width_of(whole, console) <= console.width else _compared(rows, tails=False))
+    rows = [row for row in (*comparison["transfers"], comparison["step"]) if row]
+    full = _comparison_table(rows, tails=True)
+    print_unbroken(
+        console, full if table_width(full, console) <= console.width else _comparison_table(rows, tails=False)
+    )
     console.print()
     for letter, only in (("A", comparison["only_in_a"]), ("B", comparison["only_in_b"])):
         if only:
@@ -94,8 +96,8 @@ def show_comparison(
     verdict = "No difference shown: what differs may be chance."
     if comparison["differs"]:
         verdict = "The runs differ."
-    elif all(one["verdict"] == "too few samples" for one in rows):
-        verdict = f"Too few samples to tell: each run needs {FEWEST} trials or more."
+    elif all(row["verdict"] == "too few samples" for row in rows):
+        verdict = f"Too few samples to tell: each run needs {MIN_SAMPLES} trials or more."
     console.print(Text(verdict, "bold"))
     console.print(Text(COMPARISON_NOTE, "dim"))
 
@@ -106,18 +108,18 @@ COMPARISON_NOTE = (
 )
 
 
-def _compared(rows: Sequence[dict[str, Any]], *, tails: bool) -> Table:
+def _comparison_table(rows: Sequence[dict[str, Any]], *, tails: bool) -> Table:
     further = ["p99 A", "p99 B"] if tails else []
-    made = table("transfer", *(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *further, "verdict")
-    for column in made.columns:
+    result = table("transfer", *(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *further, "verdict")
+    for column in result.columns:
         column.justify = "left" if column.header in ("transfer", "", "verdict") else "right"
-    for one in rows:
-        low_high = one["ratio_interval"]
+    for row in rows:
+        low_high = row["ratio_interval"]
         interval = f"{low_high[0]:.3f} to {low_high[1]:.3f}" if low_high else ""
-        ratio = NONE if one["ratio"] is None else f"{one['ratio']:.3f}"
-        cells = [one["name"] if tails else cut(one["name"], 20), *([f"{one['bytes']:,}"] if tails else [])]
-        cells += [*map(seconds, one["p50_s"]), ratio, interval, *(map(seconds, one["p99_s"]) if tails else [])]
-        differs = ", ".join(one["differs_in"])
-        verdict = f"differs: {differs}" if differs else one["verdict"]
-        made.add_row(*map(Text, [*cells, verdict]), style="bold" if differs else "")
-    return made
+        ratio = NONE if row["ratio"] is None else f"{row['ratio']:.3f}"
+        cells = [row["name"] if tails else shorten(row["name"], 20), *([f"{row['bytes']:,}"] if tails else [])]
+        cells += [*map(seconds, row["p50_s"]), ratio, interval, *(map(seconds, row["p99_s"]) if tails else [])]
+        differs = ", ".join(row["differs_in"])
+        verdict = f"differs: {differs}" if differs else row["verdict"]
+        result.add_row(*map(Text, [*cells, verdict]), style="bold" if differs else "")
+    return result

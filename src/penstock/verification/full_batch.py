@@ -1,0 +1,251 @@
+"""Checks whether a batch is the sum of its microbatches, and finds the reason if not.
+
+A pipeline's loss is made of its microbatches' losses. That equals the batch's loss only if rows do not depend on each
+other and the loss is a mean over them. Both are tested here on the unsplit model, with the whole batch at once: in
+double precision, so that what remains is not rounding, and in evaluation, without batch norm's statistics and dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from penstock._base.errors import ArgumentError
+from penstock._base.formatting import list_names
+from penstock._base.marks import NOW, computing
+from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
+from penstock.partition.state.reach import Reach
+from penstock.partition.units.chain import default_kwargs
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.batch.batch_dims import Dims, Microbatches
+from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.microbatches import split
+from penstock.runtime.loss.functions import Loss, padding_advice, reduction_advice
+from penstock.runtime.loss.loss import Reduction, extract_loss, model_loss, no_loss_error, weighted_sum, weights
+from penstock.runtime.model.state_dicts import evaluating
+from penstock.verification.comparison import FullBatchCheck
+
+_ALONG_DIM0 = Dims("batch", (("", None),))
+
+_REMEDY = (
+    "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
+    "as two inputs that are cut alike (chosen and rejected), or cut the batch yourself with split_fn="
+)
+"""The remedy for samples that a loss or a model compares."""
+
+
+FLOATS = {torch.float64, torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """The results of some microbatches: their losses make `loss`."""
+
+    loss: float
+    dtype: torch.dtype
+    largest: float
+    outputs: list[Any]
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding error of a double loss, or of one that casts: `logits.float()` in transformers."""
+        return 1e-6 if self.dtype is torch.float32 else 1e-7
+
+    def is_close(self, whole: _Results) -> bool:
+        """Whether two losses differ by no more than rounding, over the largest microbatch's."""
+        dtypes = {leaf.dtype for leaf in leaf_tensors(whole.outputs) if leaf.is_floating_point()}
+        tolerance = self.rounding if dtypes <= {torch.float64} else 2e-5 if dtypes <= FLOATS else 2e-2
+        return abs(self.loss - whole.loss) <= tolerance * max(self.largest, whole.largest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FullBatch:
+    """One replica's batch, uncut and in the pieces of `cutting`, and the unsplit model as the pipeline `single`."""
+
+    single: Pipeline
+    batch: Microbatch
+    cutting: Cutting
+    pieces: Sequence[Microbatch]
+    loss: Loss | None
+    reduction: Reduction
+
+    def compare(self) -> FullBatchCheck | None:
+        """Return the verdict; None if the batch has a single piece, or is given in pieces."""
+        leaves = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target)).leaves
+        if len(self.pieces) < 2 or any(isinstance(leaf, Microbatches) for leaf in leaves):
+            return None
+        with suppress(Exception), _in_double_precision(self.single.model):  # float32 may be written into its code
+            return self._compare()
+        try:
+            return self._compare()
+        except Exception as error:  # from the user's code: some models take no more than a microbatch
+            text = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            if self.cutting.split is not None:
+                text = (
+                    "the model takes what split_fn= makes of a batch, so that there is no whole batch to compare with"
+                )
+            return FullBatchCheck(math.nan, math.nan, "missing", text)
+
+    def _compare(self) -> FullBatchCheck:
+        model, session = self.single.model, self.single.session
+        full, parts = self._run([self.batch]), self._run(self.pieces)
+        losses = parts.loss, full.loss
+        if not any(map(math.isfinite, losses)):
+            return FullBatchCheck(*losses, "explained", "what is not finite cannot be compared")
+        if parts.is_close(full):
+            return FullBatchCheck(*losses, "close")
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+        drawing = list(session.drawing_modules)
+        causes = [
+            *([f"batch norm ({list_names(norms)}) takes its statistics from the rows that it sees"] if norms else []),
+            *([f"random numbers ({list_names(drawing)}) are drawn for each microbatch"] if drawing else []),
+        ] or ["something in the model that acts in training alone, and looks at several rows"]
+        reach = Reach(model)
+        try:
+            with evaluating(session.split, self.loss):
+                full, parts = self._run([self.batch]), self._run(self.pieces)
+                if parts.is_close(full):
+                    return FullBatchCheck(*losses, "explained", "; ".join(causes))
+                if self._run([self.batch], stream=1).loss != full.loss:
+                    changed = reach.names_changed()
+                    reason = changed and f"the forward changes what it keeps from call to call: {list_names(changed)}"
+                    random_reason = "the model draws random numbers, which cannot be switched off"
+                    return FullBatchCheck(*losses, "explained", reason or random_reason)
+                return FullBatchCheck(*losses, *self._find_cause(parts, full))  # type: ignore[arg-type]
+        except Exception as error:  # from the user's code: models may return something else in evaluation
+            cause = f"the cause could not be found, since evaluation mode raises {type(error).__name__}: {error}"
+            return FullBatchCheck(*losses, "warning", cause)
+
+    def _find_cause(self, parts: _Results, full: _Results) -> tuple[str, str]:
+        """Return the verdict of a model that is deterministic."""
+        rows_depend, losses = self._depends_on_other_rows(parts.outputs, full.outputs[0]), [math.nan]
+        for piece in self.pieces:
+            with suppress(ArgumentError):  # no target counts in it
+                losses.append(self._run([piece]).loss)
+        losses = [*filter(math.isfinite, losses)] or losses
+        if not rows_depend and self.reduction == "mean" and abs(sum(losses) - full.loss) <= 1e-6 * abs(full.loss):
+            return "warning", "the loss is a sum over rows; pass reduction='sum'"
+        low, high = 1 - full.rounding, 1 + full.rounding
+        is_outside = not min(losses) * low <= full.loss <= max(losses) * high  # no weights make it of theirs
+        pairing = "in the loss samples depend on each other (pairs, a contrastive loss), and each has only its own"
+        if rows_depend is False and is_outside:
+            return "warning", f"the outputs agree, but {pairing}: {_REMEDY}"
+        if rows_depend is False:
+            targets, sizes = [piece.target for piece in self.pieces], [piece.rows or 1 for piece in self.pieces]
+            hint = reduction_advice(self.loss, self.reduction) or padding_advice(self.loss, targets, sizes)
+            return "warning", (
+                "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights "
+                "of classes), and gradients are those of the microbatches' losses; "
+                + (hint or f"pass reduction= what gives the weight of a microbatch. Or {pairing}: {_REMEDY}")
+            )
+        if self.cutting.inputs.stated or self.cutting.split is not None:
+            return (
+                "warning",
+                f"rows of the batch depend on each other, as batch_dims= or split_fn= cuts it: {_REMEDY}",
+            )
+        kinds, named = (nn.RNNBase, nn.MultiheadAttention), self.single.model.named_modules()
+        layers = [
+            f"{type(m).__name__} {n}: batch_first=False" for n, m in named if isinstance(m, kinds) and not m.batch_first
+        ]
+        if (dim1 := self._is_batch_in_dim1(full)) or (rows_depend and layers):
+            return "different", (
+                f"rows along dimension 0 depend on each other{', and along dimension 1 they do not' if dim1 else ''}: "
+                "the batch is in dimension 1; pass batch_dims=1, or what holds for each input, target and output"
+                f"{f' ({list_names(layers)})' if layers else ''}. If that is meant, pass full_batch=False"
+            )
+        weights_reason = "" if is_outside or rows_depend else ", or the loss weights them (see reduction=)"
+        question = "Is the batch in dimension 1? Then pass batch_dims=1. Or are samples compared? Then"
+        return "warning", f"rows of the batch depend on each other{weights_reason}. {question} {_REMEDY}"
+
+    def _depends_on_other_rows(self, parts: Sequence[Any], full: Any) -> bool | None:
+        """Whether outputs of microbatches differ from those of the full batch; None if that cannot be determined."""
+        flat, merge, pairs = flatten(full), self.cutting.merge, list[tuple[Tensor, Tensor]]()
+        with suppress(Exception):  # from the user's merge, or because outputs are not alike
+            merged = leaf_tensors(merge(list(parts))) if merge is not None else []
+            columns = zip(*(flatten(part).leaves for part in parts), strict=True)
+            for index, (leaf, path, column) in enumerate(zip(flat.leaves, flat.paths, columns, strict=True)):
+                dim = self.cutting.output.get(path)
+                if isinstance(leaf, Tensor) and leaf.dim() and isinstance(dim, int):
+                    pairs.append((merged[index] if merge is not None else torch.cat(column, dim), leaf))
+        pairs = [(a.double(), b.double()) for a, b in pairs if a.shape == b.shape]
+        if not pairs:
+            return None
+        tolerances = [1e-6 if b.dtype == torch.float64 else 1e-3 for _, b in pairs]
+        return any(
+            (a - b).abs().max() > t * b.abs().max() for (a, b), t in zip(pairs, tolerances, strict=True) if b.numel()
+        )
+
+    def _is_batch_in_dim1(self, full: _Results) -> bool:
+        """Whether two halves along dimension 1 reproduce the full batch."""
+        flat = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target))
+        rows = next((leaf.shape[1] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
+        sizes = [rows - rows // 2, rows // 2]
+
+        def half(index: int) -> Microbatch:
+            def cut(leaf: Any) -> Any:
+                dims = [d for d in (1, 0) if isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == rows]
+                return torch.split(leaf, sizes, dims[0])[index] if dims else leaf
+
+            return Microbatch._make((*unflatten([*map(cut, flat.leaves)], flat.structure), sizes[index]))
+
+        with suppress(Exception):  # the model or its loss does not allow it: then nothing is known
+            return rows > 1 and self._run([half(0), half(1)]).is_close(full)
+        return False
+
+    def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Results:
+        """Compute forward and loss of each piece, all from the same buffers, which are restored."""
+        single, loss, outputs, losses = self.single, self.loss, list[Any](), list[Tensor]()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in single.model.buffers() if not buffer.is_meta]
+        is_wide = all(p.dtype == torch.float64 for p in single.model.parameters() if p.is_floating_point())
+        pieces = [_copy_microbatch(piece, single.device, is_wide) for piece in pieces]
+        targets = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
+        loss_weights = weights(self.reduction, [piece.rows or 1 for piece in pieces], targets)
+        with single.session.drawing() as streams, computing(0, 0):
+            for k, (args, kwargs, target, _) in enumerate(pieces):
+                NOW.microbatch = k
+                streams.begin(stream + k, {})
+                output = single.model(*args, **{**kwargs, **default_kwargs(single.model, args, dict(kwargs))})
+                streams.begin_loss(stream + k)
+                loss_value = model_loss(output) if loss is None else extract_loss(loss(output, target))
+                if loss_value is None:
+                    raise no_loss_error(output)
+                losses.append(loss_value.detach().reshape(()))
+                outputs.append(map_tensors(Tensor.detach, output))
+                with torch.no_grad():
+                    for buffer, saved in buffers:
+                        buffer.copy_(saved)
+        total = weighted_sum(losses, loss_weights)
+        assert total is not None
+        sizes = [abs(float(loss)) for loss, weight in zip(losses, loss_weights, strict=True) if weight]
+        return _Results(float(total), losses[0].dtype, max(sizes), outputs)
+
+
+@contextmanager
+def _in_double_precision(model: nn.Module) -> Iterator[None]:
+    """Convert a model to double precision, and back."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
+    model.zero_grad()
+    model.double()
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, named in buffers:
+            for name, buffer in named.items():
+                setattr(module, name, buffer)
+
+
+def _copy_microbatch(piece: Microbatch, device: torch.device, is_wide: bool) -> Microbatch:
+    """Copy a microbatch, in double precision if the model is."""
+    tree: Any = (piece.args, dict(piece.kwargs), piece.target)
+    tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
+    return Microbatch._make((*split(tree, (1,), "batch", device, _ALONG_DIM0)[0], piece.rows))
