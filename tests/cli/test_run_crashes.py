@@ -37,7 +37,7 @@ x = torch.randn(8, 8)
 
 def loss(output, target):
     if pipe.step_count == last and how == "killed":
-        time.sleep(1.5)  # longer than from one word of a rank to the next
+        time.sleep(3)  # longer than from one word of a rank to the next
         os.kill(os.getpid(), signal.SIGKILL)
     return (output - target).square().mean()
 
@@ -45,7 +45,7 @@ def loss(output, target):
 with penstock.pipeline(layers, (x,), microbatches=2, loss_fn=loss, run_dir="run") as pipe:
     while True:
         if pipe.step_count == last and how in ("between steps", "left") and not pipe.is_main_process:
-            time.sleep(1.5)
+            time.sleep(3)
             if how == "left":
                 break
             raise ValueError("no batch")
