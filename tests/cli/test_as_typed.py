@@ -57,7 +57,7 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
         ),
         (
             "simulate --schedule 1f1b --ranks 4 --stages-per-rank 3",
-            "--stages-per-rank 3: 1f1b works with exactly 1 chunk a rank;",
+            "--stages-per-rank 3: 1f1b works with exactly 1 stage per rank;",
         ),
         ("simulat", "penstock has no command 'simulat': did you mean 'simulate'? it has run, demo, "),
         ("frobnicate", "penstock has no command 'frobnicate': it has run, demo, "),

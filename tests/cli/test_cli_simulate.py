@@ -292,7 +292,7 @@ def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
     ("options", "says"),
     [
         (["--schedule", "zbv", *NUMBERS], "did you mean 'zb-v'"),
-        (["--schedule", "zb-v", *NUMBERS, "--stages-per-rank", "3"], "zb-v works with exactly 2 chunks a rank"),
+        (["--schedule", "zb-v", *NUMBERS, "--stages-per-rank", "3"], "zb-v works with exactly 2 stages per rank"),
         (["--schedule", "zbv"], "--schedule zbv is not a known schedule; did you mean 'zb-v'?"),
         (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
         ([*NUMBERS], "pass --schedule with a name (`penstock schedules` lists them), or --csv"),

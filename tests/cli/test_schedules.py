@@ -23,7 +23,7 @@ def test_json_has_every_schedule_with_rules_and_formulas() -> None:
         "chunks": 2,
         "splits_backward": True,
         "rules": [
-            {"argument": "stages_per_rank", "text": "exactly 2 chunks a rank, placed as a V"},
+            {"argument": "stages_per_rank", "text": "exactly 2 stages per rank, placed as a V"},
         ],
         "memory": "min(p, m)",
         "idle": "0 if F == I == W else None",
@@ -47,7 +47,7 @@ def test_table_has_every_word_and_fits(columns: int) -> None:
         assert all(formula(one) in rows[1] for one in (entry.memory, entry.idle, entry.bubble))
         assert f"{entry.chunks} {entry.placement} " in rows[0]
     if columns == 120:
-        assert "1F1B with split backwards; weight gradients r microbatches late; needs exactly 1 chunk a" in words
+        assert "1F1B with split backwards; weight gradients r microbatches late; needs exactly 1 stage" in words
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_schedule_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPa
     timeline = simulate(schedule, StageCost(2.0, 1.0, 3.0))
     assert timeline.waited_seconds(0) == eval(entry.idle, numbers)
     assert simulate(schedule, StageCost(1.0, 1.0, 1.0)).bubble_rate == pytest.approx(eval(entry.bubble, numbers))
-    with pytest.raises(penstock.ArgumentError, match="in-groups works with exactly 1 chunk"):
+    with pytest.raises(penstock.ArgumentError, match="in-groups works with exactly 1 stage per rank"):
         generate("in-groups", p, m, stages_per_rank=2)
     listed = CliRunner().invoke(app, ["schedules"])
     assert listed.exit_code == 0

@@ -561,7 +561,10 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         (
             {"ranks": 2, "chunks": 8, "schedule": "gpipe"},
             PartitionError,
-            ["16 stages: 8 chunks on each of 2 ranks; chunks are the stages that each rank owns", "microbatches="],
+            [
+                "16 stages: 8 on each of 2 ranks; microbatches= sets the number of",
+                "microbatches=",
+            ],
         ),
         ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "it begins with '0', '1'"]),
         ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "2 stages"]),
@@ -575,13 +578,17 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "pass what this returns"]),
         ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
         ({"chunks": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
-        ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["stages_per_rank=2", "1f1b", "1 chunk"]),
+        (
+            {"ranks": 2, "chunks": 2, "schedule": "1f1b"},
+            ArgumentError,
+            ["stages_per_rank=2", "1f1b", "1 stage"],
+        ),
         (
             {"ranks": 2, "chunks": 8},
             ArgumentError,
             [
-                "stages_per_rank=8: 1f1b works with exactly 1 chunk",
-                "into how many pieces a batch is cut is said by microbatches=",
+                "stages_per_rank=8: 1f1b works with exactly 1 stage per rank",
+                "microbatches= sets the number of pieces of a batch",
             ],
         ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),

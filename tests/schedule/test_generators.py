@@ -194,9 +194,9 @@ def test_names_are_known_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("1f1b", (2, 2, 2), "stages_per_rank=2: 1f1b works with exactly 1 chunk a rank"),
-        ("zb-v", (2, 2, 1), "stages_per_rank=1: zb-v works with exactly 2 chunks a rank, placed as a V"),
-        ("hanayo", (2, 2, 3), "stages_per_rank=3: hanayo works with an even number of chunks a rank"),
+        ("1f1b", (2, 2, 2), "stages_per_rank=2: 1f1b works with exactly 1 stage per rank"),
+        ("zb-v", (2, 2, 1), "stages_per_rank=1: zb-v works with exactly 2 stages per rank, placed as a V"),
+        ("hanayo", (2, 2, 3), "stages_per_rank=3: hanayo works with an even number of stages per rank"),
         ("chimera", (3, 2), "ranks=3: chimera works with an even number of ranks"),
         ("dualpipe", (4, 7), "microbatches=7: dualpipe works with an even number of microbatches"),
         ("naive", (0, 1), "ranks=0: expected an integer >= 1"),

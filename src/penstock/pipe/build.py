@@ -46,7 +46,7 @@ from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.ownership import HeldElsewhereError, Materialize
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.reentrancy import one_at_a_time
-from penstock.schedule import CHUNKS, Schedule
+from penstock.schedule import MICROBATCHES_HINT, Schedule
 from penstock.schedule.lowering import resolve_order
 from penstock.simulate import LinkCost
 from penstock.trace.runs.option import RunConfig
@@ -335,7 +335,7 @@ def _split(
             options.decide("cuts", error.cuts)
         except TooFewLayersError as error:
             chunks, ranks = depth // order.ranks, pluralize(order.ranks, "rank")
-            layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
+            layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} on each of {ranks}; {MICROBATCHES_HINT}"
             raise PartitionError(f"{error} ({depth} stages: {layout})") from None
 
 

@@ -18,8 +18,8 @@ from penstock.schedule.communication import add_communication
 from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.generators import (
-    CHUNKS,
     MICROBATCHES,
+    MICROBATCHES_HINT,
     ScheduleSpec,
     generate,
     names,
@@ -44,8 +44,8 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.sharding import add_sharding, merge_last_backward
 
 __all__ = [
-    "CHUNKS",
     "MICROBATCHES",
+    "MICROBATCHES_HINT",
     "Action",
     "Dependencies",
     "Format",

@@ -69,9 +69,9 @@ class Constraint:
     holds: Callable[[int], bool]
 
 
-_ONE_CHUNK = Constraint("stages_per_rank", "exactly 1 chunk a rank", lambda chunks: chunks == 1)
-_TWO_CHUNKS = Constraint("stages_per_rank", "exactly 2 chunks a rank, placed as a V", lambda chunks: chunks == 2)
-_WAVES = Constraint("stages_per_rank", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
+_ONE_CHUNK = Constraint("stages_per_rank", "exactly 1 stage per rank", lambda chunks: chunks == 1)
+_TWO_CHUNKS = Constraint("stages_per_rank", "exactly 2 stages per rank, placed as a V", lambda chunks: chunks == 2)
+_WAVES = Constraint("stages_per_rank", "an even number of stages per rank, 2 per wave", lambda chunks: chunks % 2 == 0)
 _EVEN_RANKS = Constraint(
     "ranks", "an even number of ranks, since its two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
 )
@@ -182,7 +182,7 @@ _GENERATORS = {
         ScheduleSpec(
             "interleaved-1f1b",
             lambda n: interleaved_1f1b(n.ranks, n.microbatches, n.stages_per_rank),
-            rule="1F1B over several chunks a rank, in groups of p microbatches",
+            rule="1F1B over several stages per rank, in groups of p microbatches",
             memory="(v*p + p - 2*r - 1)/v",
             idle="(p - 1)*(F + I + W)/v",
             bubble="(p - 1)/(v*m + p - 1)",
@@ -286,7 +286,7 @@ _BY_NAME = _GENERATORS | {alias: entry for entry in _GENERATORS.values() for ali
 MICROBATCHES = 8
 """How many microbatches a batch is cut into by default."""
 
-CHUNKS = "chunks are the stages that each rank owns; into how many pieces a batch is cut is said by microbatches="
+MICROBATCHES_HINT = "microbatches= sets the number of pieces of a batch"
 """For messages: elsewhere, "chunks" are the pieces of a batch."""
 
 
@@ -335,7 +335,7 @@ def generate(name: str, ranks: int, microbatches: int, stages_per_rank: int | No
     check_counts(**{argument: getattr(numbers, argument) for argument in ScheduleParams.__slots__})
     if (rule := entry.violated_constraint(numbers)) is not None:
         value = getattr(numbers, rule.argument)
-        hint = f" ({CHUNKS})" if rule.argument == "stages_per_rank" else ""
+        hint = f" ({MICROBATCHES_HINT})" if rule.argument == "stages_per_rank" else ""
         raise ArgumentError(
             f"{rule.argument}={value}: {name} works with {rule.text}; choose another number or schedule{hint}"
         )
