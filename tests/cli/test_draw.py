@@ -174,7 +174,7 @@ def test_png_needs_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
     path = tmp_path / "[red]mine[-].csv"
     path.write_text("0F0,0B0\n")
-    assert "[red]mine[-]: 1 rank, 1 microbatch, 1 chunk a rank" in output("draw", "--csv", str(path))
+    assert "[red]mine[-]: 1 rank, 1 microbatch, 1 stage per rank" in output("draw", "--csv", str(path))
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert found is not None
     assert (found.step, found.loss, found.seconds, found.rows_per_second) == (9, 0.125, 0.25, 256)
     assert found.left_seconds == pytest.approx(91 * 0.25)
-    assert str(found) == "step 9 of 100, loss 0.1250, 256 rows/s, 22.8 s left"
-    assert found.format(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
+    assert str(found) == "step 9 of 100, loss 0.1250, 256 samples/s, 22.8 s left"
+    assert found.format(over=True) == "step 9 of 100, loss 0.1250, 256 samples/s"
     smaller = Progress.of([*steps[:-1], replace(steps[-1], rows=10)])
     assert smaller is not None
     assert smaller.rows_per_second == 256  # the last batch of an epoch is often smaller
@@ -103,7 +103,7 @@ def test_top_shows_each_rank(tmp_path: Path, stopped_clock: None) -> None:
     run = a_run(tmp_path / "gpt", STATE, other)
     said = output("top", run, "--once", columns=120)
     assert f"{run}  GPT: 1f1b, 2 ranks, 4 microbatches, cpu" in said
-    assert "step 9 of 100, loss 2.1000, 256 rows/s, bubble 20%, 22.8 s left" in said
+    assert "step 9 of 100, loss 2.1000, 256 samples/s, bubble 20%, 22.8 s left" in said
     lines = [line.split() for line in said.splitlines() if line[:1].isdigit()]
     assert [line[:4] for line in lines] == [["0", "computes", "0F3", "2.0"], ["1", "waits", "1RECV_F4", "3.0"]]
     assert lines[1][5:9] == ["rank", "0", "9", "1.0"]

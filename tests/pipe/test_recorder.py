@@ -206,7 +206,7 @@ def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: 
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "\n", shown.getvalue()).split("\n")]
     last = [line for line in lines if line][-1]
     loss = read_run(tmp_path / "seen").steps()[-1].loss
-    assert re.fullmatch(rf"step 6 of 8, loss {loss:.4f}, [0-9,.]+ rows/s, .* left", last)
+    assert re.fullmatch(rf"step 6 of 8, loss {loss:.4f}, [0-9,.]+ samples/s, .* left", last)
 
 
 def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:

@@ -90,10 +90,10 @@ def chunks(schedule: Schedule) -> int:
 
 def title(schedule: Schedule) -> str:
     """Return a one-line description of the schedule."""
-    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
+    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "stage": chunks(schedule)}
     text = ", ".join(pluralize(count, noun) for noun, count in counts.items())
     copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
-    return f"{schedule.name}: {text} a rank{copies}"
+    return f"{schedule.name}: {text} per rank{copies}"
 
 
 def fill_activation_sizes(placement: Placement, costs: Sequence[StageCosts]) -> list[StageCosts]:

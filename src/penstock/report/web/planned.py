@@ -63,7 +63,7 @@ def from_plan(plan: Plan, name: str) -> Contents:
         headings=(name, "plan (prediction only)", pluralize(choice.replicas, "replica")),
         metrics=(
             Metric("a step takes", duration(plan.step_seconds), "predicted"),
-            Metric("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{pluralize(choice.devices, 'device')}"),
+            Metric("speed", f"{plan.rows_per_second:,.4g} samples/s", f"{pluralize(choice.devices, 'device')}"),
             Metric("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
             Metric("memory", format_bytes(fullest.peak), f"{limit_text}, rank {fullest.rank}, the fullest"),
         ),

@@ -95,7 +95,7 @@ def _metrics(steps: Sequence[StepRecord], memory: Sequence[PeakMemory]) -> list[
     progress = Progress.of(steps)
     if progress is not None and progress.seconds and progress.rows_per_second:
         recent = f"median of the last {min(RECENT, len(steps) - 1)}"
-        detail = f"from one step's end to the next, {recent}; {progress.rows_per_second:,.4g} rows/s"
+        detail = f"from one step's end to the next, {recent}; {progress.rows_per_second:,.4g} samples/s"
         metrics.append(Metric("step time", duration(progress.seconds), detail))
     if steady := steps[1:][-RECENT:] or steps:  # the first step sets things up
         inside = median(record.seconds for record in steady)

@@ -62,7 +62,7 @@ class Progress:
         return with_text_loss(asdict(self))
 
     def __str__(self) -> str:
-        """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""
+        """`step 120 of 1,000, loss 2.3412, 812 samples/s, bubble 18%, 5 min left`."""
         return self.format()
 
     def format(self, *, over: bool = False) -> str:
@@ -73,7 +73,7 @@ class Progress:
             parts.append(f"loss {self.loss:.4f}" if 1e-3 <= abs(self.loss) < 1e5 else f"loss {self.loss:.4g}")
         if self.rows_per_second is not None:
             speed = f"{self.rows_per_second:,.0f}" if self.rows_per_second >= 100 else f"{self.rows_per_second:.3g}"
-            parts.append(f"{speed} rows/s")
+            parts.append(f"{speed} samples/s")
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.0%}")
         if self.left_seconds and not over:
