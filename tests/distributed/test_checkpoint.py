@@ -104,14 +104,14 @@ def test_several_optimizers_and_averages_go_on(ranks2: Ranks, tmp_path: Path, ch
 
 def test_what_cannot_be_divided_by_rank_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
     expected = [
-        "others['flat']: its tensors differ between rank 0 and rank 1",
-        "others['wrapped']: its tensors differ",
+        "stateful['flat']: its tensors differ between rank 0 and rank 1",
+        "stateful['wrapped']: its tensors differ",
         "optimizer: Container.state_dict() has other entries than a state for each parameter",
         "optimizer[1] is str: expected an optimizer, or in stateful=",
-        "others['decay'] is float: expected an optimizer, or in stateful= an object with state_dict",
+        "stateful['decay'] is float: expected an optimizer, or in stateful= an object with state_dict",
         "which has optimizer['adam']; load it without",
-        "others['ema']: others['ema']/",
-        "others['ema']: others['ema']/",
+        "stateful['ema']: others['ema']/",
+        "stateful['ema']: others['ema']/",
     ]
     for said in ranks2.run(jobs.refusals_of_parts, tmp_path):
         assert [part for part, text in zip(expected, said, strict=True) if part not in text] == [], said

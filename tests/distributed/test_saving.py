@@ -23,7 +23,7 @@ WRONG = {
     "more groups": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but 2 groups of parameters on rank 1",
     "no optimizer": "ArgumentError: optimizer: 1 groups of parameters on rank 0, but no optimizer on rank 1",
     "others cannot": "CheckpointError: cannot save: KeyError: 'not there' (rank 0)",
-    "not in others": "ArgumentError: others['two'] is not in ",
+    "not in others": "ArgumentError: stateful['two'] is not in ",
     "another kind": "has the state of AdamW, but the optimizer is SGD; make the same kind",
     "another group": "was in group 0 of the optimizer's groups, and is in none now",
     "other groups": "has 1 groups of parameters, but the optimizer 2",
