@@ -104,7 +104,7 @@ def check_shared(digests: Sequence[Mapping[str, Any]]) -> None:
             if digest != digests[0].get(label):
                 raise ArgumentError(
                     f"{as_passed(label)}: its tensors differ between rank 0 and rank {rank}, and have neither the "
-                    "names nor the order of the pipeline's parameters, so that they cannot be divided by rank; pass the "
-                    "optimizer itself, a dict of tensors by the names of pipe.named_parameters(), or an object whose "
-                    "state_dict() has one, such as AveragedModel(pipe.model)"
+                    "names nor the order of the pipeline's parameters, so that they cannot be divided by rank; pass "
+                    "the optimizer itself, a dict of tensors by the names of pipe.named_parameters(), or an object "
+                    "whose state_dict() has one, such as AveragedModel(pipe.model)"
                 )

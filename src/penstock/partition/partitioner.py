@@ -186,12 +186,23 @@ class Partitioner:
 
     def weigh(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Measure the units of what these inputs, or earlier ones, were recorded as, if times are to be even, and cut
-        there. Change nothing of the model. Other processes `divide` like this one."""
-        self(args, kwargs)
-        recording = next(iter(self._weighable.values()), None)
-        if recording is None or self.stages == 1:
+        there. Change nothing of the model. Other processes `divide` like this one.
+
+        A module may weigh little by its operations and take long: of ResNet-50, whose last blocks have small images and
+        large weights, half of the time on a CPU. Then it is opened, recorded and measured once more.
+        """
+        recording, decision = self._measure(args, kwargs)
+        if recording is not None and decision.is_uneven:
+            times = decision.unit_seconds
+            opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by, times)
+            if opening.names != recording.opening.names:
+                self.forget()
+                self.cuts, self._decision, self._opening = None, Decision(()), opening
+                self._is_settled = False
+                self._refresh_modules()
+                recording, decision = self._measure(args, kwargs)
+        if recording is None:
             return
-        decision = decide_by_measuring(recording, self.model, self.cuts or (), args, kwargs or {}, self._budget)
         try:
             cut_at(recording, self.model, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
@@ -201,6 +212,15 @@ class Partitioner:
         else:
             self._weighable.clear()
             self._is_settled = True
+
+    def _measure(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Recording | None, Decision]:
+        """Record, and decide by measured times; no recording if there is nothing to decide."""
+        self(args, kwargs)
+        recording = next(iter(self._weighable.values()), None)
+        if recording is None or self.stages == 1:
+            return None, self._decision
+        cuts = self.cuts or ()
+        return recording, decide_by_measuring(recording, self.model, cuts, args, kwargs or {}, self._budget)
 
     def profile(
         self,

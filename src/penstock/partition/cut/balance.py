@@ -32,7 +32,7 @@ from penstock.costs import CutProblem, best_cuts
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
 from penstock.partition.units.chain import Chain, unwrapped
-from penstock.partition.units.units import canonical_names, real_name, resolve
+from penstock.partition.units.units import canonical_names, named_module, real_name, resolve
 
 _LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
 
@@ -52,7 +52,7 @@ class CallSite(NamedTuple):
 
 def find_call(model: nn.Module, name: str) -> CallSite:
     """Return what a cut of this name stands for. Raise PartitionError if the model has no such module."""
-    match = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
+    match = _LATER.fullmatch(name) if named_module(model, name) is None else None
     path, sign, number = match.groups() if match else (name, ":", "1")
     owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
     module = resolve(model, owner, "cuts") if owner else model

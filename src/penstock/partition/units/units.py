@@ -131,7 +131,8 @@ def find_units(
             is_torch_layer = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             is_whole = (in_block or container or is_torch_layer) and not _is_opened(child, parent)
             is_opened = id(child) in opened_ids or name in spec.opened
-            is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
+            if spec.exposed:
+                is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
             if id(child) in leaf_ids or (is_whole and not is_opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
@@ -206,18 +207,31 @@ def public_name(model: nn.Module, name: str) -> str:
 
 def real_name(model: nn.Module, name: str) -> str:
     """Return the name in `named_modules()` of what has this name without the wrappers around it."""
-    names = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    if named_module(model, name) is not None:
+        return name
     plain = public_name(model, name)
-    return name if name in names else next((path for path in names if path and unwrapped(path) == plain), plain)
+    names = (path for path, _ in model.named_modules(remove_duplicate=False))
+    return next((path for path in names if path and unwrapped(path) == plain), plain)
+
+
+def named_module(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module with this name in `named_modules()`, without going through all of them; None if there is
+    none."""
+    module: nn.Module | None = model
+    for key in name.split(".") if name else ():
+        if module is None or key not in module._modules:
+            return None
+        module = module._modules[key]
+    return module
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
     """Return the module with this name. Raise PartitionError with the closest name if there is none."""
-    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     name = real_name(model, name)
-    if name and name in modules:
-        return modules[name]
-    matches = get_close_matches(name, [k for k in modules if k], n=1)
+    if name and (module := named_module(model, name)) is not None:
+        return module
+    names = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    matches = get_close_matches(name, names, n=1)
     children = [child for child, _ in model.named_children()]
     listed = f"{', '.join(map(repr, children[:_MAX_LISTED]))}{' and more' if len(children) > _MAX_LISTED else ''}"
     hint = f"; the nearest is {matches[0]!r}" if matches else f"; it begins with {listed}" if children else ""
