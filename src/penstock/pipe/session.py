@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, PipelineClosedError, check_flags, warn
 from penstock._base.marks import computing
-from penstock._base.pytree import unflatten
+from penstock._base.pytree import leaf_tensors, unflatten
 from penstock.distributed.launch.step_file import announcer
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
@@ -172,6 +172,8 @@ class Session:
         Args:
             evaluates: whether the loss is needed, not only the outputs.
         """
+        if training and number == 0:
+            self._warn_if_nothing_trains(batch)
         if training and self._announce is not None:
             self._announce(number)
         check_flags(timeline=timeline)
@@ -185,6 +187,14 @@ class Session:
                 if training:
                     self.bound_schedules.backward_to_batch(cached, cut)
             return result
+
+    def _warn_if_nothing_trains(self, batch: Batch) -> None:
+        tensors = (
+            *(parameter for _, parameter in self.split.all_parameters()),
+            *leaf_tensors((batch.args, batch.kwargs)),
+        )
+        if not any(tensor.requires_grad for tensor in tensors):
+            warn("no parameter and no input of the model requires a gradient, so that a step trains nothing")
 
     def _prepare(
         self, original: Batch, call: Call, keep_outputs: bool, loss_scale: float

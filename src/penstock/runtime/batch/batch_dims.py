@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
-from penstock._base.pytree import Flat, Leaf, flatten
+from penstock._base.pytree import Flat, Leaf, flatten, leaf_tensors
 
 Dim = int | str | None
 """A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of
@@ -254,9 +254,15 @@ def count_rows(
 
 
 def _is_image_list(value: Any) -> bool:
-    """Whether this is a list of images [3, H, W], as torchvision's detection models take it."""
-    return type(value) in (list, tuple) and all(
-        isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point() and x.shape[0] == 3 for x in value
+    """Whether each entry of this list is, or holds, images [3, H, W] and no other tensors: a list of images is what
+    torchvision's detection models take, of dicts with one detectron2's, of lists NaViT of vit_pytorch."""
+    if type(value) not in (list, tuple):
+        return False
+    entries = [leaf_tensors(entry) for entry in value]
+    return all(entries) and all(
+        x.ndim == 3 and x.shape[0] == 3 and (x.is_floating_point() or x.dtype == torch.uint8)
+        for tensors in entries
+        for x in tensors
     )
 
 
@@ -265,7 +271,7 @@ def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: s
 
     Raise ShapeError if `batch_dims` does not state that, or the batch dimension of Qwen2-VL's positions [3, 3, S]."""
     images = [pair for pair in pairs if _is_image_list(pair[0])]
-    if sum(len(leaf) for leaf, _ in images) == num_tensors:
+    if sum(len(leaf_tensors(leaf)) for leaf, _ in images) == num_tensors:
         for leaf, path in images:
             _check_stated(leaf, path, f"{label}{path}", dims)
         return True
