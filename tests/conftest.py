@@ -60,7 +60,6 @@ TELLING = (
     "runtime/gradients",
     "pipe",
     "cli/test_cli_simulate.py",
-    "cli/test_sweep.py",
     "test_traps.py",
     "test_traps_between.py",
 )

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from rich.console import Console
 
-from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import explain, load_trace
 from penstock.report import to_perfetto
@@ -369,25 +367,8 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
     assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])
     assert "largest error at stage 2: 1.25x the prediction" in " ".join(output(*asked).split())
-
-
-def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> None:
-    (file,) = a_timeline(tmp_path)
-    units = [0.03, 0.03, 0.0, 0.03]
-    asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
+    asked = (*asked[:3], profile(tmp_path, [0.03, 0.03, 0.0, 0.03]), "--cuts", "layers.1,layers.2,layers.3")
     assert "largest error at stage 2: 45.00 ms, predicted 0" in " ".join(output(*asked).split())
-
-
-def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
-    (file,) = a_timeline(tmp_path)
-    found = replace(explain(load_trace([file])), changes=())
-    said = []
-    for error in (0.231, 0.001):
-        show(replace(found, worst_error=error), Console(width=200))
-        said.append(capsys.readouterr().out)
-    assert "no significant improvement: every change is within the replay's error, 23.1%" in said[0]
-    assert "are alike" not in said[0]
-    assert "no imbalance above 0.5% of a step" in said[1]
 
 
 def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
@@ -401,6 +382,12 @@ def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
     assert not any("instead of layers" in change["text"] for change in doubted["changes"])
 
 
+def test_that_stages_are_alike_is_not_said_where_the_replay_cannot_tell(tmp_path: Path) -> None:
+    found = replace(explain(load_trace(a_timeline(tmp_path))), changes=(), worst_error=0.231)
+    assert found.nothing == "no significant improvement: every change is within the replay's error, 23.1%"
+    assert replace(found, worst_error=0.001).nothing == "no imbalance above 0.5% of a step"
+
+
 # -- what cannot be explained -----------------------------------------------------------------------------------------
 
 
@@ -412,14 +399,11 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nrun,0,0,1,0\nrun,0,1,1,1\n")
     (tmp_path / "rank.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nF,0,0,1,first\n")
-    (tmp_path / "numbers.json").write_text("[1, 2]")
     (tmp_path / "starts.json").write_text('[{"op": "F", "microbatch": 0, "start": 1.0}]')
     wrong = {
         "rank.csv": "its pp_rank is no number",
-        "numbers.json": "has no column op",
         "starts.json": "has no column duration_us; expected op, microbatch, start_us, and duration_us or end_us",
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
@@ -428,7 +412,6 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         "cut.json.gz": "cannot be unpacked",
         "other.json": "expected a timeline",
         "other.csv": "has no column op",
-        "deep.json": "nested too deeply",
         "ops.csv": "their names are 'run'",
     }
     for name, said in wrong.items():
@@ -439,10 +422,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     ("column", "place", "value", "said"),
     [
         ("actions", 0, "1000000000F0", "numbered from 0"),
-        ("actions", 0, "0F1000000000", "numbered from 0"),
-        ("start_seconds", 0, float("nan"), "finite"),
         ("end_seconds", -1, float("inf"), "finite"),
-        ("waited_seconds", 0, float("nan"), "finite"),
     ],
 )
 def test_timelines_with_impossible_numbers_are_refused(
@@ -450,9 +430,7 @@ def test_timelines_with_impossible_numbers_are_refused(
 ) -> None:
     given = measured().to_dict()
     given["ranks"][0][column][place] = value
-    file = write(tmp_path / "timeline.json", given)
-    for command in ("explain", "report"):
-        assert said in refusal(command, str(file))
+    assert said in refusal("explain", str(write(tmp_path / "timeline.json", given)))
 
 
 def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:
@@ -485,21 +463,14 @@ def test_a_rank_that_was_held_up_lacks_no_other(perfetto: bool, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), "soon", None])
-def test_events_at_no_time_are_refused(tmp_path: Path, wrong: Any) -> None:
-    files = ranges_of_torch(tmp_path)
-    trace = json.loads(files[1].read_text())
-    trace["traceEvents"].append({"ph": "M", "name": "thread_name", "pid": 1})  # metadata has no time
-    named = next(event for event in trace["traceEvents"] if event.get("name", "").startswith("PP:"))
-    named["ts"] = wrong
-    files[1].write_text(json.dumps(trace))
-    said = refusal("explain", str(tmp_path))
-    expected = f"{named['name']!r} is at ts {wrong!r}; expected a number of microseconds"
-    assert (expected if wrong is None or isinstance(wrong, str) else "numbers must be finite") in said
-
-
-@pytest.mark.parametrize("wrong", [-5.0, None, float("nan")])
-def test_durations_that_are_none_are_refused(wrong: float | None, tmp_path: Path) -> None:
-    events = [{**event, "dur": wrong} for event in named(measured(), "{a}")]
-    expected = "expected microseconds of 0 or more" if wrong is None or wrong < 0 else "numbers must be finite"
-    assert expected in refusal("explain", str(write(tmp_path / "t.json", events)))
+def test_events_at_no_time_are_refused(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"ph": "M", "name": "thread_name", "pid": 1}  # has no time
+    first, *others = named(measured(), "{a}")
+    for key, wrong, said in (
+        ("ts", None, f"{first['name']!r} is at ts None; expected a number of microseconds"),
+        ("ts", "soon", f"{first['name']!r} is at ts 'soon'; expected a number of microseconds"),
+        ("dur", -5.0, "expected microseconds of 0 or more"),
+        ("dur", float("nan"), "numbers must be finite"),
+    ):
+        file = write(tmp_path / "t.json", [metadata, {**first, key: wrong}, *others])
+        assert said in refusal("explain", str(file))
