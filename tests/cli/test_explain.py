@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 from dataclasses import replace
@@ -58,92 +57,42 @@ def a_timeline(folder: Path) -> list[Path]:
     return [write(folder / "timeline.json", measured().to_dict())]
 
 
-def perfetto(folder: Path) -> list[Path]:
-    return [write(folder / "trace.json.gz", to_perfetto(measured()))]
-
-
-def ranges_of_ours(folder: Path) -> list[Path]:
-    """Under torch's profiler, a file for each rank, in a folder."""
+def by_rank(folder: Path, name: str, timeline: Timeline | None = None, *, profiler: bool = False) -> None:
+    """A file for each rank, whose events have such names."""
     for rank in range(4):
-        told = {
-            "distributedInfo": {"rank": rank},
-            "traceEvents": named(measured(), "penstock {a}", rank=rank, unix=1.7e9),
-        }
-        write(folder / f"host_{rank + 17}.pt.trace.json.gz", told)
-    return [folder]
+        events = named(timeline or measured(), name, rank=rank, unix=1.7e9 if profiler else 0.0)
+        if profiler:
+            told = {"distributedInfo": {"rank": rank}, "traceEvents": events}
+            write(folder / f"host_{rank + 17}.pt.trace.json.gz", told)
+        else:
+            write(folder / f"rank{rank}.json", {"traceEvents": events})
 
 
-def ranges_of_torch(folder: Path) -> list[Path]:
+def ranges_of_torch(folder: Path) -> None:
     """`_PipelineScheduleRuntime`: a range begins with the wait for the input."""
-    whole = measured()
-    waiting = merged(
-        [replace(span, start_seconds=span.start_seconds - span.waited_seconds) for span in whole.spans(rank)]
-        for rank in range(4)
-    )
-    return [
-        write(folder / f"rank{rank}.json", {"traceEvents": named(waiting, "PP:{a}", rank=rank)}) for rank in range(4)
-    ]
+    spans = (measured().spans(rank) for rank in range(4))
+    waiting = merged([replace(s, start_seconds=s.start_seconds - s.waited_seconds) for s in row] for row in spans)
+    by_rank(folder, "PP:{a}", waiting)
 
 
-def single_of_torch(folder: Path) -> list[Path]:
-    """`Schedule1F1B`: a process is a stage."""
-    return [
-        write(folder / f"rank{rank}.json", {"traceEvents": named(measured(), "{word} {k}", rank=rank)})
-        for rank in range(4)
-    ]
-
-
-def words(folder: Path) -> list[Path]:
-    return [write(folder / "trace.json", named(measured(), "{o} {s} {k}"))]
-
-
-def begins_and_ends(folder: Path) -> list[Path]:
+def begins_and_ends(folder: Path) -> None:
     events = named(measured(), "{o} stage {s} mb {k}")
     split = [{**e, "ph": "B"} for e in events] + [{**e, "ph": "E", "ts": e["ts"] + e["dur"]} for e in events]
-    return [write(folder / "trace.json", split)]
+    write(folder / "trace.json", split)
 
 
-def columns(folder: Path, delimiter: str = ",") -> list[Path]:
-    file = folder / "trace.csv"
-    with file.open("w", newline="") as out:
-        writer = csv.writer(out, delimiter=delimiter)
-        writer.writerow(["op", "microbatch", "pp_rank", "start_us", "duration_us"])
-        for span in measured():
-            op = {"F": "forward-compute", "B": "backward-compute"}[span.action.op.value]
-            times = span.start_seconds * 1e6, (span.end_seconds - span.start_seconds) * 1e6
-            writer.writerow([op, span.action.microbatch, span.rank, *times])
-    return [file]
-
-
-def in_semicolons(folder: Path) -> list[Path]:
-    return columns(folder, ";")
-
-
-def zero_bubble_of_sail(folder: Path) -> list[Path]:
-    """Microbatch, chunk and piece of the sequence; a process is a stage."""
-    return [
-        write(folder / f"rank{rank}.json", {"traceEvents": named(measured(), "{o}{k}.0.0", rank=rank)})
-        for rank in range(4)
-    ]
-
-
-def in_arguments(folder: Path) -> list[Path]:
+def in_arguments(folder: Path) -> None:
     events = []
     for event in named(measured(), "{word} {s} {k}"):
         word, stage, microbatch = event["name"].split()
         events.append({**event, "name": word.lower(), "args": {"stage": int(stage), "microbatch": int(microbatch)}})
-    return [write(folder / "trace.json", events)]
+    write(folder / "trace.json", events)
 
 
-def instructions_of_deepspeed(folder: Path) -> list[Path]:
-    """Without a microbatch: a buffer is used for many."""
-    return [write(folder / "trace.json", named(measured(), "{word}Pass(buffer_id=0)"))]
-
-
-def parts_of_other_names(folder: Path) -> list[Path]:
+def parts_of_other_names(folder: Path) -> None:
     """With and without labels, in any order."""
     names = ["stage{s}_{o}_mb{k}", "[stage {s}] {word} microbatch {k}", "{word}(s={s},m={k})", "mb{k} {o} stage {s}"]
-    return [write(folder / "t.json", [e for rank in range(4) for e in named(measured(), names[rank], rank=rank)])]
+    write(folder / "t.json", [e for rank in range(4) for e in named(measured(), names[rank], rank=rank)])
 
 
 def rows(unit: float = 1.0, suffix: str = "") -> list[dict[str, Any]]:
@@ -155,38 +104,58 @@ def rows(unit: float = 1.0, suffix: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def a_list_of_rows(folder: Path) -> list[Path]:
-    return [write(folder / "rows.json", rows())]
+def columns(folder: Path, delimiter: str = ",") -> None:
+    words = {"F": "forward-compute", "B": "backward-compute"}
+    lines = [
+        (words[row["op"]], row["mb"], row["stage"], row["start"] * 1e6, (row["end"] - row["start"]) * 1e6)
+        for row in rows()
+    ]
+    lines.insert(0, ("op", "microbatch", "pp_rank", "start_us", "duration_us"))
+    (folder / "trace.csv").write_text("\n".join(delimiter.join(map(str, line)) for line in lines))
 
 
-def a_list_for_each_rank(folder: Path) -> list[Path]:
+def a_list_for_each_rank(folder: Path) -> None:
     made = [[{**row, "stage": None} for row in rows(1e3, "_time_ms") if row["stage"] == rank] for rank in range(4)]
-    return [write(folder / "ranks.json", made)]
+    write(folder / "ranks.json", made)
 
 
-def a_list_for_each_column(folder: Path) -> list[Path]:
+def a_list_for_each_column(folder: Path) -> None:
     made = rows(1e9, "_ns")
-    return [write(folder / "columns.json", {column: [row[column] for row in made] for column in made[0]})]
+    write(folder / "columns.json", {column: [row[column] for row in made] for column in made[0]})
 
 
-def names_in_columns(folder: Path) -> list[Path]:
-    file = folder / "names.csv"
+def names_in_columns(folder: Path) -> None:
     lines = [f"{row['stage']}{row['op']}{row['mb']}\t{row['start']}\t{row['end'] - row['start']}" for row in rows()]
-    file.write_text("\n".join(["name\tstart_s\tduration_s", *lines]))
-    return [file]
+    (folder / "names.csv").write_text("\n".join(["name\tstart_s\tduration_s", *lines]))
 
 
-FORMS = [
-    *(a_timeline, perfetto, ranges_of_ours, ranges_of_torch, single_of_torch, words, begins_and_ends, columns),
-    *(in_semicolons, zero_bubble_of_sail, in_arguments, instructions_of_deepspeed, parts_of_other_names),
-    *(a_list_of_rows, a_list_for_each_rank, a_list_for_each_column, names_in_columns),
-]
+FORMS: dict[str, Any] = {
+    "a timeline": a_timeline,
+    "Perfetto": lambda folder: write(folder / "trace.json.gz", to_perfetto(measured())),
+    "ours under torch's profiler": lambda folder: by_rank(folder, "penstock {a}", profiler=True),
+    "a process is a stage, as in Schedule1F1B": lambda folder: by_rank(folder, "{word} {k}"),
+    "microbatch, chunk and piece, as of Sail's zero bubbles": lambda folder: by_rank(folder, "{o}{k}.0.0"),
+    "words": lambda folder: write(folder / "trace.json", named(measured(), "{o} {s} {k}")),
+    "without a microbatch, as of DeepSpeed": lambda folder: write(
+        folder / "trace.json", named(measured(), "{word}Pass(buffer_id=0)")
+    ),
+    "semicolons": lambda folder: columns(folder, ";"),
+    "rows": lambda folder: write(folder / "rows.json", rows()),
+    **{
+        form.__name__: form
+        for form in (
+            *(ranges_of_torch, begins_and_ends, in_arguments, parts_of_other_names),
+            *(columns, a_list_for_each_rank, a_list_for_each_column, names_in_columns),
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_says_the_same(form: Any, tmp_path: Path) -> None:
+def test_every_form_says_the_same(form: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    found = as_json("explain", *map(str, form(tmp_path / "run")))
+    FORMS[form](tmp_path / "run")
+    found = as_json("explain", str(tmp_path / "run"))
     assert (found["schedule"], found["ranks"], found["microbatches"], found["replicas"]) == ("1f1b", 4, 8, 1)
     assert found["changes"][0]["text"].startswith("stage 2 takes 1.33 times the mean (rank 2)")
     assert found["step_seconds"] == pytest.approx(measured().makespan_seconds, rel=0.01)
