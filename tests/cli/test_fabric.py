@@ -74,6 +74,8 @@ WRONG = {
     "--sizes 4 --trials 3 --epochs 2": "pass --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3": "pass --trials, or both --batches and --epochs",
     "--from 8KiB": "a sweep needs both --from and --to",
+    "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
+    "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "pass one of pairwise, direct, engine",
     "--replay nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Pass a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
     "--model m:f --compute fast": "--compute fast: pass none, measure or a number of seconds",
@@ -185,24 +187,6 @@ def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
     assert not (folder / "somewhere").exists()
     found = as_json("fabric", *SIZES, "--dry-run", "--out", "somewhere")
     assert (found["folder"], found["files"]) == ("somewhere", [])
-
-
-LIKE_LAYERS = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a_module_with_a_long_name = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return x + self.a_module_with_a_long_name(x)
-
-def make():
-    model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(30)))
-    return model, (torch.zeros(4, 8),), torch.zeros(4, 64), nn.MSELoss()
-"""
 
 
 @pytest.mark.usefixtures("nothing_is_made")
@@ -374,7 +358,9 @@ def test_a_models_messages_are_those_of_a_microbatch_of_its_batch(microbatches: 
 @pytest.mark.usefixtures("folder")
 def test_gradients_of_a_model_in_low_precision_take_twice_the_bytes_if_they_accumulate_in_float32(folder: Path) -> None:
     (folder / "low.py").write_text(
-        LIKE_LAYERS.replace("range(30)))", "range(3))).bfloat16()").replace("8),)", "8).bfloat16(),)")
+        "import torch\nfrom torch import nn\n\n\ndef make():\n"
+        "    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).bfloat16()\n"
+        "    return model, (torch.zeros(4, 8).bfloat16(),), torch.zeros(4, 8), nn.MSELoss()\n"
     )
     asked = ("fabric", "--model", "low.py:make", "--dry-run")
     low, high = (as_json(*asked, *more) for more in ((), ("--grad-dtype", "float32")))
