@@ -82,8 +82,8 @@ def verify(
     with all generators at seed 0, to get two models that share nothing.
 
     With --schedule all, every schedule that takes these ranks and microbatches is
-    verified in one process, on one line each, or with several names (1f1b,zb-h1)
-    each of these; the unsplit model runs only once.
+    verified in one process, on one line each; with several names (1f1b,zb-h1), each
+    of these. The unsplit model runs only once.
 
     The exit status is 0 if everything is equal, 1 if something differs or the
     result is inconclusive (the loss is NaN or infinite), and 2 on any other error.
