@@ -62,7 +62,6 @@ TELLING = (
     "runtime/gradients",
     "pipe",
     "cli/test_cli_simulate.py",
-    "cli/test_sweep.py",
 )
 """Folders and files that see much for the time that they take. They start first: one test for each trap of this field,
 then what saw 31 of 66 bugs that were planted (docs/testing.md). On two processors all are done within two and a half

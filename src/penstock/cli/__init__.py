@@ -62,10 +62,6 @@ class _Verbs(Commands):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except SystemExit as error:
-            if error.code:
-                raise
-            text, status = "user code exited before the command finished (SystemExit)", 2
         except KeyboardInterrupt as error:
             number = error.args[0] if error.args and isinstance(error.args[0], int) else signal.SIGINT
             text, status = f"{describe_signal(number)}; {_NOTHING_LEFT}", 128 + number
@@ -120,8 +116,6 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # closed, as by `>&-`: no other file may get its number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
-    if len(os.environ.get("COLUMNS", "")) > 4:  # rich would fill lines of that length
-        del os.environ["COLUMNS"]
     with contextlib.suppress(AttributeError):  # a replacement by tests
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(_run())
