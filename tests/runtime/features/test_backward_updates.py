@@ -165,25 +165,3 @@ def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None
             parameter.register_post_accumulate_grad_hook(hook)
         with pytest.raises(PartitionError, match=r"backward of stage \d updates parameter '\d.weight' by a hook"):
             pipe.step(X, target=TARGET)
-
-
-class Centres(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
-        return F.dropout(x - self.mean.clone(), 0.2)
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.inner = nn.Linear(6, 6), Centres()
-
-    def body(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(self.linear(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)
