@@ -61,7 +61,6 @@ CPU_SECONDS = {
     "tests/plan/explain/test_whole_steps.py": 20,
     "tests/runtime/split_backward/test_split_schedules.py": 20,
     "tests/cli/test_verify.py": 30,
-    "tests/runtime/exact/test_foreign_draws.py": 15,
     "tests/test_examples.py": 40,
     "tests/runtime/test_precision.py": 10,
     "tests/schedule/test_generators.py": 10,
