@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from mesh_jobs import mesh_of, part
-from shard_jobs import Blocks, by_plan, by_sequence, every_block
+from shard_jobs import Blocks, by_sequence, every_block
 from torch import Tensor
 
 import penstock
@@ -51,20 +51,21 @@ def in_turn(rank: int) -> list[Tensor]:
     return found
 
 
-def tensor_parallel(rank: int, how: str, schedule: str) -> dict[str, float]:
+def divided_by_sequence(rank: int) -> dict[str, float]:
     """How far gradients are from the float32 sum of what single microbatches give, if they are not equal."""
     mesh = mesh_of((2, 2), ("pp", "tp"))
-    function = {"by_plan": by_plan, "by_sequence": by_sequence}[how](mesh["tp"])
     x, y = torch.randn(16, 8).bfloat16(), torch.randn(16, 8).bfloat16()
     found: list[dict[str, Tensor]] = []
     for dtype in (torch.float32, None):
         torch.manual_seed(0)
         model = Blocks(dropout=0.0).bfloat16()
         sums: dict[str, Tensor] = {}
-        options = {"mesh": mesh, "parallelize": function, "loss_fn": squared_error, "gradient_dtype": dtype}
+        options = {"mesh": mesh, "parallelize": by_sequence(mesh["tp"]), "gradient_dtype": dtype}
         count = MICROBATCHES if dtype else 1
         parts = [(x, y)] if dtype else list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
-        with penstock.pipeline(model, parts[0][:1], schedule=schedule, microbatches=count, **options) as pipe:
+        with penstock.pipeline(
+            model, parts[0][:1], loss_fn=squared_error, schedule="zb-h1", microbatches=count, **options
+        ) as pipe:
             for rows, target in parts:
                 pipe.step(rows, target=target, loss_scale=1 / len(parts))
                 for name, parameter in pipe.named_parameters():

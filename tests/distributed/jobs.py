@@ -314,14 +314,6 @@ def end_early(rank: int, transport: TransportChoice, share_loss: bool) -> int:
         return pipe.step_count
 
 
-def clip(rank: int, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
-    task = mlp()
-    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3) as pipe:
-        pipe.step(*task.args, target=task.target)
-        norm = pipe.clip_grad_norm_(max_norm)
-        return norm, {name: p.grad for name, p in pipe.named_parameters()}
-
-
 def timed_on_another_host(rank: int, ahead_seconds: int) -> dict[str, list[float]]:
     """When each action started and ended, where the clock of the last rank's host is ahead of the others'."""
     here = rank == dist.get_world_size() - 1

@@ -111,23 +111,6 @@ def train(
         )
 
 
-def train_alone(name: str, steps: int) -> Trained:
-    """The same training in plain torch, with the whole batch, for models whose rows do not depend on each other."""
-    task = jobs.TASKS[name]()
-    model = task.model if isinstance(task.model, nn.Module) else nn.Sequential(*task.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses, norms = [], []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = task.loss(model(*task.args), task.target)
-        loss.backward()
-        losses.append(loss.detach())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Trained(losses, norms, weights, {}, len(task.args[0]))
-
-
 def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, Tensor]:
     """Steps of which some average over replicas and some do not; the gradients at the end."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
