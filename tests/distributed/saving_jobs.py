@@ -16,6 +16,9 @@ import torch
 from jobs import TASKS
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import penstock
 from penstock import checkpoint
@@ -226,7 +229,10 @@ def go_on(rank: int, folder: Path) -> tuple[int, str]:
 
 
 def held(pipe: penstock.Pipeline) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in pipe.state_dict().items()
+    }
 
 
 def train_in_groups(
@@ -275,43 +281,28 @@ def train_in_groups(
         return losses, [len(group["params"]) for group in optimizer.param_groups], held(pipe)
 
 
-def save_on_a_mesh(rank: int, folder: Path) -> dict[str, Tensor]:
-    """Two replicas of two ranks each, which write one checkpoint and one file of the model; read back by all."""
-    from torch.distributed.device_mesh import init_device_mesh
+def save_on_a_mesh(rank: int, folder: Path, name: str, sharded: bool) -> dict[str, Tensor]:
+    """Two replicas of two ranks each, which write one checkpoint and one file of the model; read back by all.
 
+    `sharded`: each replica of a stage holds half of each parameter.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with training("tied_gpt", mesh=mesh) as (task, pipe, optimizer):
+    options = {"parallelize": lambda stage: fully_shard(stage, mesh=mesh["dp"])} if sharded else {}
+    with training(name, mesh=mesh, **options) as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         before = held(pipe)
         checkpoint.save(folder, pipe, optimizer, blocking=False)
         checkpoint.export_safetensors(folder / "model.safetensors", pipe)
         step(task, pipe, optimizer)
         checkpoint.load(folder, pipe, optimizer)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in held(pipe).items())
         return before
 
 
-def load_alone(folder: Path, name: str = "tied_gpt") -> dict[str, Tensor]:
+def load_alone(folder: Path, name: str) -> dict[str, Tensor]:
     with training(name) as (_, pipe, optimizer):
         assert checkpoint.load(folder, pipe, optimizer) is not None
         loaded = held(pipe)
         checkpoint.import_safetensors(folder / "model.safetensors", pipe)
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in pipe.state_dict().items())
         return loaded
-
-
-def save_shards(rank: int, folder: Path) -> dict[str, Tensor]:
-    """As `save_on_a_mesh`, where each replica of a stage holds half of each parameter."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with training("mlp", mesh=mesh, parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"])) as (task, pipe, opt):
-        step(task, pipe, opt)
-        before = {name: tensor.full_tensor() for name, tensor in pipe.state_dict().items()}
-        checkpoint.save(folder, pipe, opt, blocking=False)
-        checkpoint.export_safetensors(folder / "model.safetensors", pipe)
-        step(task, pipe, opt)
-        checkpoint.load(folder, pipe, opt)
-        assert all(torch.equal(tensor.full_tensor(), before[name]) for name, tensor in pipe.state_dict().items())
-        return before

@@ -122,15 +122,9 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
 
 
-def test_replicas_write_one_checkpoint(ranks4: Ranks, tmp_path: Path) -> None:
-    every = ranks4.run(jobs.save_on_a_mesh, tmp_path)
-    alone = jobs.load_alone(tmp_path)
-    assert {name for part in every for name in part} == alone.keys()
-    assert all(torch.equal(tensor, alone[name]) for part in every for name, tensor in part.items())
-
-
-def test_shards_become_whole_tensors(ranks4: Ranks, tmp_path: Path) -> None:
-    every = ranks4.run(jobs.save_shards, tmp_path)
-    alone = jobs.load_alone(tmp_path, "mlp")
+@pytest.mark.parametrize(("name", "sharded"), [("tied_gpt", False), ("mlp", True)], ids=["replicas", "shards"])
+def test_a_mesh_writes_one_checkpoint_of_whole_tensors(ranks4: Ranks, tmp_path: Path, name: str, sharded: bool) -> None:
+    every = ranks4.run(jobs.save_on_a_mesh, tmp_path, name, sharded)
+    alone = jobs.load_alone(tmp_path, name)
     assert {name for part in every for name in part} == alone.keys()
     assert all(torch.equal(tensor, alone[name]) for part in every for name, tensor in part.items())

@@ -57,17 +57,8 @@ def verify(name: str, schedule: Schedule) -> penstock.VerificationReport:
     model, args, kwargs, target, loss = (EXAMPLES | TINY)[name](**sizes)
     if name in TINY:
         loss = None  # these compute their own
-    return penstock.verify(
-        model,
-        args,
-        target=target,
-        loss_fn=loss,
-        kwargs=kwargs,
-        ranks=schedule.ranks,
-        schedule=schedule,
-        seed=7,
-        exact=True,
-    )
+    options: dict[str, Any] = {"ranks": schedule.ranks, "schedule": schedule, "seed": 7, "exact": True}
+    return penstock.verify(model, args, target=target, loss_fn=loss, kwargs=kwargs, **options)
 
 
 # -- the proof --------------------------------------------------------------------------------------------------------
