@@ -15,6 +15,7 @@ from penstock.runtime.gradients.distribution import local_gradient
 from penstock.runtime.gradients.sums import GradientSum
 from scaffolding.low_precision import MICROBATCHES, Gradients, Net, batch, loss
 from scaffolding.models import squared_error
+from scaffolding.refusals import refusal_of
 
 
 def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
@@ -89,11 +90,8 @@ def refusal(rank: int, case: str) -> str:
         options["parallelize"] = every_block(mesh["dp"])
     elif rank == 1:
         del options["gradient_dtype"]
-    try:
-        penstock.pipeline(Blocks().bfloat16(), (torch.randn(8, 8).bfloat16(),), loss_fn=squared_error, **options)
-    except penstock.ArgumentError as error:
-        return str(error)
-    return "not refused"
+    model, x = Blocks().bfloat16(), torch.randn(8, 8).bfloat16()
+    return refusal_of(penstock.pipeline, model, (x,), loss_fn=squared_error, **options)
 
 
 class Bytes(NamedTuple):

@@ -23,6 +23,7 @@ from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
 from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
 from scaffolding.models import llama as tiny_llama
+from scaffolding.refusals import refusal_of
 
 ROWS = 12
 
@@ -228,10 +229,7 @@ def wrong_calls(rank: int, ranks: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
 
     def attempt(name: str, **options: Any) -> None:
-        try:
-            penstock.pipeline(task.model, task.args, loss=task.loss, **options)
-        except penstock.PenstockError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+        said[name] = refusal_of(penstock.pipeline, task.model, task.args, loss=task.loss, **options)
 
     attempt("ranks", ranks=ranks + 1)
     attempt("transport", transport="pigeon")

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.schedule import Action, Op, Schedule, generate, split_backward
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.refusals import refusal_of
 from scaffolding.small import WIDTH, Retrieval, retrieval_error
 
 
@@ -192,12 +193,8 @@ def order_of_reductions(rank: int) -> list[str]:
 def other_rows(rank: int) -> str:
     mesh = mesh_of((2, 2), ("dp", "pp"))
     task = jobs.mlp()
-    try:
-        args = (task.args[0][: 8 + 2 * mesh.get_local_rank("dp")],)
-        penstock.pipeline(task.model, args, loss=task.loss, microbatches=2, mesh=mesh)
-    except penstock.ArgumentError as error:
-        return str(error)
-    return ""
+    args = (task.args[0][: 8 + 2 * mesh.get_local_rank("dp")],)
+    return refusal_of(penstock.pipeline, task.model, args, loss=task.loss, microbatches=2, mesh=mesh)
 
 
 def batch_norm(rank: int) -> dict[str, Tensor]:

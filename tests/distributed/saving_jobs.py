@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import penstock
 from penstock import checkpoint
 from scaffolding.models import Case
+from scaffolding.refusals import refusal_of
 
 
 class Holds:
@@ -85,11 +86,7 @@ def wrong_on_one_rank(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
 
         def attempt(name: str, call: Callable[..., object], *args: Any, **options: Any) -> None:
             before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-            text = "nothing"
-            try:
-                call(folder, pipe, *args, **options)
-            except penstock.PenstockError as error:
-                text = f"{type(error).__name__}: {error}"
+            text = refusal_of(call, folder, pipe, *args, **options)
             after = pipe.state_dict()
             same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
             said[name] = text, same and held.value == 7 and pipe.step_count == 2
@@ -156,12 +153,6 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
         if rank == 1:
             raise OSError(28, "No space left on device")
 
-    def attempt(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except penstock.CheckpointError as error:
-            said.append(str(error))
-
     def close() -> None:
         with writing(fail), training() as (task, pipe, optimizer):
             step(task, pipe, optimizer)
@@ -176,12 +167,12 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
             with writing(fail):
                 checkpoint.save(folder, pipe, optimizer, blocking=False)
                 step(task, pipe, optimizer)
-                attempt(lambda call=call: call(pipe))
+                said.append(refusal_of(call, pipe))
         with writing(fail):
-            attempt(lambda: checkpoint.save(folder, pipe, optimizer))
+            said.append(refusal_of(checkpoint.save, folder, pipe, optimizer))
         assert checkpoint.wait_for_save(pipe) is None
         assert not list(folder.glob(".step*")), "a save that failed leaves nothing"
-    attempt(close)
+    said.append(refusal_of(close))
     assert checkpoint.latest(folder) == folder / "step-00000001"
     return said
 
@@ -208,13 +199,9 @@ def die_while_saving(rank: int, folder: Path) -> None:
 
 def refused(rank: int, folder: Path) -> str:
     """What a save says that another job refuses, and nothing if it does not; training goes on."""
-    said = ""
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
-        try:
-            checkpoint.save(folder, pipe, optimizer, blocking=False)
-        except penstock.ArgumentError as error:
-            said = str(error)
+        said = refusal_of(checkpoint.save, folder, pipe, optimizer, blocking=False)
         step(task, pipe, optimizer)
     return said
 

@@ -31,4 +31,4 @@ def test_threads_end_with_the_pipeline(ranks4: Ranks, transport: TransportChoice
     for added, left, said in seen:
         assert added >= 3 * 5
         assert left == 0
-        assert said == "this pipeline was closed; make a new one"
+        assert said == "PipelineClosedError: this pipeline was closed; make a new one"
