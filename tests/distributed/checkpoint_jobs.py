@@ -19,8 +19,8 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 def train(
     rank: int,
-    name: str,
     options: dict[str, Any],
+    name: str,
     steps: int,
     folder: Path | None = None,
     save_at: int | None = None,
