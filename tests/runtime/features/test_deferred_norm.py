@@ -146,27 +146,34 @@ def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:
 class Uneven(nn.Module):
     """Calls its norm once more where values ask for it."""
 
+    even = False
+
     def __init__(self) -> None:
         super().__init__()
         self.before, self.norm, self.after = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.before(x * 1.0))
-        return self.after(self.norm(x) if float(x.detach()[0, 0]) > 0 else x)
+        return self.after(self.norm(x) if not self.even and float(x.detach()[0, 0]) > 0 else x)
 
 
 def test_a_norm_that_is_called_another_number_of_times_is_refused_and_nothing_is_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The refusal goes through `Control.fail`, which tells other ranks."""
-    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
+    """Neither buffers nor gradients. The refusal goes through `Control.fail`, which tells other ranks."""
+    uneven, (x, y) = Uneven(), batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), uneven, nn.Linear(WIDTH, WIDTH))
     before, told = buffers(model), list[BaseException]()
     with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error, deferred_batch_norm=True) as pipe:
         monkeypatch.setattr(pipe.session.control, "fail", lambda error: told.append(error) or error)
         with pytest.raises(ArgumentError, match="called 2 times in one microbatch and 1 in another") as raised:
             pipe.step(x, target=y)
-    assert told == [raised.value]
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+        assert told == [raised.value]
+        assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+        assert all(p.grad is None for p in model.parameters())
+        uneven.even = True
+        pipe.step(x, target=y)
+        assert int(uneven.norm.num_batches_tracked) == 1
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
