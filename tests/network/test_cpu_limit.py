@@ -14,7 +14,7 @@ import pytest
 from penstock._base.errors import FabricError
 from penstock.network import cpu_limit, reaper
 from penstock.network.cpu_limit import CpuLimiter, quota
-from penstock.network.machines import Machines, clean
+from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
 
 pytestmark = pytest.mark.alone
@@ -141,21 +141,6 @@ def test_a_slow_host_gets_its_share_and_another_is_not_held_back(version: int, w
 
 @hosts_needed
 @every_version
-def test_commands_that_follow_each_other_share_the_share(version: int) -> None:
-    share, seconds, used = 0.25, 0.1, 0.0
-    work = f"import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
-    with Machines(1, slow={0: share}) as made:
-        start = time.monotonic()
-        while time.monotonic() < start + 2:
-            with subprocess.Popen(made.command(0, [*PYTHON, work]), start_new_session=True) as process:
-                _prefer(made.id, [process.pid])
-            assert process.returncode == 0
-            used += seconds
-        assert used <= 1.25 * share * (time.monotonic() - start)
-
-
-@hosts_needed
-@every_version
 def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
         (group,) = reaper.list_cgroups(made.id)
@@ -219,25 +204,6 @@ def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(v
     assert reaper.list_cgroups(made.id) == []
 
 
-@hosts_needed
-@every_version
-def test_clean_removes_a_slow_host_whose_maker_and_reaper_were_killed(version: int) -> None:
-    with _maker(str(version)) as (living, alive, _), _maker(str(version)) as (process, emulation, pids):
-        os.kill(pids[0], signal.SIGKILL)
-        process.kill()
-        process.wait()
-        groups = reaper.list_cgroups(emulation)
-        names = [f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"]
-        assert reaper.list_namespaces(emulation) == names
-        assert set(clean()) >= {*names, *(group.name for group in groups)}
-        assert reaper.list_namespaces(emulation) == reaper.list_cgroups(emulation) == []
-        assert not any(group.exists() for group in groups)
-        _wait(lambda: all(reaper.start_ticks(pid) is None for pid in pids))
-        assert len(reaper.list_namespaces(alive)) == 3
-        assert len(reaper.list_cgroups(alive)) == 1
-        assert living.poll() is None
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -263,14 +229,6 @@ def test_a_group_that_cannot_be_limited_is_refused_with_the_reason(
     with pytest.raises(FabricError, match=refused):
         Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
     assert not any(f"penstock-{os.getpid()}-" in group.name for group in reaper.list_cgroups())
-
-
-def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(cpu_limit, "VERSIONS", ())
-    with pytest.raises(FabricError, match="root"), Machines(2, slow={1: 0.5}):
-        pass
 
 
 # -- cgroups ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -224,15 +224,6 @@ def test_what_arrives_of_twice_the_rate_is_the_rate() -> None:
         assert 0.85 * asked < found < 1.03 * asked
 
 
-# A network that changes while frames are under way.
-
-
-@pytest.fixture(scope="module")
-def changing() -> Iterator[Machines]:
-    with _network(3, "100mbit delay 5ms", changes=True) as machines:
-        yield machines
-
-
 # Neighbors.
 
 
@@ -281,16 +272,3 @@ def test_frames_that_are_not_read_in_time_are_told() -> None:
     assert told["unread"][0] > 10_000
     assert told["unread"][1] == 0
     assert told["links"][0]["up"]["frames"] + told["unread"][0] <= 40_000
-
-
-# The whole.
-
-
-# Other people's tools, and at length.
-
-
-def test_what_ping_says_is_read() -> None:
-    said = (
-        "64 bytes from 10.64.0.2: icmp_seq=1 ttl=64 time=10.4 ms\n64 bytes from 10.64.0.2: icmp_seq=3 ttl=64 time=9 ms"
-    )
-    assert wire.read_ping(said, 4) == [pytest.approx(0.0104), None, pytest.approx(0.009), None]

@@ -130,12 +130,6 @@ class Slow(Wire):
         time.sleep(sum(m.tensor.nbytes for m in receives) / self._bytes_per_second)
 
 
-def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
-    """What is wrong when one rank receives something else than what was sent."""
-    place = place_of(rank, collective, 12)
-    return check_result(part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
-
-
 def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
     """For each move of a step list: what is wrong without it, right from the start and after a right result."""
     place = place_of(rank, collective, 12)

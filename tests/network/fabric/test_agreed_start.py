@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import fabric_jobs as jobs
@@ -39,26 +38,6 @@ def test_no_host_begins_before_the_moment(ranks2: Ranks, path: str, by_board: bo
     stamps: np.ndarray = ranks2.run(jobs.begun_together, spec, MARGIN_NS, path if by_board else None)[0]
     start, end = stamps[:, :, 0, 0], stamps[:, :, 0, 1]  # trial, rank
     assert (start[1:].min(1) - end[:-1].max(1) >= MARGIN_NS).all(), "the word is said when all have ended"
-
-
-def test_words_come_in_order_and_whole(path: str) -> None:
-    host, other = (StartBoard(path, writes=writes, stall_seconds=10) for writes in (True, False))
-    heard = []
-
-    def listen() -> None:
-        for _ in range(3):
-            heard.append(other.wait())
-            done.set()
-
-    done = threading.Event()
-    listener = threading.Thread(target=listen)
-    listener.start()
-    for word in ((1, 2, 3), (4, -5, 6), (7, 8, 2**40)):
-        done.clear()
-        host.announce(*word)
-        assert done.wait(10)
-    listener.join()
-    assert heard == [(1, 2, 3), (4, -5, 6), (7, 8, 2**40)]
 
 
 def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

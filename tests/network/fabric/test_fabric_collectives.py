@@ -99,18 +99,6 @@ def test_of_a_single_number_a_rank_that_is_dropped_from_a_sum_is_seen() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("collective", "algorithm"),
-    [("all_reduce", "ring"), ("all_gather", "bruck"), ("all_to_all", "direct"), ("broadcast", "binomial")],
-)
-def test_a_changed_number_is_found_on_the_rank_that_got_it(ranks3: Ranks, collective: str, algorithm: str) -> None:
-    found = ranks3.run(jobs.spoiled, collective, algorithm, 2)
-    assert found[2] is not None
-    assert "of rank 2 are wrong" in found[2]
-    assert f"{collective} of 12: " in found[2]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("collective", "algorithm"),
     [
         ("all_reduce", "ring"),
         ("reduce_scatter", "pairwise"),
@@ -194,4 +182,4 @@ def test_the_warm_up_finds_a_wrong_result(ranks3: Ranks) -> None:
     spec = _spec(Workload.from_sizes([40]), 3)
     found: list[str] = ranks3.run(jobs.trials_of, spec, 1, jobs.Spoiling(1))
     assert len(set(found)) == 1
-    assert "numbers of rank" in found[0]
+    assert "numbers of rank 1 are wrong after all_reduce" in found[0]

@@ -12,6 +12,7 @@ import pytest
 from drawn_runs import EPOCH_NS, run_of
 from hypothesis import given
 from hypothesis import strategies as st
+from made_runs import write_run
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms
@@ -34,28 +35,6 @@ NETWORK = {
 }
 GOOD = 1448 / 1514
 """The share of a rate that is left for messages."""
-
-
-def test_the_object_that_json_prints() -> None:
-    draw = np.random.default_rng(0)
-    run = run_of(draw.lognormal(-6, 0.3, (400, 2)), links=LINKS)
-    made = json.loads(json.dumps(results(run)), parse_constant=pytest.fail)
-    assert set(made) >= {"transfers", "step", "environment", "complete", "missing", "cpu", "trials"}
-    assert [one["name"] for one in made["transfers"]] == ["t0", "t1"]
-    for one in made["transfers"]:
-        assert set(one) >= {
-            "name", "bytes", "collective", "algorithm", "kind", "ranks", "trials", "time_s", "mean_interval",
-            "intervals", "arrival_skew_s", "transfer_s", "algbw_GBps", "busbw_GBps", "ideal_percent", "per_rank",
-            "slowest_rank",
-        }  # fmt: skip
-        for times in ("time_s", "arrival_skew_s", "transfer_s"):
-            assert set(one[times]) == {"min", "p50", "p90", "p99", "p999", "max", "mean"}
-            assert one[times]["p99"] is not None
-            assert one[times]["p999"] is None
-        low, high = one["mean_interval"]
-        assert low < one["time_s"]["mean"] < high
-    assert (made["complete"], made["missing"], made["trials"]) == (True, "", 400)
-    assert made["step"]["time_s"]["min"] > made["transfers"][0]["time_s"]["min"]
 
 
 def test_times_are_of_the_slowest_rank_and_apart_from_its_wait() -> None:
@@ -300,15 +279,6 @@ def test_the_step_that_was_not_measured_is_computed(overlap: bool) -> None:
 # -- runs that ended early, and large ones ----------------------------------------------------------------------------
 
 
-def written(run: Run, folder: Path) -> Path:
-    (folder / "run.json").write_text(json.dumps(run.record))
-    rows = ["trial,transfer,rank,start_ns,end_ns"]
-    for place in np.ndindex(run.start_ns.shape):
-        rows.append(",".join(str(int(value)) for value in (*place, run.start_ns[place], run.end_ns[place])))
-    (folder / "samples.csv").write_text("\n".join(rows) + "\n")
-    return folder
-
-
 def _swapped(line: str) -> str:
     *place, start, end = line.split(",")
     return ",".join([*place, end, start])
@@ -330,7 +300,7 @@ def _swapped(line: str) -> str:
     ],
 )  # fmt: skip
 def test_samples_that_no_run_writes_are_refused(tmp_path: Path, spoil: Any, says: str) -> None:
-    samples = written(run_of(np.full((8, 2), 1e-3)), tmp_path) / "samples.csv"
+    samples = write_run(run_of(np.full((8, 2), 1e-3)), tmp_path) / "samples.csv"
     lines = samples.read_text().splitlines()
     assert len(lines) == 65
     samples.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
@@ -344,7 +314,7 @@ def test_samples_that_no_run_writes_are_refused(tmp_path: Path, spoil: Any, says
 def test_a_run_that_was_killed_anywhere_shows_its_whole_trials(tmp_path_factory: Any, cut: int) -> None:
     folder = tmp_path_factory.mktemp("run")
     run = run_of(np.full((8, 2), 1e-3), hosts=2, trials=100, complete=False)
-    written(run, folder)
+    write_run(run, folder)
     text = (folder / "samples.csv").read_text()
     (folder / "samples.csv").write_text(text[: max(len(text) - cut, 40)])
     made = results(Run.read(folder))

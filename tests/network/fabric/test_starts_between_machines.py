@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.distributed import host_clock
-from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
@@ -99,50 +97,6 @@ def test_a_late_start_is_skew_and_not_the_collectives_time(starts_ns: np.ndarray
 
 
 # -- clocks that differ -----------------------------------------------------------------------------------------------
-
-
-class Server:
-    """Rank 0 as rank 1 asks it for its clock; stands for `torch.distributed` and for `time`."""
-
-    def __init__(self, ahead_ns: int, ways_ns: list[tuple[int, int]]) -> None:
-        self._ahead_ns, self._ways_ns = ahead_ns, ways_ns
-        self._now_ns = self._said_ns = 0
-        self._asked = 0
-
-    def monotonic_ns(self) -> int:
-        return self._now_ns + self._ahead_ns
-
-    def get_rank(self) -> int:
-        return 1
-
-    def get_world_size(self) -> int:
-        return 2
-
-    def all_gather_object(self, found: list[str], mine: str, group: None) -> None:
-        found[:] = ["another kernel", mine]
-
-    def send(self, stamp: Tensor, to: int) -> None:
-        self._now_ns += self._ways_ns[self._asked % len(self._ways_ns)][0]
-        self._said_ns = self._now_ns
-
-    def recv(self, stamp: Tensor, source: int) -> None:
-        stamp[0] = self._said_ns
-        self._now_ns += self._ways_ns[self._asked % len(self._ways_ns)][1]
-        self._asked += 1
-
-
-@pytest.mark.parametrize("ahead_ns", [0, 10**12, -(10**12)])
-def test_the_shortest_exchange_tells_the_clock_and_bounds_the_error(
-    ahead_ns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Server(
-        ahead_ns, [(40 * MS, 5 * MS), (6 * MS, 9 * MS), (5 * MS, 5 * MS), (5 * MS, 30 * MS), (8 * MS, 5 * MS)]
-    )
-    monkeypatch.setattr(clock, "dist", server)
-    monkeypatch.setattr(host_clock, "now_ns", server.monotonic_ns)
-    found = clock.estimate()
-    assert found.offset_ns == -ahead_ns
-    assert found.uncertainty_ns == 5 * MS + clock.DRIFT * clock.CLOCK_SECONDS * 1e9
 
 
 @pytest.mark.distributed

@@ -196,10 +196,6 @@ class TransferTimes:
             transfer=(end.max(1) - last[:, 0]) * scale,
         )
 
-    def rated(self, collective: str) -> Seconds:
-        """Return the times that a transfer's bandwidths are based on."""
-        return self.transfer if rate_key(collective) == "transfer_s" else self.completion
-
 
 def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
     """Return which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
