@@ -139,8 +139,10 @@ def swept(link: LinkFit, algorithm: str = "ring", count: int = 8, noise: float =
 
 
 def test_the_link_is_fitted_from_the_sweep_and_foretells_4096_hosts() -> None:
-    (model,) = json.loads(json.dumps(results(swept(LinkFit(1e-4, 8e-8), noise=0.02))["model"]))
+    run = swept(LinkFit(1e-4, 8e-8), noise=0.02)
+    model = json.loads(json.dumps(forecast(run.record, found := results(run), "all_reduce", [4096 * 4**7], HOSTS)))
     fit = model["fit"]
+    assert found["fits"] == [fit], "results and predictions are of one fit"
     assert (fit["collective"], fit["algorithm"], fit["form"], fit["source"]) == ("all_reduce", "ring", "ring", "times")
     assert fit["alpha_seconds"] == pytest.approx(1e-4, rel=0.05)
     assert fit["beta_seconds_per_byte"] == pytest.approx(8e-8, rel=0.05)
@@ -157,25 +159,19 @@ def test_the_link_is_fitted_from_the_sweep_and_foretells_4096_hosts() -> None:
     assert model["crossovers"][1]["from"][0] == {"bytes": 0.0, "algorithm": "recursive-doubling"}
 
 
-def test_results_and_predictions_are_of_one_fit() -> None:
-    run = swept(LinkFit(1e-4, 8e-8), noise=0.1)
-    found = results(run)
-    again = forecast(run.record, found, "all_reduce", [4096 * 4**7], HOSTS)
-    assert found["model"] == [json.loads(json.dumps(again))]
-
-
 def test_too_few_sizes_or_trials_have_no_model() -> None:
-    (own,) = results(swept(LinkFit(1e-4, 8e-8), "engine"))["model"]
-    assert (own["fit"]["algorithm"], own["fit"]["form"]) == ("engine", "ring")
-    assert results(swept(LinkFit(1e-4, 8e-8), count=2))["model"] == []
-    assert results(run_of(np.full((5, 3), 1e-3)))["model"] == []
+    (own,) = results(swept(LinkFit(1e-4, 8e-8), "engine"))["fits"]
+    assert (own["algorithm"], own["form"]) == ("engine", "ring")
+    assert results(swept(LinkFit(1e-4, 8e-8), count=2))["fits"] == []
+    assert results(run_of(np.full((5, 3), 1e-3)))["fits"] == []
     same = tuple(Transfer(name, 4096) for name in "abc")
-    assert results(run_of(np.full((10, 3), 1e-3), same))["model"] == []
+    assert results(run_of(np.full((10, 3), 1e-3), same))["fits"] == []
 
 
 def test_a_message_is_foretold_once_for_any_number_of_hosts() -> None:
     transfers = tuple(Transfer(f"{size}", size, "send", ranks=(0, 1)) for size in (4096, 65536, 1048576))
-    (model,) = results(run_of([[1e-3, 2e-3, 9e-3]] * 10, transfers))["model"]
+    run = run_of([[1e-3, 2e-3, 9e-3]] * 10, transfers)
+    model = forecast(run.record, results(run), "send", [4096], HOSTS)
     assert [row["hosts"] for row in model["predictions"]] == [2]
 
 
@@ -332,7 +328,7 @@ def test_a_run_that_ended_before_its_first_trial_has_none(tmp_path: Path) -> Non
         if begun:
             (tmp_path / "samples.csv").write_text("trial,transfer,rank,start_ns,end_ns\n")
         made = results(Run.read(tmp_path))
-        assert (made["trials"], made["complete"], made["model"]) == (0, False, [])
+        assert (made["trials"], made["complete"], made["fits"]) == (0, False, [])
         assert made["missing"] == "host 1 does not answer; 100 of 100 trials"
         assert {one["time_s"]["max"] for one in made["transfers"]} == {None}
 
