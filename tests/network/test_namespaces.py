@@ -1,16 +1,15 @@
 """Hosts in network namespaces: they are separate machines to a job, and nothing of them outlives their maker."""
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from makers import is_gone, maker, wait_until
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import namespaces, reaper
@@ -22,46 +21,6 @@ pytestmark = pytest.mark.alone
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
-
-MAKER = """
-import os, signal, subprocess, sys, time
-from penstock.network.machines import Machines
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
-with Machines(2) as made:
-    sleeper = subprocess.Popen(made.command(0, ["sleep", "300"]), start_new_session=True)
-    while os.readlink(f"/proc/{sleeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-        time.sleep(0.01)
-    if "fork" in sys.argv and os.fork() == 0:
-        end = time.monotonic() + 60  # holds all that its parent had open, until the hosts are gone
-        while os.path.exists(f"/var/run/netns/{made.id}-switch") and time.monotonic() < end:
-            time.sleep(0.02)
-        os._exit(0)
-    print(made.id, sleeper.pid, made._reaper.pid, flush=True)
-    if "raise" in sys.argv:
-        raise RuntimeError("planned")
-    time.sleep(300)
-"""
-
-
-def _assert_comes_true(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline, "not within 30 s"
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, int, int]]:
-    """A process with two hosts and a process in one: it, its emulation, that process, and its reaper."""
-    process = subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process, process.stdout as answer:
-        try:
-            emulation, sleeper, keeps = answer.readline().split()
-            yield process, emulation, int(sleeper), int(keeps)
-        finally:
-            process.kill()
-    _assert_comes_true(lambda: not reaper.list_namespaces(emulation))
 
 
 def _in(host: str, command: str) -> str:
@@ -119,20 +78,14 @@ def test_two_emulations_at_once_do_not_collide() -> None:
 @hosts_needed
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
 def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
-    with _maker(*[how] if isinstance(how, str) else []) as (process, emulation, sleeper, keeps):
-        assert len(reaper.list_namespaces(emulation)) == 3, (
-            "two hosts and their switch, or there is nothing to outlive it"
-        )
-        assert reaper.start_ticks(sleeper) is not None
-        assert reaper.start_ticks(keeps) is not None
-        if how == "fork":
-            process.kill()
-        elif isinstance(how, signal.Signals):
-            process.send_signal(how)
+    with maker(*[how] if isinstance(how, str) else []) as (process, emulation, worker, keeps):
+        if how != "raise":
+            assert len(reaper.list_namespaces(emulation)) == 3, "two hosts and their switch, or nothing can outlive it"
+            assert all(reaper.start_ticks(pid) is not None for pid in (worker, keeps))
+            process.send_signal(signal.SIGKILL if how == "fork" else how)
         process.wait(30)
-        _assert_comes_true(lambda: not reaper.list_namespaces(emulation))
-        _assert_comes_true(lambda: reaper.start_ticks(sleeper) is None)
-        _assert_comes_true(lambda: reaper.start_ticks(keeps) is None)
+        wait_until(lambda: is_gone(emulation))
+        wait_until(lambda: all(reaper.start_ticks(pid) is None for pid in (worker, keeps)))
 
 
 @hosts_needed
@@ -142,11 +95,11 @@ def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None
     process = subprocess.Popen([sys.executable, "-c", program])
     mine = f"penstock-{process.pid}-"
     try:
-        _assert_comes_true(lambda: sum(name.startswith(mine) for name in reaper.list_namespaces()) >= made)
+        wait_until(lambda: sum(name.startswith(mine) for name in reaper.list_namespaces()) >= made)
     finally:
         process.kill()
         process.wait()
-    _assert_comes_true(lambda: not any(name.startswith(mine) for name in reaper.list_namespaces()))
+    wait_until(lambda: not any(name.startswith(mine) for name in reaper.list_namespaces()))
     time.sleep(0.2)
     assert not any(name.startswith(mine) for name in reaper.list_namespaces())
 
@@ -164,12 +117,12 @@ def test_clean_removes_leftovers_of_dead_makers_only() -> None:
     stranger = "penstock-of-somebody-else"
     subprocess.run(["ip", "netns", "add", stranger], check=True)
     try:
-        with _maker() as (living, alive, _, _), _maker() as (process, emulation, sleeper, keeps):
+        with maker() as (living, alive, _, _), maker() as (process, emulation, sleeper, keeps):
             os.kill(keeps, signal.SIGKILL)
             process.kill()
             assert len(reaper.list_namespaces(emulation)) == 3
             # Not yet waited for: a zombie is as good as gone.
-            _assert_comes_true(lambda: not reaper.maker_lives(emulation))
+            wait_until(lambda: not reaper.maker_lives(emulation))
             removed = clean()
             assert set(removed) >= {f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"}
             assert reaper.list_namespaces(emulation) == []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from makers import wait_until
 
 from penstock._base.errors import FabricError
 from penstock.network import reaper
@@ -42,13 +43,6 @@ with Machines(3, parse_link("100mbit delay 5ms"), changes=True) as made:
         for host in (1, 2):
             made.change(State(made.topology.with_links({host: made.topology.link})))
 """
-
-
-def _wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline, "not within 60 s"
-        time.sleep(0.02)
 
 
 def _marked(maker: int) -> Iterator[str]:
@@ -87,7 +81,7 @@ def test_nothing_outlives_a_maker_with_a_switch(moment: str) -> None:
             said.readline()
             if moment in MOMENTS:
                 # A moment that was missed is a later one.
-                _wait(lambda: MOMENTS[moment](process.pid) or bool(select.select([said], [], [], 0)[0]))
+                wait_until(lambda: MOMENTS[moment](process.pid) or bool(select.select([said], [], [], 0)[0]))
             else:
                 assert said.readline() == b"runs\n"
                 assert _is_up(process.pid, "switch.serve")
@@ -99,8 +93,8 @@ def test_nothing_outlives_a_maker_with_a_switch(moment: str) -> None:
             finally:
                 process.kill()
                 process.wait()
-    _wait(lambda: not _names(process.pid))
-    _wait(lambda: not list(_marked(process.pid)))
+    wait_until(lambda: not _names(process.pid))
+    wait_until(lambda: not list(_marked(process.pid)))
     time.sleep(0.3)
     assert not _names(process.pid)
     assert not list(_marked(process.pid))

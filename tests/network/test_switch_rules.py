@@ -22,7 +22,7 @@ pytest.importorskip("numba")
 from switch_by_hand import Given, Network, Taken
 
 from penstock._base.compiled import folder
-from penstock.network.model import DUPLICATE, LOST, Draws
+from penstock.network.model import LOST, Draws
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, loop
 from penstock.network.switch.filling import DecisionBuffer, counters, create_tables
@@ -303,23 +303,6 @@ def three() -> Iterator[Wires]:
         yield wires
 
 
-def test_frames_pass_whole_and_not_before_their_time(three: Wires) -> None:
-    began = time.monotonic_ns()
-    came = three.exchange([(0, 1)])
-    read = three.t.state[columns.READS]
-    three.send(1, 2, 1)
-    three.pass_on(lambda: three.t.state[columns.READS] > read)
-    three.send(0, 2, 2)
-    three.pass_on(lambda: three.t.state[columns.READS] > read + 1 and three.is_idle())
-    for host in range(HOSTS):
-        came[host] += three.came(host)
-    assert time.monotonic_ns() - began >= 2 * MS
-    assert [_numbers(frames) for frames in came] == [[], [0], [1, 2]]
-    assert came[2][0] == bytes(5) + b"\x03" + bytes(8) + (1).to_bytes(4) + bytes(82)
-    late = counters(three.t)["late"]
-    assert 0 <= late["p50"] <= late["p99"] <= late["worst"]
-
-
 def test_a_frame_to_all_gets_to_all_others(three: Wires) -> None:
     came = three.exchange([(1, 255)])
     assert [_numbers(frames) for frames in came] == [[0], [], [0]]
@@ -376,29 +359,6 @@ def test_without_room_frames_wait_where_they_are(three: Wires) -> None:
     three.t.state[columns.SPARES] = len(three.t.slots)
     three.pass_on(lambda: three.t.state[columns.READS] >= 1 and three.is_idle())
     assert _numbers(three.came(1)) == [0]
-
-
-TEXT = "1gbit delay 1ms loss 10% duplicate 10% corrupt 10% reorder 10%"
-
-
-def _outcome(seed: int, count: int = 300) -> list[list[bytes]]:
-    with Wires(_topology(TEXT, seed=seed)) as wires:
-        return [sorted(frames) for frames in wires.exchange([(place % 2, 2) for place in range(count)])]
-
-
-def test_the_same_seed_decides_the_same_and_another_seed_otherwise() -> None:
-    first = _outcome(1)
-    assert _outcome(1) == first
-    assert _outcome(2) != first
-    drawn = [Draws(parse_link(TEXT).impairment, 1, host).next(150).fate for host in (0, 1)]
-    expected = [
-        2 * k + host for host in (0, 1) for k in range(150) if not drawn[host][k] & LOST
-        for _ in range(2 if drawn[host][k] & DUPLICATE else 1)
-    ]  # fmt: skip
-    # Damaged ones may have lost their numbers.
-    assert len(first[2]) == len(expected)
-    right = [number for number in _numbers(first[2]) if number < 300]
-    assert len(set(right) - set(expected)) <= 3
 
 
 def test_what_was_compiled_from_other_sources_is_not_taken(tmp_path: Path) -> None:

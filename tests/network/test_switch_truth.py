@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import wire
 from standstill import Standstills
-from switch_by_hand import Given, Network
 from wire import Arrival, Flow
 
 from penstock.network.link import DISTRIBUTIONS
@@ -222,36 +221,6 @@ def test_what_arrives_of_twice_the_rate_is_the_rate() -> None:
     rates = _until_steady(lambda: _twice_if_late(measure), lambda rates: not any(map(math.isnan, rates)))
     for found, asked in zip(rates, (50e6 / 8, 10e6 / 8), strict=True):
         assert 0.85 * asked < found < 1.03 * asked
-
-
-# Neighbors.
-
-
-def test_neighbors_take_their_share_of_a_link_and_of_nobody_elses() -> None:
-    size, count, rate = 1514, 2400, 20e6 / 8
-    every = size / (0.8 * rate)
-
-    def measure() -> tuple[list[Arrival], list[Arrival], list[Arrival], dict]:
-        with _network(4, "20mbit limit 100kb", background=["12mbit to 1"]) as machines:
-            flows = [Flow(0, 1, count, every, size), Flow(2, 3, count, every, size)]
-            with Standstills() as still:
-                shared, alone = wire.sent(machines, flows, last=0.1)
-            return shared, alone, _steady(alone, still, 0.02), machines.counters()
-
-    # After a standstill, a sender sends what it owes at once, and these frames queue for each other.
-    shared, alone, steady, told = _until_steady(measure, lambda found: len(found[2]) >= LEAST_STEADY * count)
-    assert len(alone) == count
-    assert np.median(_took(steady)) < 5e-3
-    # By hand, with exponential times from elsewhere.
-    gaps = np.random.default_rng(0).exponential(size / (0.6 * rate) * 1e9, count).cumsum()
-    by_hand = Network(Topology(parse_link("20mbit limit 100kb")), 2)
-    by_hand.near[1] = [(int(at), size) for at in gaps if at < count * every * 1e9]
-    expected = by_hand.play([Given(round(number * every * 1e9), 0, 1, size) for number in range(count)])
-    assert 0.5 * count < len(expected) < 0.9 * count
-    assert len(shared) == pytest.approx(len(expected), rel=0.12)
-    assert np.median(_took(shared)) == pytest.approx(100 * 1024 / rate, rel=0.1)
-    assert 0 < told["links"][1]["down"]["background_bytes"] / told["seconds"] <= 0.6 * rate * 1.1
-    assert [told["links"][host]["down"]["background_bytes"] for host in (0, 2, 3)] == [0, 0, 0]
 
 
 # What the switch tells of itself, and of links that exist only as values.

@@ -18,7 +18,6 @@ from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Signals
-from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
 
@@ -86,26 +85,7 @@ def test_what_was_lost_does_not_hold_up_every_trial_after_it(starts_ns: np.ndarr
     assert np.median(between) < 15 * MS, "there and back, and no more"
 
 
-def test_a_late_start_is_skew_and_not_the_collectives_time(starts_ns: np.ndarray) -> None:
-    workload = Workload.from_sizes([400])
-    end_ns = np.broadcast_to(starts_ns.max(1, keepdims=True) + TOOK_NS, starts_ns.shape)
-    run = Run({"workload": workload.to_dict(), "hosts": len(AHEAD_NS)}, starts_ns[:, None], end_ns[:, None])
-    times = TransferTimes.from_run(run, workload, 0)
-    assert times.transfer == pytest.approx(TOOK_NS / 1e9, abs=1e-12)
-    assert times.arrival_skew == pytest.approx(np.ptp(starts_ns, axis=1) / 1e9, abs=1e-12)
-    assert np.quantile(times.completion[1:], 0.94) == pytest.approx(TOOK_NS / 1e9, abs=1e-12)
-
-
 # -- clocks that differ -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.distributed
-def test_stamps_are_of_one_clock_whatever_the_hosts_own_read(ranks2: Ranks) -> None:
-    spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
-    ahead_ns = 1000 * 10**9
-    (began, ended, stamps, _), *_ = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, 0.0)
-    assert (stamps > began - 10 * 10**9).all()
-    assert (stamps < ended + 10 * 10**9).all()
 
 
 @pytest.mark.distributed
@@ -117,3 +97,6 @@ def test_clocks_are_measured_again_where_they_differ_and_time_has_gone_by(
     spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
     found: list[Any] = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, passes)
     assert [one[3] for one in found] == [estimates] * 2
+    began, ended, stamps, _ = found[0]
+    assert (stamps > began - 10 * 10**9).all(), "they are of one clock, whatever a host's own reads"
+    assert (stamps < ended + 10 * 10**9).all()

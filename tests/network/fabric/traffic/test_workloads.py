@@ -287,12 +287,6 @@ def test_each_rank_finds_its_transfers_in_the_order_of_its_row(name, microbatche
         assert seen == sends
 
 
-def test_nobody_waits_for_what_is_made_later():
-    """1F1B's first rank sends its second forward before the first gradient comes back, as its row has it."""
-    workload = of(models.mlp(), hosts=2, ranks=2, traffic="pipeline", schedule="1f1b", microbatches=4)
-    assert [t.name[:2] for t in workload.transfers] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
-
-
 # -- computation ------------------------------------------------------------------------------------------------------
 
 
