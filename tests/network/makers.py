@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from penstock.network import reaper
 
@@ -14,11 +15,13 @@ MAKER = """
 import os, signal, subprocess, sys, time
 from penstock.network import cpu_limit
 from penstock.network.machines import Machines
+from penstock.network.parse import parse_link
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 words = sys.argv[1:]
 if "slow" in words:
     cpu_limit.VERSIONS = (int(words[-1]),)
-with Machines(2, slow={1: 0.05} if "slow" in words else None) as made:
+link = parse_link("100mbit delay 5ms") if "switch" in words else None
+with Machines(2, link, slow={1: 0.05} if "slow" in words else None) as made:
     line = made.command(1, [sys.executable, "-I", "-S", "-c", "import time\\nwhile True: time.sleep(0.001)"])
     worker = subprocess.Popen(line, start_new_session=True)
     while os.readlink(f"/proc/{worker.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
@@ -42,6 +45,17 @@ def wait_until(done: Callable[[], bool], seconds: float = 60.0) -> None:
     while not done():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
         time.sleep(0.02)
+
+
+def marked(pid: int) -> list[int]:
+    """Processes of the emulations that this process has made."""
+    mark = f"{reaper.MARK}=penstock-{pid}-".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 def is_gone(emulation: str) -> bool:

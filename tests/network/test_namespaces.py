@@ -9,18 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
-from makers import is_gone, maker, wait_until
+from makers import is_gone, maker, marked, wait_until
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import namespaces, reaper
 from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not, within
 from penstock.network.parse import parse_link
+from penstock.network.shapers import why_no_switch
 
 pytestmark = pytest.mark.alone
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
+_NO_SWITCH = _MISSING or why_no_switch()
+switch_needed = pytest.mark.skipif(_NO_SWITCH is not None, reason=str(_NO_SWITCH))
 
 
 def _in(host: str, command: str) -> str:
@@ -76,32 +79,49 @@ def test_two_emulations_at_once_do_not_collide() -> None:
 
 
 @hosts_needed
+@pytest.mark.parametrize("switch", [pytest.param((), id="bridge"), pytest.param(("switch",), marks=switch_needed)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
-def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
-    with maker(*[how] if isinstance(how, str) else []) as (process, emulation, worker, keeps):
+def test_nothing_outlives_the_maker(how: signal.Signals | str, switch: tuple[str, ...]) -> None:
+    devices = _devices()
+    with maker(*[how] if isinstance(how, str) else [], *switch) as (process, emulation, worker, keeps):
         if how != "raise":
-            assert len(reaper.list_namespaces(emulation)) == 3, "two hosts and their switch, or nothing can outlive it"
+            assert len(reaper.list_namespaces(emulation)) == 3 - len(switch), "or nothing can outlive it"
             assert all(reaper.start_ticks(pid) is not None for pid in (worker, keeps))
             process.send_signal(signal.SIGKILL if how == "fork" else how)
         process.wait(30)
         wait_until(lambda: is_gone(emulation))
         wait_until(lambda: all(reaper.start_ticks(pid) is None for pid in (worker, keeps)))
+        wait_until(lambda: not marked(process.pid))
+    assert _devices() == devices
+
+
+SWITCHED = '3, parse_link("100mbit delay 5ms")'
 
 
 @hosts_needed
-@pytest.mark.parametrize("made", [1, 4, 12])
-def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None:
-    program = "from penstock.network.machines import Machines\nMachines(12).__enter__()\nimport time; time.sleep(60)"
+@pytest.mark.parametrize(
+    ("machines", "made"),
+    [("12", 1), ("12", 4), ("12", 12), *(pytest.param(SWITCHED, made, marks=switch_needed) for made in (1, 3))],
+)
+def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(machines: str, made: int) -> None:
+    """Of three hosts with a switch, it starts the switch after the third."""
+    imports = "from penstock.network.machines import Machines\nfrom penstock.network.parse import parse_link"
+    program = f"{imports}\nMachines({machines}).__enter__()\nimport time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program])
     mine = f"penstock-{process.pid}-"
+
+    def names() -> list[str]:
+        return [name for name in reaper.list_namespaces() if name.startswith(mine)]
+
     try:
-        wait_until(lambda: sum(name.startswith(mine) for name in reaper.list_namespaces()) >= made)
+        wait_until(lambda: len(names()) >= made)
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not any(name.startswith(mine) for name in reaper.list_namespaces()))
+    wait_until(lambda: not names() and not marked(process.pid))
     time.sleep(0.2)
-    assert not any(name.startswith(mine) for name in reaper.list_namespaces())
+    assert not names()
+    assert not marked(process.pid)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")

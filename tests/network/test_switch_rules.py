@@ -197,21 +197,6 @@ def test_a_queue_holds_its_limit_and_no_more() -> None:
     assert [one.number for one in _assert_as_by_hand(narrow, later)] == [0, 1, 2, 3, 4, 10]
 
 
-def test_nothing_leaves_during_a_stall_and_what_was_held_leaves_at_the_rate() -> None:
-    topology = _topology("1gbit stall 20ms every 50ms")
-    frames = [Given(place * MS, 0, 1, 1514) for place in range(200)]
-    times = np.array([one.at for one in _assert_as_by_hand(topology, frames)])
-    assert len(times) == 200
-    serial = 1514 * GBIT_NS
-    began = times - serial
-    inside = began % (50 * MS)
-    assert ((inside >= 20 * MS) | (began < 50 * MS)).all()  # the first stall comes after a whole period
-    assert np.diff(times).min() == serial
-    held = began[(began >= 70 * MS) & (began < 71 * MS)]
-    assert held[0] == 70 * MS
-    assert len(held) > 20  # of a stall and of the first ms after it
-
-
 def test_own_links_are_met_in_either_direction_and_both_between_two() -> None:
     topology = _topology("1gbit delay 1ms", {1: "1gbit delay 10ms", 2: "1gbit delay 20ms"})
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1), (0, 3), (3, 0)]

@@ -140,22 +140,6 @@ def test_no_message_can_be_left_out_or_changed(data: st.DataObject) -> None:
     assert prove(with_round(number, (*moves[:place], *changed, *moves[place + 1 :]), steps))
 
 
-def test_two_may_add_to_one_slot() -> None:
-    star = (
-        (Move(1, 0, 0, 1, 0, adds=True), Move(2, 0, 0, 1, 0, adds=True)),
-        (Move(0, 1, 0, 1, 0), Move(0, 2, 0, 1, 0)),
-    )
-    assert prove(StepList("all_reduce", "star", 3, 1, star, 1)) == []
-
-
-def test_a_round_reads_what_was_before_it() -> None:
-    """Rank 1 sends in the round in which it receives: what it had, so rank 2 gets nothing of rank 0."""
-    rounds = ((Move(0, 1, 0, 1, 0), Move(1, 2, 0, 1, 0)),)
-    assert any(
-        "rank 1 sends slot 0 to 2, but nothing" in line for line in prove(StepList("broadcast", "x", 3, 1, rounds, 1))
-    )
-
-
 @pytest.mark.parametrize(
     ("given_", "says"),
     [
