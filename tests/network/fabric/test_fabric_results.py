@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from hypothesis import strategies as st
 from made_runs import write_run
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.alpha_beta import HOSTS, LinkFit, forecast, predict
+from penstock.network.fabric.alpha_beta import HOSTS, forecast
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run, TransferTimes, computed_step, measured_step
 from penstock.network.fabric.views.facts import warnings
@@ -127,45 +124,6 @@ def test_the_algorithm_of_each_transfer() -> None:
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
-
-
-def swept(link: LinkFit, algorithm: str = "ring", count: int = 8, noise: float = 0.0, **record: Any) -> Run:
-    """Medians are the closed form's, but for the noise."""
-    sizes = [4096 * 4**k for k in range(count)]
-    draw = np.random.default_rng(0)
-    row = [predict(link, "all_reduce", "ring", 4, size) * math.exp(noise * draw.normal()) for size in sizes]
-    transfers = tuple(Transfer(f"{size}", size) for size in sizes)
-    return run_of([row] * 10, transfers, algorithm=algorithm, **record)
-
-
-def test_the_link_is_fitted_from_the_sweep_and_foretells_4096_hosts() -> None:
-    run = swept(LinkFit(1e-4, 8e-8), noise=0.02)
-    model = json.loads(json.dumps(forecast(run.record, found := results(run), "all_reduce", [4096 * 4**7], HOSTS)))
-    fit = model["fit"]
-    assert found["fits"] == [fit], "results and predictions are of one fit"
-    assert (fit["collective"], fit["algorithm"], fit["form"], fit["source"]) == ("all_reduce", "ring", "ring", "times")
-    assert fit["alpha_seconds"] == pytest.approx(1e-4, rel=0.05)
-    assert fit["beta_seconds_per_byte"] == pytest.approx(8e-8, rel=0.05)
-    assert fit["bytes_per_second"] == pytest.approx(1.25e7, rel=0.05)
-    assert len(fit["sizes"]) == 8
-    point = fit["sizes"][3]
-    assert point["residual"] == pytest.approx((point["measured_s"] - point["fitted_s"]) / point["measured_s"])
-    assert fit["largest_residual"] == max(abs(one["residual"]) for one in fit["sizes"])
-    rows = model["predictions"]
-    assert {row["bytes"] for row in rows} == {4096 * 4**7}
-    assert rows[-1]["hosts"] == 4096
-    assert set(rows[0]["seconds"]) == set(algorithms("all_reduce"))
-    assert model["crossovers"][1]["hosts"] == 4
-    assert model["crossovers"][1]["from"][0] == {"bytes": 0.0, "algorithm": "recursive-doubling"}
-
-
-def test_too_few_sizes_or_trials_have_no_model() -> None:
-    (own,) = results(swept(LinkFit(1e-4, 8e-8), "engine"))["fits"]
-    assert (own["algorithm"], own["form"]) == ("engine", "ring")
-    assert results(swept(LinkFit(1e-4, 8e-8), count=2))["fits"] == []
-    assert results(run_of(np.full((5, 3), 1e-3)))["fits"] == []
-    same = tuple(Transfer(name, 4096) for name in "abc")
-    assert results(run_of(np.full((10, 3), 1e-3), same))["fits"] == []
 
 
 def test_a_message_is_foretold_once_for_any_number_of_hosts() -> None:
@@ -319,29 +277,6 @@ def test_a_run_that_was_killed_anywhere_shows_its_whole_trials(tmp_path_factory:
     assert made["trials"] <= 8
     assert [one["trials"] for one in made["transfers"]] == [made["trials"]] * 2
     assert made["trials"] == 8 or cut
-
-
-def test_a_run_that_ended_before_its_first_trial_has_none(tmp_path: Path) -> None:
-    run = run_of(np.full((8, 2), 1e-3), trials=100, complete=False, missing="host 1 does not answer")
-    (tmp_path / "run.json").write_text(json.dumps(run.record))
-    for begun in (False, True):
-        if begun:
-            (tmp_path / "samples.csv").write_text("trial,transfer,rank,start_ns,end_ns\n")
-        made = results(Run.read(tmp_path))
-        assert (made["trials"], made["complete"], made["fits"]) == (0, False, [])
-        assert made["missing"] == "host 1 does not answer; 100 of 100 trials"
-        assert {one["time_s"]["max"] for one in made["transfers"]} == {None}
-
-
-def test_a_run_that_ended_before_its_hosts_had_joined_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"holds no run of penstock fabric"):
-        Run.read(tmp_path)
-    (tmp_path / "spec.json").write_text("{}")
-    says = (
-        rf"{tmp_path} ended before its hosts had joined, so it has no samples\. .*host-\*\.log.* with --out {tmp_path}"
-    )
-    with pytest.raises(ArgumentError, match=says):
-        Run.read(tmp_path)
 
 
 def test_a_run_that_says_it_is_complete_is_so_with_all_of_its_trials_alone() -> None:

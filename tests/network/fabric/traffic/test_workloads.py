@@ -470,11 +470,7 @@ def test_sharded_traffic_is_that_of_sharded_gradients():
     sharded = of(models.mlp(), hosts=4, traffic="sharded")
     assert sharded.transfers == of(models.mlp(), hosts=4, sharded=True).transfers
     assert {t.collective for t in sharded.transfers} == {"all_gather", "reduce_scatter"}
-
-
-def test_sharded_traffic_is_not_called_gradients_alone():
-    assert of(models.mlp(), hosts=4, traffic="sharded").name.startswith("parameters and gradients of ")
-    assert of(models.mlp(), hosts=4).name.startswith("gradients of ")
+    assert sharded.name.startswith("parameters and gradients of ")
 
 
 class Scored(nn.Module):
