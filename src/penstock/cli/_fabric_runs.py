@@ -79,7 +79,7 @@ def _write(folder: Path, run: Run, summary: dict[str, Any], *, chakra: bool, pag
 
     files = ["results.json"]
     write_json(folder / "results.json", summary)
-    if (links := links_json(run.record, summary["fits"])) is not None:
+    if (links := links_json(run.record, summary["model"])) is not None:
         write_json(folder / "links.json", links)
         files.append("links.json")
     if len(run.start_ns) and page:

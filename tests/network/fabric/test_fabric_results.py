@@ -129,8 +129,9 @@ def test_the_algorithm_of_each_transfer() -> None:
 def test_a_message_is_foretold_once_for_any_number_of_hosts() -> None:
     transfers = tuple(Transfer(f"{size}", size, "send", ranks=(0, 1)) for size in (4096, 65536, 1048576))
     run = run_of([[1e-3, 2e-3, 9e-3]] * 10, transfers)
-    model = forecast(run.record, results(run), "send", [4096], HOSTS)
+    (model,) = (made := results(run))["model"]
     assert [row["hosts"] for row in model["predictions"]] == [2]
+    assert model == forecast(run.record, made, "send", [1048576], HOSTS), "results and predictions are of one fit"
 
 
 # -- messages of a pipeline -------------------------------------------------------------------------------------------

@@ -130,15 +130,15 @@ def combine(links: Iterable[LinkFit], select: Callable[..., float] = max) -> Lin
     return LinkFit(select(link.alpha_seconds for link in fits), select(link.beta_seconds_per_byte for link in fits))
 
 
-def links_json(record: dict[str, Any], fitted: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
+def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
     """Return a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
-    these fits; None if there are neither.
+    the fits in its results' `model`; None if there are neither.
 
     Pairs that were not measured get the slowest measured values, as "all".
     """
     pairs = dict(record_links(record))
-    by_times = [LinkFit(fit["alpha_seconds"], fit["beta_seconds_per_byte"]) for fit in fitted]
-    slowest = combine(pairs.values() or by_times)
+    fits = [LinkFit(entry["fit"]["alpha_seconds"], entry["fit"]["beta_seconds_per_byte"]) for entry in model]
+    slowest = combine(pairs.values() or fits)
     if slowest is None:
         return None
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
@@ -170,8 +170,20 @@ def forecast(
     """
     if not all(2 <= n <= MAX_RANKS for n in hosts):
         raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MAX_RANKS:,}")
-    fitted = _fit(record, results, collective)
-    link = LinkFit(fitted["alpha_seconds"], fitted["beta_seconds_per_byte"])
+    return _extrapolate(_fit(record, results, collective), sizes, hosts)
+
+
+def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
+    for collective in dict.fromkeys(transfer["collective"] for transfer in results["transfers"]):
+        with suppress(ArgumentError):
+            if (fitted := _fit(record, results, collective))["source"] == "times":
+                yield _extrapolate(fitted, [max(point["bytes"] for point in fitted["sizes"])], HOSTS)
+
+
+def _extrapolate(fitted: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:
+    """Extrapolate a fit to other sizes and host counts."""
+    link, collective = LinkFit(fitted["alpha_seconds"], fitted["beta_seconds_per_byte"]), fitted["collective"]
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = []
     for size, n in product(sizes, numbers):
@@ -184,14 +196,6 @@ def forecast(
         for n in numbers
     ]
     return {"fit": fitted, "predictions": rows, "crossovers": fastest}
-
-
-def fits(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the fit of each collective whose own times determine a link; see `_fit`."""
-    for collective in dict.fromkeys(transfer["collective"] for transfer in results["transfers"]):
-        with suppress(ArgumentError):
-            if (fitted := _fit(record, results, collective))["source"] == "times":
-                yield fitted
 
 
 def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.alpha_beta import fits, network_seconds, record_links
+from penstock.network.fabric.alpha_beta import forecasts, network_seconds, record_links
 from penstock.network.fabric.ports import links_changed, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import (
     Run,
@@ -36,8 +36,8 @@ def results(run: Run) -> dict[str, Any]:
     any algorithm on these links (see `ports`) over the median; None if that is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
     similar transfers together (see `groups`), and under `times` how often a step has them; tables and plots show
-    these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `fits` holds the alpha
-    and beta of each collective with enough sizes.
+    these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
+    `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
     record, workload = run.record, Workload.from_dict(run.record["workload"])
     requested, trials = int(record.get("trials") or 0), len(run.start_ns)
@@ -82,7 +82,7 @@ def results(run: Run) -> dict[str, Any]:
         "links": record.get("links") or [],
         "environment": {"hosts": record.get("environment"), **{key: record.get(key) for key in _RECORD_KEYS}},
     }
-    return result | {"fits": list(fits(record, result))}
+    return result | {"model": list(forecasts(record, result))}
 
 
 _RECORD_KEYS = (

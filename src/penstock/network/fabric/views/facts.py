@@ -108,7 +108,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     if network and (network["shaper"] not in (None, "tbf") or network["slow"]):
         events = [str(AppliedEvent(**event)) for event in run.record.get("happened") or ()]
         rows += network_facts(network, counters=run.record.get("switch"), events=events)
-    rows += [*_links(run.record.get("links") or ()), *(("fit", _fit(fit)) for fit in results["fits"])]
+    rows += [*_links(run.record.get("links") or ()), *(("fit", _fit(entry["fit"])) for entry in results["model"])]
     late = {rank: late for rank, (_, late) in rank_figures(results).items()}
     worst = max(late, key=late.__getitem__, default=0)
     max_ranks = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
