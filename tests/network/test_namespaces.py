@@ -203,6 +203,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(FabricError, match="root"), Machines(2):
             pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(namespaces, "_effective_capabilities", lambda: ~(1 << 12))
+        expect("CAP_NET_ADMIN", "--privileged")
+    monkeypatch.setattr(namespaces, "_effective_capabilities", lambda: -1)
     for name in ("ip", "tc"):
         with monkeypatch.context() as patch:
             patch.setattr(

@@ -67,6 +67,7 @@ def set_up() -> None:
 
 # -- what a machine lacks for them -------------------------------------------------------------------------------------
 
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _PROBES = (
     ("bridge", "ip link add name probe type bridge", "CONFIG_BRIDGE", "bridge"),
     ("veth", "ip link add name one type veth peer name two", "CONFIG_VETH", "veth"),
@@ -81,16 +82,23 @@ def why_not() -> str | None:
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:
         return f"emulated hosts need root; this is user {os.geteuid()}: run it with sudo"
+    lacking = [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
+    if lacking:
+        return f"emulated hosts need {' and '.join(lacking)}: run the container with --privileged, or on the host"
     for name in ("ip", "tc"):
         if not Path(tool(name)).exists():
             return f"there is no `{name}` on this machine: install iproute2 (apt-get install iproute2)"
+    if not Path("/proc/self/ns/net").exists():
+        return "the kernel has no network namespaces: it needs CONFIG_NET_NS"
     try:
         return within(None, _probe)
     except OSError as error:
-        return (
-            f"no network namespace can be made ({error.strerror}): if this is a container, run it with --privileged; "
-            "the kernel needs CONFIG_NET_NS"
-        )
+        return f"no network namespace can be made ({error.strerror}): if this is a container, run it with --privileged"
+
+
+def _effective_capabilities() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
 def _probe() -> str | None:

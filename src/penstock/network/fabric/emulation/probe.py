@@ -173,18 +173,18 @@ def _trips(is_first: bool, peer: int, wire: Wire, count: int) -> list[float]:
 def _rate(sends: bool, peer: int, wire: Wire, trip_seconds: float) -> float:
     """Return the bytes per second of a steady stream, on both ranks. The receiver decides how to continue: with a
     longer stream, until its later half takes long enough and is steady."""
-    began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
+    began, long_streams, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
     least_seconds = max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     while True:
         stamps, pace = _stream(sends, peer, wire, chunk), Pace(0.0, 0.0, False)
         if not sends:
             pace = compute_pace(stamps, chunk)
             is_long = pace.seconds >= least_seconds or chunk >= MAX_BYTES // CHUNKS
-            unsteady += is_long and not pace.steady
+            long_streams += is_long
             factor = min(max(1.2 * least_seconds / pace.seconds, 1.0), 8.0) if pace.seconds > 0 else 8.0
             chunk = min(int(chunk * factor), MAX_BYTES // CHUNKS)
             is_late = time.monotonic() - began > BUDGET_SECONDS
-            if is_late or (is_long and (pace.steady or unsteady == UNSTEADY_STREAMS)):
+            if is_late or (is_long and (pace.steady or long_streams == UNSTEADY_STREAMS)):
                 chunk = 0
         chunk = int(_share_value(chunk, peer, decides=not sends))
         rate = _share_value(pace.bytes_per_second, peer, decides=not sends)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NONE = "n/a"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -31,3 +33,13 @@ def percent(value: float | None) -> str:
 def shorten(name: str, max_length: int) -> str:
     """Shorten a name to its end, which distinguishes layers."""
     return name if len(name) <= max_length else "\u2026" + name[len(name) - max_length + 1 :]
+
+
+def shorten_distinct(names: Sequence[str], max_length: int) -> list[str]:
+    """Shorten names to their ends, or, if different names would then look the same, to their beginnings and ends."""
+    ends = [shorten(name, max_length) for name in names]
+    if len(set(ends)) == len(set(names)):
+        return ends
+    first = max_length // 2
+    last = max_length - first - 1
+    return [name if len(name) <= max_length else f"{name[:first]}\u2026{name[len(name) - last :]}" for name in names]

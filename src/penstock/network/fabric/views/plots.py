@@ -25,7 +25,7 @@ from penstock.network.fabric.views.chart import (
     words,
 )
 from penstock.network.fabric.views.facts import rate_unit
-from penstock.network.fabric.views.numbers import seconds, shorten
+from penstock.network.fabric.views.numbers import seconds, shorten, shorten_distinct
 from penstock.network.fabric.workload import Workload, groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
@@ -65,8 +65,8 @@ def _legend(names: Sequence[str], y: float) -> list[str]:
     """Name the groups: all of them, or an even selection."""
     count, shown = len(names), min(len(names), len(COLORS))
     chosen = sorted(set(np.linspace(0, count - 1, shown).round().astype(int).tolist()))
-    color = colors(count)
-    return legend([(color[index], shorten(names[index], MAX_LETTERS)) for index in chosen], _BESIDE, y)
+    color, name = colors(count), shorten_distinct(names, MAX_LETTERS)
+    return legend([(color[index], name[index]) for index in chosen], _BESIDE, y)
 
 
 # -- distribution -----------------------------------------------------------------------------------------------------
