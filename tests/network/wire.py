@@ -62,43 +62,23 @@ class Arrival:
         return self.came - self.sent
 
 
-class Receivers:
-    """On each host that flows lead to, from `with` on; `end` returns what came, flow by flow."""
-
-    def __init__(self, machines, flows: Sequence[Flow]) -> None:
-        self._flows = flows
-        self._addresses = machines.addresses
-        self._running = {
-            target: start_on(machines, target, __file__, "receive", machines.addresses[target])
-            for target in sorted({flow.target for flow in flows})
-        }
-
-    def __enter__(self) -> Receivers:
-        for process in self._running.values():
-            process.stdout.readline()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.communicate()
-
-    def end(self) -> list[list[Arrival]]:
-        """After the last frame has come."""
-        came = {}
-        for target, process in self._running.items():
-            came[target] = json.loads(process.communicate(b"end\n", timeout=60)[0])
-        return [
-            [Arrival(*row) for row in came[flow.target].get(self._addresses[flow.source], [])] for flow in self._flows
-        ]
-
-
 def sent(machines, flows: Sequence[Flow], *, last: float = 0.0) -> list[list[Arrival]]:
     """What came of each flow. `last`: the longest that a frame may be under way."""
-    with Receivers(machines, flows) as receivers:
+    targets, addresses = sorted({flow.target for flow in flows}), machines.addresses
+    receivers = {target: start_on(machines, target, __file__, "receive", addresses[target]) for target in targets}
+    try:
+        for process in receivers.values():
+            process.stdout.readline()
         send(machines, flows)
         time.sleep(last + _TAIL_SECONDS)
-        return receivers.end()
+        came = {
+            target: json.loads(process.communicate(b"end\n", timeout=60)[0]) for target, process in receivers.items()
+        }
+    finally:
+        for process in receivers.values():
+            process.kill()
+            process.communicate()
+    return [[Arrival(*row) for row in came[flow.target].get(addresses[flow.source], [])] for flow in flows]
 
 
 def send(machines, flows: Sequence[Flow]) -> None:
