@@ -15,7 +15,7 @@ from makers import is_gone, maker, wait_until
 from penstock._base.errors import FabricError
 from penstock.network import cpu_limit, reaper
 from penstock.network.cpu_limit import CpuLimiter, quota
-from penstock.network.machines import Machines
+from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not
 
 pytestmark = pytest.mark.alone
@@ -154,6 +154,17 @@ def test_nothing_of_a_slow_host_outlives_the_maker(version: int, how: signal.Sig
         process.wait(60)
         wait_until(lambda: is_gone(emulation))
         wait_until(lambda: all(reaper.start_ticks(pid) is None for pid in (worker, keeps)))
+
+
+@hosts_needed
+@every_version
+def test_clean_removes_a_group_whose_maker_has_ended(version: int) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    emulation = f"penstock-{ended.pid}-1-5"
+    CpuLimiter(emulation, {0: 0.5}, version)
+    assert f"{emulation}-h0-cpu" in clean()
+    assert reaper.list_cgroups(emulation) == []
 
 
 @hosts_needed
