@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from penstock.cli.fabric import _check, _progress
 from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, SPEC, Run, SampleFile
 from penstock.network.fabric.views import page
 from penstock.network.fabric.workload import Workload, preset
 from penstock.network.namespaces import why_not
@@ -279,13 +280,35 @@ class Runs(NamedTuple):
     printed: dict[str, Any]
 
 
+def _recorded(folder: Path) -> None:
+    """A folder as `TRAINING` writes it, of nine steps on two hosts; each layer computes for 2 ms and sends for 1."""
+    folder.mkdir()
+    layers = [replace(transfer, compute_seconds=2e-3) for transfer in preset("mlp").transfers]
+    record = {"workload": replace(preset("mlp"), transfers=tuple(layers)).to_dict(), "algorithm": "engine"}
+    (folder / RUN).write_text(json.dumps({**record, "backend": "gloo", "hosts": 2, "trials": 9, "complete": True}))
+    file = SampleFile(folder / SAMPLES, HEAD)
+    for number, (trial, layer) in enumerate(np.ndindex(9, len(layers))):
+        file.add((trial, layer, rank, 3_000_000 * number, 3_000_000 * number + 1_000_000) for rank in range(2))
+    file.close()
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_a_training_is_recorded_as_a_run(folder: Path) -> None:
+    asked = ("--ranks", "2", str(TRAINING), "--trials", "9", "--out", "training")
+    assert penstock("run", *asked).exit_code == 0
+    run = Run.read(folder / "training")
+    assert run.end_ns.shape == (9, 4, 2)
+    assert min(one["compute_seconds"] for one in run.record["workload"]["transfers"]) > 0
+    assert "fc4" in output("fabric", "show", "training")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A training, and its emulation."""
+    """A training that was recorded, and its emulation."""
     place = tmp_path_factory.mktemp("runs")
     training, emulation = place / "training", place / "emulation"
-    asked = ("--ranks", "2", str(TRAINING), "--trials", "9", "--out", str(training))
-    assert penstock("run", *asked).exit_code == 0
+    _recorded(training)
     said = output("fabric", "show", str(training))
     like = ("--replay", str(training), "--hosts", "2", "--trials", "10", "--warmup", "2", "--algorithm", "engine")
     return Runs(training, said, emulation, as_json("fabric", *like, "--out", str(emulation), "--chakra"))

@@ -31,6 +31,7 @@ CPU_SECONDS = {
     "tests/distributed/test_plan_ranks.py": 5,
     "tests/distributed/test_recorded_ranks.py": 10,
     "tests/cli/test_run_crashes.py": 25,
+    "tests/cli/test_fabric.py": 15,
     "tests/distributed/test_host_waits_between.py": 20,
     "tests/simulate/search/test_exact_found.py": 50,
     "tests/distributed/test_sharded.py": 35,
