@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,17 @@ from penstock.partition.source import Obstacle, raising_line
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import ALL_UNITS, Left, Remembered
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, RecordAgain, UnitSpec, find_units, intercept
+from penstock.partition.units.units import (
+    NO_SPEC,
+    NOTHING,
+    Opening,
+    RecordAgain,
+    Unit,
+    UnitSpec,
+    find_units,
+    intercept,
+    replaced,
+)
 from penstock.partition.values.objects import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.watch.observer import SEED
 
@@ -153,7 +163,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             for generator in (torch.default_generator, device_generator(device)):
                 generator.manual_seed(SEED)
-            _refuse_backward_hooks(model, attempt.units)
+            _refuse_backward_hooks(model, attempt.units.values())
             loan = Loan(model, fake_mode(), device)
             reach = Reach(model)
             recorder = Recorder(attempt, loan, reach, choices, unknown)
@@ -368,31 +378,22 @@ def _input_name(model: nn.Module, path: str) -> str:
 def _without_argument_checks() -> Iterator[None]:
     """Keep distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
     about the global hooks that follow modules."""
-    checks = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-            yield
-    finally:
-        Distribution.set_default_validate_args(checks)
+    with replaced([(Distribution, "_validate_args", False)]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        yield
 
 
-def _refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
+def _refuse_backward_hooks(model: nn.Module, units: Iterable[Unit]) -> None:
     """Raise Obstacle if a module that does not run as a whole has hooks on its gradients: nothing would call them."""
-    if has_global_backward_hooks() and id(model) not in units:
+    if has_global_backward_hooks():
         raise PartitionError(
             "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "
             "does not call modules that it records call by call, the model itself among them, so that nothing would "
             "call the hooks for those. Register them on the blocks: block.register_full_backward_hook(...)"
         )
-    pending = [("", model)]
-    while pending:
-        name, module = pending.pop(0)
+    for name, module in model.named_modules(memo={unit.module for unit in units}):
         if module._backward_hooks or module._backward_pre_hooks:
             subject = f"module {name!r}" if name else "the model"
             raise Obstacle(
                 f"{subject} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
             )
-        children = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
-        pending += [(n, child) for n, child in children if id(child) not in units]

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock._base.errors import PartitionError
@@ -59,7 +60,7 @@ class Drawn(NodeValue):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = next(_iter_drawn((args, kwargs)))
+        number = _drawn_in((args, kwargs))[0]
         number.chance.refuse(f"{number.subject}, {number.node.name!r}, inside of a module that runs as a whole")
 
     __hash__ = None  # type: ignore[assignment]
@@ -310,16 +311,10 @@ def replace_drawn(tree: Any) -> Any:
 
 def holds_drawn(tree: Any) -> bool:
     """Whether a random number or array is among the leaves."""
-    return next(_iter_drawn(tree), None) is not None
+    return bool(_drawn_in(tree))
 
 
-def _iter_drawn(tree: Any) -> Iterator[Drawn]:
-    if isinstance(tree, Drawn):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _iter_drawn(value)
-    elif isinstance(tree, dict):
-        yield from _iter_drawn(tuple(tree.values()))
-    elif isinstance(tree, slice):
-        yield from _iter_drawn((tree.start, tree.stop, tree.step))
+def _drawn_in(tree: Any) -> list[Drawn]:
+    leaves: list[Any] = []
+    map_aggregate(tree, leaves.append)
+    return [leaf for leaf in leaves if isinstance(leaf, Drawn)]

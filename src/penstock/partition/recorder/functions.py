@@ -21,6 +21,7 @@ from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.calls import called
+from penstock.partition.units.units import replaced
 
 
 @contextmanager
@@ -33,31 +34,26 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
             return older.run(*args)
         return recorder.call_autograd_function(torch_apply.__get__(None, cls), cls, args, kwargs)
 
-    bound_applies = list(_find_bound_applies(torch_apply, recorder))
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    for names, name, method in bound_applies:
-        names[name] = MethodType(apply, method.__self__)
-    try:
+    bound_applies = [
+        (names, name, MethodType(apply, method.__self__))
+        for names, name, method in _find_bound_applies(torch_apply, recorder)
+    ]
+    with replaced([(torch.autograd.Function, "apply", classmethod(apply)), *bound_applies]):
         yield
         older.check()
-    finally:
-        torch.autograd.Function.apply = torch_apply  # type: ignore[method-assign]
-        for names, name, method in bound_applies:
-            names[name] = method
 
 
 @contextmanager
 def mapped_functions() -> Iterator[None]:
     """Show function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
     vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
-    create_mask = flex.create_mask
-    torch.vmap = torch.func.vmap = lambda *args, **kwargs: partial(called, vmap(*args, **kwargs))
-    flex.create_mask = partial(called, create_mask)
-    try:
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return partial(called, vmap(*args, **kwargs))
+
+    changes = (torch, "vmap", mapped), (torch.func, "vmap", mapped)
+    with replaced([*changes, (flex, "create_mask", partial(called, flex.create_mask))]):
         yield
-    finally:
-        torch.vmap = torch.func.vmap = vmap
-        flex.create_mask = create_mask
 
 
 def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
