@@ -34,7 +34,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.recorder.branches import merge_branches
-from penstock.partition.recorder.functions import autograd_functions, mapped_functions
+from penstock.partition.recorder.functions import following_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder
 from penstock.partition.recording.recording import Constant, Recording, is_readable
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
@@ -191,9 +191,22 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
         additions = error.additions if isinstance(error, RecordAgain) else None
         if additions is None or additions.opened or additions.whole or additions.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
+        if isinstance(error, RecordAgain) and error.additions.opened:
+            error.additions |= _will_be_opened(recorder, spec, error.additions.opened)
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result
+
+
+def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) -> UnitSpec:
+    """Return the units of the same classes that would be opened for what they have left, one attempt after another."""
+    model, channels = recorder.model, recorder.side_channels
+    try:
+        channels.collect_left(recorder.is_seen, spec, recorder.ran_for_real)
+    except RecordAgain as retry:
+        kinds = {type(model.get_submodule(name)) for name in names}
+        return UnitSpec(opened=frozenset(n for n in retry.additions.opened if type(model.get_submodule(n)) in kinds))
+    return NO_SPEC
 
 
 def _make_inputs(recorder: Recorder, flat: Flat) -> list[Any]:
@@ -230,14 +243,20 @@ def _blame_opened_module(recorder: Recorder) -> Iterator[None]:
         raise
 
 
+_HOOKS_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""Compiled blocks warn about the hooks that follow modules."""
+
+
 def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     args, kwargs = unflatten(inputs, structure)
     mode, observer = recorder.loan.mode, recorder.observer
     modules = [u.module for u in recorder.units.values()]
+    changes = [(Distribution, "_validate_args", False)]  # checks of arguments, which read values, unless told to
     try:
-        with mode, observer, observer.following_modules(), autograd_functions(recorder), quiet():
-            with _without_argument_checks(), intercept(modules, recorder.call_unit), recorder:
-                with mapped_functions(), calling_at_marks(recorder.mark):
+        with mode, observer, observer.following_modules(), following_functions(recorder), quiet():
+            with replaced(changes), warnings.catch_warnings(), intercept(modules, recorder.call_unit), recorder:
+                warnings.filterwarnings("ignore", _HOOKS_WARNING)
+                with calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
@@ -372,15 +391,6 @@ def _input_name(model: nn.Module, path: str) -> str:
         position = int(keys[0])
         keys[0] = names[position] if position < len(names) else f"input_{position}"
     return "_".join(keys)
-
-
-@contextmanager
-def _without_argument_checks() -> Iterator[None]:
-    """Keep distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
-    about the global hooks that follow modules."""
-    with replaced([(Distribution, "_validate_args", False)]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-        yield
 
 
 def _refuse_backward_hooks(model: nn.Module, units: Iterable[Unit]) -> None:

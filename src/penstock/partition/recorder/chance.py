@@ -26,7 +26,7 @@ from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder import foreign
 from penstock.partition.recorder.writer import Writer
-from penstock.partition.recording.recording import Ask
+from penstock.partition.recording.recording import Ask, walk
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.units.units import RecordAgain
 from penstock.partition.values.objects import NodeValue
@@ -162,16 +162,9 @@ class Chance:
 
     def _is_chance(self, node: fx.Node) -> bool:
         """Whether a value depends on draws alone: not on inputs, parameters or what blocks compute."""
-        facts, draws, stack, seen = self._writer.facts, False, [node], {node}
-        while stack:
-            current = stack.pop()
-            fact = facts[current]
-            if fact.kind not in ("call", "constant") or fact.writes or fact.takes_gradient:
-                return False
-            draws |= fact.draws
-            stack += [a for a in current.all_input_nodes if a not in seen]
-            seen.update(current.all_input_nodes)
-        return draws
+        facts = [self._writer.facts[n] for n in walk([node])]
+        acting = (f.kind not in ("call", "constant") or f.writes or f.takes_gradient for f in facts)
+        return any(fact.draws for fact in facts) and not any(acting)
 
     def decide(self, node: fx.Node) -> bool:
         """Return the outcome that this recording must follow."""

@@ -25,8 +25,9 @@ from penstock.partition.units.units import replaced
 
 
 @contextmanager
-def autograd_functions(recorder: Recorder) -> Iterator[None]:
-    """Send `Function.apply` to the recorder, so that a custom function is one call."""
+def following_functions(recorder: Recorder) -> Iterator[None]:
+    """Send `Function.apply` to the recorder, so that a custom function is one call; and show function modes what
+    `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
     torch_apply, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -38,22 +39,19 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         (names, name, MethodType(apply, method.__self__))
         for names, name, method in _find_bound_applies(torch_apply, recorder)
     ]
-    with replaced([(torch.autograd.Function, "apply", classmethod(apply)), *bound_applies]):
-        yield
-        older.check()
-
-
-@contextmanager
-def mapped_functions() -> Iterator[None]:
-    """Show function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
     vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return partial(called, vmap(*args, **kwargs))
 
-    changes = (torch, "vmap", mapped), (torch.func, "vmap", mapped)
-    with replaced([*changes, (flex, "create_mask", partial(called, flex.create_mask))]):
+    maps = (
+        (torch, "vmap", mapped),
+        (torch.func, "vmap", mapped),
+        (flex, "create_mask", partial(called, flex.create_mask)),
+    )
+    with replaced([(torch.autograd.Function, "apply", classmethod(apply)), *bound_applies, *maps]):
         yield
+        older.check()
 
 
 def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -6,8 +6,9 @@ forward read from its inputs' values, since it holds only for inputs that give t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -228,19 +229,27 @@ def ancestors(
     target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
 ) -> set[fx.Node]:
     """Return the nodes that the call's arguments depend on, including those that update them in place."""
-    visited: set[fx.Node] = set()
-    stack: list[fx.Node] = []
-    fx.map_arg((target.args, target.kwargs), stack.append)
-    while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
+
+    def needed_by(node: fx.Node) -> Sequence[fx.Node]:
         if node in blanks:
-            stack += blanks[node]
-            continue
-        stack += node.all_input_nodes
-        stack += [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
+            return blanks[node]
+        writers = [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
+        return [*node.all_input_nodes, *writers]
+
+    arguments: list[fx.Node] = []
+    fx.map_arg((target.args, target.kwargs), arguments.append)
+    return walk(arguments, needed_by)
+
+
+def walk(
+    starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
+) -> set[fx.Node]:
+    """Return the nodes that can be reached from some, themselves included. `following`: the next ones of a node."""
+    visited, stack = set[fx.Node](), [*starts]
+    while stack:
+        if (node := stack.pop()) not in visited:
+            visited.add(node)
+            stack += following(node)
     return visited
 
 
