@@ -275,7 +275,8 @@ class Recorder(Writer, TorchFunctionMode):
                 target = calls.Target("call_module", unit.name, *self.arguments(args, kwargs))
                 node = self._write(target, "unit", result, False, writes)
             fact = self.facts[node]
-            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
+            inner_calls = self.observer.calls[first_call:]  # nodes for its arguments come before it
+            self.observer.calls[first_call:] = [(inner, fact.index) for inner, _ in inner_calls]
             fact.depends_on_values = unit.name in self.ran_for_real
             self.result_checks.note(fact, result)
             if fact.depends_on_values:

@@ -287,7 +287,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
         """Note what an operator that took `roots` returned."""
         fixed = not traits.draws and self._fixed.issuperset(roots)
-        steady = not traits.draws and (traits.takes_shapes or all(map(self._is_steady_source, roots)))
+        known = (self.is_steady(root) or root in self.held or root in self._real for root in roots)
+        steady = not traits.draws and (traits.takes_shapes or all(known))
         for tensor in results:
             root = self.root(tensor)
             (self._fixed.add if fixed else self._fixed.discard)(root)
@@ -301,9 +302,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._roots.pop(number, None)
             self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
             self._alive.append(WeakStorage(tensor))
-
-    def _is_steady_source(self, root: int) -> bool:
-        return self.is_steady(root) or root in self.held or root in self._real
 
     def alias(self, tensor: Tensor, root: int) -> None:
         """Note that a tensor stands for other memory, such as that of a real tensor for which the mode uses it."""
@@ -361,10 +359,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._inside_function = before
-
-    def place_calls(self, first: int, position: int) -> None:
-        """Attribute the calls from number `first` on to the node at that index."""
-        self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
