@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from penstock import pipeline, profile
 from penstock._base.errors import PartitionError
 from penstock._base.stages import ties
+from penstock.partition import NoStreams, Partitioner
+from penstock.partition.recorder import attempts
 from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
@@ -223,6 +225,37 @@ def test_ways_that_differ_in_more_are_refused() -> None:
     for way in (both, constant, shape, in_place, few, nested, frozen):
         with pytest.raises(PartitionError, match=r"branches on a random number at .*test_layer_drop.py:\d+.*rate to 0"):
             check(way)
+
+
+class Resetting(Dropping):
+    """What is left out takes all before it along, which a path that skips everything doesn't show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for block in self.blocks:
+            x = first if torch.rand([]) < 0.5 else x + block(x)
+        return self.head(x)
+
+
+class Alternating(Dropping):
+    """Two chains, of which every other block is part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chains = [x, 2 * x]
+        for number, block in enumerate(self.blocks):
+            chains[number % 2] = by_tensor(self, number, block, chains[number % 2])
+        return self.head(chains[0] + chains[1])
+
+
+@pytest.mark.parametrize(("kind", "recordings"), [(Dropping, 4), (Resetting, 8), (Alternating, 8)])
+def test_how_often_such_a_model_is_recorded(kind: type[Dropping], recordings: int) -> None:
+    """Four times, however many layers it has; more often if that leaves open what a layer passes on."""
+    torch.manual_seed(0)
+    model, x = kind(by_tensor), torch.randn(8, 7)
+    with mock.patch.object(attempts, "_record", wraps=attempts._record) as record:
+        Partitioner(model, 2, streams=NoStreams(), balance="flops")((x,))
+    assert record.call_count == recordings
+    proven(model, x, torch.randn(8, 7), ranks=2, microbatches=4, seed=3)
 
 
 class AllStates(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -270,7 +270,7 @@ class Partitioner:
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._unit_spec, self._opening.names)
-        self._assumptions.find_modules(self.model, _opened_modules(self.model, units), units)
+        self._assumptions.find_modules(self.model, {unit.module for unit in units.values()})
 
     def _state(self) -> Hashable:
         tensors = [slots.get(name) for slots, name in self._slots]
@@ -395,13 +395,3 @@ def _explain_lost_cuts(error: PartitionError, cuts: Sequence[str]) -> PartitionE
         "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
         "this one"
     )
-
-
-def _opened_modules(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
-    """Return the modules that are neither a unit nor part of one."""
-    opened: list[nn.Module] = []
-    pending = [model]
-    while pending:
-        opened.append(pending.pop())
-        pending += [child for child in opened[-1].children() if id(child) not in units]
-    return opened

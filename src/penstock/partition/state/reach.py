@@ -96,13 +96,6 @@ class Holder:
         else:
             refill(current, entries)
 
-    def replace(self, key: Any, value: Any) -> None:
-        """Replace one entry; all of them if `key` is None."""
-        if key is None:
-            self.put(value)
-        else:
-            self.entries[key] = value
-
     def copied(self) -> Any:
         """Return the entries as they are now."""
         return self.entries.copy()

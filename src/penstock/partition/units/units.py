@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -241,15 +242,24 @@ def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
 
 
 @contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, or entries of dicts, within a context. A change is an object or dict, a name and a value."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            is_dict = type(owner) is dict
+            put, names = (owner.__setitem__, owner) if is_dict else (partial(setattr, owner), vars(owner))
+            stack.callback(*((put, name, names[name]) if name in names else (delattr, owner, name)))
+            put(name, value)
+        yield
+
+
+@contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
 
     This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
     (gradient checkpointing in `transformers`) and the modules' hooks stay inside the unit.
     """
-    classes = list(dict.fromkeys(type(m) for m in modules))
-    originals = {cls: cls.__call__ for cls in classes}  # looked up before any is replaced
-    own_calls = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
 
     def replacement(original: UnitCall) -> UnitCall:
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it stands in for the method
@@ -257,16 +267,9 @@ def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Modu
 
         return __call__
 
-    try:
-        for cls in classes:
-            cls.__call__ = replacement(originals[cls])  # type: ignore[method-assign]
+    # looked up before any is replaced
+    with replaced([(cls, "__call__", replacement(cls.__call__)) for cls in dict.fromkeys(map(type, modules))]):
         yield
-    finally:
-        for cls in classes:
-            if cls in own_calls:
-                cls.__call__ = own_calls[cls]  # type: ignore[method-assign]
-            elif "__call__" in cls.__dict__:
-                del cls.__call__
 
 
 @dataclass(frozen=True, slots=True)
