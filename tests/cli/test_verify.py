@@ -375,6 +375,19 @@ def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (wrong.exit_code, "2 of 2 schedules did not pass: gpipe, zb-h1" in wrong.stderr) == (1, True)
 
 
+def test_a_named_schedule_that_was_not_verified_is_an_error(folder: Path) -> None:
+    """It needs more stages than the model has layers."""
+    (folder / "two.py").write_text(
+        "import torch\n\n\ndef make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "    return model, (torch.ones(8, 4),), None, lambda y, target: y.sum()\n"
+    )
+    named = verify("two.py", "--schedule", "1f1b,interleaved-1f1b", "--ranks", "2", "--no-full-batch", "--json")
+    assert named.exit_code == 2
+    assert [report["schedule"] for report in json.loads(named.stdout)] == ["1f1b"]
+    assert "not verified: interleaved-1f1b; see the lines above" in named.stderr
+
+
 def test_what_no_schedule_takes_is_said_at_once(folder: Path) -> None:
     (folder / "selects.py").write_text(
         "import torch\n\n\nclass Selects(torch.nn.Sequential):\n    def forward(self, x):\n"

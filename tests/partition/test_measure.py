@@ -284,6 +284,23 @@ def test_a_module_that_is_slower_than_its_work_is_opened(measures_all: None) -> 
     assert other((X,)).cuts == by_time.cuts
 
 
+def test_parts_that_are_no_faster_stay_together(measures_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, attempts = nn.ModuleList([*(Group(0) for _ in range(3)), Group(40)]), []
+
+    def fails_the_second_time(*args: Any, **options: Any) -> Profile:
+        attempts.append(args)
+        if len(attempts) > 1:
+            raise UnmeasurableError("no memory is left")
+        return measure(*args, **options)
+
+    monkeypatch.setattr(decision, "measure", fails_the_second_time)
+    partitioner = weighed(Grouped(groups), 4)
+    assert len(attempts) == 2
+    assert partitioner.cuts == ("groups.1", "groups.2", "groups.3")
+    (note,) = partitioner((X,)).notes
+    assert "'groups.3' alone takes" in note
+
+
 def test_other_processes_divide_like_the_first(measures_all: None, reads: list[int]) -> None:
     first = weighed(waiting([0, 1]), 2)
     reads.clear()

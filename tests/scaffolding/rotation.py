@@ -30,6 +30,7 @@ CPU_SECONDS = {
     "tests/test_gpu_run.py": 370,
     "tests/distributed/test_plan_ranks.py": 5,
     "tests/distributed/test_recorded_ranks.py": 10,
+    "tests/cli/test_run.py": 5,
     "tests/cli/test_run_crashes.py": 25,
     "tests/cli/test_fabric.py": 15,
     "tests/distributed/test_host_waits_between.py": 20,

@@ -116,6 +116,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # closed, as by `>&-`: no other file may get its number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
+    if len(os.environ.get("COLUMNS", "")) > 4:  # rich would fill lines of that length
+        del os.environ["COLUMNS"]
     with contextlib.suppress(AttributeError):  # a replacement by tests
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(_run())

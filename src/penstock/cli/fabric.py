@@ -135,7 +135,10 @@ def fabric(
         return
     output = Output(_folder(out, check=first), as_json, chakra)
     if first:
-        output.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            output.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"--out {output.folder}: {error.strerror}") from None
     if by_torchrun:
         _as_host(spec, output)
     else:

@@ -136,6 +136,11 @@ def _verify_each(case: Case, *, as_json: bool) -> None:
         raise VerificationError(
             f"{len(failed)} of {pluralize(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
         )
+    missing = {*names} - {report["schedule"] for report in reports}
+    if missing and case.schedule != ALL:
+        raise ArgumentError(
+            f"--schedule {case.schedule}: not verified: {', '.join(sorted(missing))}; see the lines above"
+        )
 
 
 def _check_numbers(case: Case, spec: ScheduleSpec) -> None:

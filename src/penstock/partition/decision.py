@@ -44,13 +44,13 @@ class Decision:
     """The units with which stages 1.. begin."""
     seconds: tuple[float, ...] = ()
     """What each stage was found to take, forward and backward; empty if that was not found out."""
-    unit_seconds: Mapping[str, float] = field(default_factory=dict)
-    """The same of each unit, by its name."""
     notes: tuple[str, ...] = ()
     costs: tuple[StageCost, ...] = ()
     """What a microbatch costs on each stage, by the profile that decided; otherwise empty."""
     link: LinkCost | None = None
     """What a message was taken to cost."""
+    unit_seconds: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
+    """What each unit was found to take, by its name."""
 
     @property
     def is_uneven(self) -> bool:
@@ -223,7 +223,7 @@ def _decide_by_times(
     notes += _imbalance_notes(loads, names, stage_units, times)
     cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
     costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
-    return Decision(cuts, tuple(loads), dict(zip(names, times, strict=True)), notes, costs, link)
+    return Decision(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
 
 
 def _imbalance_notes(

@@ -17,7 +17,15 @@ from penstock.costs import Profile
 from penstock.partition.cut.balance import Candidate, candidates, cut_at, possible_units
 from penstock.partition.cut.choice import Balance, BalanceChoice
 from penstock.partition.cut.hierarchy import choose_opening, count_blocks, extend_opening, opening_for
-from penstock.partition.decision import NO_LIMIT, Decision, StageBudget, collect_notes, decide, decide_by_measuring
+from penstock.partition.decision import (
+    NO_LIMIT,
+    WORTH_MOVING,
+    Decision,
+    StageBudget,
+    collect_notes,
+    decide,
+    decide_by_measuring,
+)
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import MakeSplitter
 from penstock.partition.recorder.attempts import record
@@ -193,14 +201,7 @@ class Partitioner:
         """
         recording, decision = self._measure(args, kwargs)
         if recording is not None and decision.is_uneven:
-            times = decision.unit_seconds
-            opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by, times)
-            if opening.names != recording.opening.names:
-                self.forget()
-                self.cuts, self._decision, self._opening = None, Decision(()), opening
-                self._is_settled = False
-                self._refresh_modules()
-                recording, decision = self._measure(args, kwargs)
+            recording, decision = self._measure_parts(recording, decision, args, kwargs)
         if recording is None:
             return
         try:
@@ -212,6 +213,40 @@ class Partitioner:
         else:
             self._weighable.clear()
             self._is_settled = True
+
+    def _measure_parts(
+        self, recording: Recording, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[Recording, Decision]:
+        """Open the modules inside which the best cuts by these times fall, and measure again. Return the same as given
+        where that finds nothing faster."""
+        times = decision.unit_seconds
+        opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by, times)
+        if opening.names == recording.opening.names:
+            return recording, decision
+        before = self._decision, self._opening, self._unit_spec
+        recordings = dict(self._weighable)
+        self._restart(Decision(()), opening, self._unit_spec, {})
+        self.cuts = None
+        try:
+            self(args, kwargs)
+            if self._opening.names != before[1].names:  # it could be opened
+                finer, second = self._measure(args, kwargs)
+                faster = second.seconds and max(second.seconds) < WORTH_MOVING * max(decision.seconds)
+                if finer is not None and faster:
+                    return finer, second
+        except (PartitionError, ArgumentError):  # of parts that cannot be cut, or do not fit
+            pass
+        self._restart(*before, recordings)
+        return recording, decision
+
+    def _restart(
+        self, decision: Decision, opening: Opening, spec: UnitSpec, weighable: dict[Hashable, Recording]
+    ) -> None:
+        """Go back to before `weigh`, with this decision and these recordings."""
+        self.cuts, self._decision, self._opening, self._unit_spec = decision.cuts, decision, opening, spec
+        self._refresh_modules()
+        self.forget()
+        self._weighable, self._is_settled = weighable, False
 
     def _measure(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Recording | None, Decision]:
         """Record, and decide by measured times; no recording if there is nothing to decide."""

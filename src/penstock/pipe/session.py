@@ -172,8 +172,6 @@ class Session:
         Args:
             evaluates: whether the loss is needed, not only the outputs.
         """
-        if training and number == 0:
-            self._warn_if_nothing_trains(batch)
         if training and self._announce is not None:
             self._announce(number)
         check_flags(timeline=timeline)
@@ -181,6 +179,8 @@ class Session:
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):
             cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
+            if training and number == 0 and self.has_inputs:
+                self._warn_if_nothing_trains(batch)
             with self.split.accepting_own_changes(cached.mode, cached.bound), norms:
                 times = self.engine.run_step(cached.bound, feed, number, timed=timeline)
                 result = self._result(cached, call, times, evaluates, keep_outputs=feed.keep_outputs)

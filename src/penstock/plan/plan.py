@@ -141,7 +141,7 @@ class Plan:
             ArgumentError: it is of another version, misses something, or has something odd.
         """
         version = given.get("version") if isinstance(given, dict) else given
-        if isinstance(given, dict) and "identity" in given:
+        if isinstance(given, dict) and "choice" not in given and "units" in given:
             raise ArgumentError(f"{what} is a profile; `penstock plan --profile FILE --out PLAN` makes a plan of it")
         if version != VERSION:
             raise ArgumentError(f"{what}: expected a plan of version {VERSION}, not {quoted(version)}; make a new one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import step_proof as proof
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from step_proof import prove, wanted
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.algorithms import algorithms, generate, generators
 from penstock.network.fabric.algorithms.generators import double_tree
-from penstock.network.fabric.steps import Collective, Move, StepList, cost
+from penstock.network.fabric.steps import Collective, Move, StepList, cost, rank_rounds
 
 EVERY = [(collective, algorithm) for collective in get_args(Collective) for algorithm in algorithms(collective)]
 SIZES = (*range(2, 18), 32)
@@ -34,6 +35,56 @@ def test_for_any_number_of_ranks_and_pieces(named: tuple[str, str], ranks: int, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generators, "PIECES", pieces)
         assert prove(generate(*named, ranks)) == []
+
+
+def one_after_the_other(steps: StepList, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Numbers instead of symbols: ranks run their own rounds, as far ahead as messages let them, in a random order.
+
+    Returns:
+        each rank's input by chunk, and its memory in the end.
+    """
+    draw = np.random.default_rng(seed)
+    inputs = [draw.integers(1, 2**40, steps.chunks) for _ in range(steps.ranks)]
+    memory = [np.full(steps.slots, -(2**50)) for _ in range(steps.ranks)]
+    for rank, held in enumerate(memory):
+        for slot, chunk in proof.given(steps, rank).items():
+            held[slot] = inputs[rank][chunk]
+    queues: dict[tuple[int, int], list[np.ndarray]] = {}
+    left = {rank: list(rank_rounds(steps, rank)) for rank in range(steps.ranks)}
+    posted: set[int] = set()
+    while any(left.values()):
+        moved = False
+        for rank in draw.permutation(steps.ranks):
+            if not left[rank]:
+                continue
+            now = left[rank][0]
+            if rank not in posted:
+                posted.add(rank)
+                moved = True
+                for move in now.sends:
+                    content = memory[rank][move.first : move.first + move.count].copy()
+                    queues.setdefault((move.source, move.target), []).append(content)
+            waits = {move.source: sum(m.source == move.source for m in now.receives) for move in now.receives}
+            if all(len(queues.get((source, rank), ())) >= count for source, count in waits.items()):
+                for move in now.receives:
+                    into = memory[rank][move.into : move.into + move.count]
+                    into[:] = queues[move.source, rank].pop(0) + (into if move.adds else 0)
+                left[rank].pop(0)
+                posted.discard(rank)
+                moved = True
+        assert moved, "all wait"
+    assert not any(queues.values()), "a message is left"
+    return inputs, memory
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), EVERY)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 7, 8])
+def test_ranks_need_no_barrier_between_rounds(collective: str, algorithm: str, ranks: int) -> None:
+    steps = generate(collective, algorithm, ranks)
+    inputs, memory = one_after_the_other(steps, seed=ranks)
+    for rank in range(ranks):
+        for slot, ranks_of, chunk in wanted(steps, rank):
+            assert memory[rank][slot] == sum(inputs[other][chunk] for other in ranks_of), (rank, slot)
 
 
 def test_the_table_is_that_of_torch_distributed() -> None:

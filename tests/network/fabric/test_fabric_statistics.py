@@ -32,6 +32,18 @@ def test_how_many_samples_bound_a_percentile(q: float, count: int) -> None:
     assert 0 <= low < (count - 1) * q < high <= count - 1
 
 
+@given(st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(0, 4000))
+def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> None:
+    count = min_samples(q) + more
+    low, high = quantile_interval(np.arange(1.0, count + 1), q, count) or (0, 0)
+    below = scipy.stats.binom(count, q)
+    # Each is wrong in 2.5 % of cases at most, and its neighbor further in would be in more.
+    assert below.cdf(low - 1) <= 0.025 * (1 + 1e-6)
+    assert below.cdf(low) > 0.025 * (1 - 1e-6)
+    assert below.sf(high - 1) <= 0.025 * (1 + 1e-6)
+    assert below.sf(high - 2) > 0.025 * (1 - 1e-6)
+
+
 @given(times)
 def test_a_summary_is_in_order_and_inside_its_intervals(samples: list[float]) -> None:
     summary = Summary.from_samples(samples)

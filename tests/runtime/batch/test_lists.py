@@ -280,6 +280,33 @@ def test_pictures_without_other_rows_are_asked_for(wrap: Callable[[Tensor], Any]
     torch.testing.assert_close(result.loss, forward(images).detach())
 
 
+class Boxed(nn.Module):
+    """Its loss looks at each row's objects, as those of DETR and Mask2Former do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, objects: list[Tensor]) -> Tensor:
+        rows = self.last(self.first(x))
+        losses = [squared_error(row.expand_as(boxes), boxes) for row, boxes in zip(rows, objects, strict=True)]
+        return torch.stack(losses).mean()
+
+
+def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
+    """In a later batch, or as `batch_dims` says; and the objects of a single row have no rows."""
+    model = Boxed()
+    batches = [(random(2, 5), [random(n, 4) for n in counts]) for counts in ((1, 3), (2, 2))]
+    batches.append((random(1, 5), [random(3, 4)]))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2}
+    with pipeline(model, batches[0], **options) as pipe, pipeline(model, batches[2], **options) as single:
+        for batch in batches:
+            torch.testing.assert_close(pipe.step(*batch).loss, model(*batch).detach())
+        torch.testing.assert_close(single.step(*batches[2]).loss, model(*batches[2]).detach())
+    with pipeline(model, batches[1], **options, batch_dims={"args": (0, 0)}) as pipe:
+        torch.testing.assert_close(pipe.step(*batches[1]).loss, model(*batches[1]).detach())
+
+
 def test_features_that_look_like_pictures_are_cut_as_stated() -> None:
     model, features, y = Pictured(), [random(3, 4, 3), random(3, 4, 3)], random(3, 2)
     model.forward = lambda images: model.last(model.first(sum(images).mean(1)))  # type: ignore[method-assign]

@@ -187,8 +187,8 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
     ones; None if not even the smallest or the largest sample would bound it, which is when q^effective is above 2.5%.
 
     The number of independent samples below the quantile is binomial, whatever their distribution (David and Nagaraja,
-    Order Statistics, 7.1). Ranks are fractional and mapped to positions among the samples (A. Hutson, Calculating
-    nonparametric confidence intervals for quantiles using fractional order statistics, 1999).
+    Order Statistics, 7.1). Of dependent samples, ranks are fractional and mapped to positions among the samples (A.
+    Hutson, Calculating nonparametric confidence intervals for quantiles using fractional order statistics, 1999).
     """
     _, special = scipy()
     side = (1 - CONFIDENCE) / 2
@@ -196,6 +196,8 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
         return None
     ranks = [float(special.bdtrik(below, effective, q)) + 1 for below in (side, 1 - side)]
     positions = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks]
+    if effective >= len(ordered):  # between two samples it would not hold for delays that have several modes
+        positions = [math.floor(positions[0]), math.ceil(positions[1])]
     low, high = np.interp(positions, np.arange(len(ordered)), ordered)
     return float(low), float(high)
 

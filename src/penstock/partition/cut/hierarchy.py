@@ -78,7 +78,11 @@ def choose_opening(
     units = {unwrapped(unit.name): unit for unit in current_units}
     pieces = candidates(recording, model, balance)
     if seconds is not None:
-        pieces = [replace(p, weight=round(1e9 * seconds[p.name])) for p in pieces if p.name in seconds]
+        sums, name = dict[str, float](), pieces[0].name  # units may be finer than pieces
+        for unit, unit_seconds in seconds.items():
+            name = unit if any(unit == piece.name for piece in pieces) else name
+            sums[name] = sums.get(name, 0.0) + unit_seconds
+        pieces = [replace(piece, weight=round(1e9 * sums[piece.name])) for piece in pieces if piece.name in sums]
     if sum(is_mark(p.name) for p in pieces) >= stages - 1:
         return opening
     modules = dict(model.named_modules())

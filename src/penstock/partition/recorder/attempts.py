@@ -93,6 +93,8 @@ def record(
                     fallback = replace(fallback or spec, shut=spec.shut | retry.additions.opened)
                 try:
                     reason, spec = retry.refusal, _extend_spec(spec, retry, leaves)
+                    if likely := retry.likely - {*leaves} - spec.opened - spec.whole - spec.shut:
+                        fallback, spec = fallback or spec, spec | UnitSpec(opened=likely)
                 except PartitionError:
                     if fallback is None:
                         raise
@@ -192,7 +194,7 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
         if additions is None or additions.opened or additions.whole or additions.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         if isinstance(error, RecordAgain) and error.additions.opened:
-            error.additions |= _will_be_opened(recorder, spec, error.additions.opened)
+            error.likely |= _will_be_opened(recorder, spec, error.additions.opened).opened
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result

@@ -1,13 +1,15 @@
 """Records a forward that skips modules at random (layer drop, stochastic depth) as one recording with branches.
 
 With several decisions there are too many paths to record them all. So the path on which most runs is the base, and
-three others are recorded: one with all decisions inverted, and two with every other decision inverted. Each must be the
-base minus the nodes that it leaves out: these are the decision's region, which becomes one node.
+others are recorded: one with all decisions inverted, and two for each of the first two binary digits of a decision's
+number, on which those are inverted whose digit is 0, or 1. Each must be the base minus the nodes that it leaves out:
+these are the decision's region, which becomes one node.
 
-Fewer would not do. Two decisions meet in all four ways on no less than four paths. And if all layers are skipped, what
-replaces a layer's result may be that of the layer before it, or what entered the first: that shows only where the layer
-before it runs, and one that reads it. If that is another than the next, or if a decision leaves nothing out, more paths
-are recorded: two for each further binary digit of a decision's number. Numbers that differ by s differ in the digit of
+Fewer would not do. Layers one or two apart meet in all four ways on no less: U-Nets and layers that look at the one
+before the last would be wrong. And if all layers are skipped, what replaces a layer's result may be that of the layer
+before it, or what entered the first: that shows only where the layer before it runs, and one that reads it. If that is
+another than the next, if regions that read each other never differ, or if a decision leaves nothing out, more paths are
+recorded: two for each further digit. Numbers that differ by s differ in the digit of
 the largest power of 2 that divides s, so on one path a layer is inverted and neither of those s away from it is.
 """
 
@@ -101,7 +103,8 @@ def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) 
     for digit in range(max(1, (count - 1).bit_length())):
         for side in (0, 1):
             get_path(tuple(a != ((number >> digit & 1) == side) for number, a in enumerate(base.answers)))
-        yield base, [path for path in recorded.values() if path is not base]
+        if digit or count <= 2:
+            yield base, [path for path in recorded.values() if path is not base]
 
 
 class _Merger:
@@ -141,7 +144,15 @@ class _Merger:
                     self.fallback[expected] = used  # for an earlier one the others were left out too
                     between = any(found < starts[other] < starts[number] for other in flipped & starts.keys())
                     (unseen.add if between else unseen.discard)(expected)
-        self.is_certain = not unseen and len(starts) == len(self.base.asks)
+        reads = {
+            (self.region_of[a], number)
+            for number, nodes in self.regions.items()
+            for node in nodes
+            for a in node.all_input_nodes
+            if self.region_of.get(a, number) != number
+        }
+        shown = all(any(a in flipped and b not in flipped for flipped, _ in comparisons) for a, b in reads)
+        self.is_certain = shown and not unseen and len(starts) == len(self.base.asks)
         for flipped, values in comparisons:
             for expected, used in values:
                 node = expected

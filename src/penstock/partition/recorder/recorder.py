@@ -254,7 +254,7 @@ class Recorder(Writer, TorchFunctionMode):
                     parent = unit.name.rpartition(".")[0]
                     siblings = (u for u in self.units.values() if u.name.rpartition(".")[0] == parent)
                     opened = [u.name for u in siblings if type(u.module) is type(module)]  # they would be next
-                    raise RecordAgain(refusal, opened=opened)
+                    raise RecordAgain(refusal, opened=[unit.name], likely=opened)
             self.known_values.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             mutable = MutableArguments(args, kwargs, self._model_objects)
             self.chance.check_generators()

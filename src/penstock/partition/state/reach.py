@@ -93,6 +93,8 @@ class Holder:
             for key, value in entries.items():
                 if key not in current or current[key] is not value:
                     current[key] = value
+            if [*current] != [*entries]:  # in another order
+                refill(current, entries)
         else:
             refill(current, entries)
 

@@ -98,10 +98,12 @@ class RecordAgain(BaseException):
         needed: bool = True,
         keep_whole: str | None = None,
         unknown: frozenset[int] | None = None,
+        likely: Iterable[str] = (),
         **additions: Iterable[Any],
     ) -> None:
         super().__init__(refusal)
         self.refusal, self.needed, self.keep_whole, self.unknown = refusal, needed, keep_whole, unknown
+        self.likely = frozenset(likely)
         self.additions = UnitSpec(**{name: frozenset(added) for name, added in additions.items()})
 
 

@@ -259,6 +259,8 @@ def _is_image_list(value: Any) -> bool:
     if type(value) not in (list, tuple):
         return False
     entries = [leaf_tensors(entry) for entry in value]
+    if any(type(entry) is tuple and len(tensors) > 1 for entry, tensors in zip(value, entries, strict=True)):
+        return False  # keys and values, or states, of three rows
     return all(entries) and all(
         x.ndim == 3 and x.shape[0] == 3 and (x.is_floating_point() or x.dtype == torch.uint8)
         for tensors in entries
@@ -350,12 +352,16 @@ def is_column(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
     """
     if not may_be_column(value, path, dims):
         return False
-    if len(value) != rows or (rows == 1 and not (dims.is_stated(path) and _is_image_list(value))):
+    if len(value) != rows:
         if rows > 1 and dims.is_stated(path) and not holds_tensors(value):
             raise ShapeError(f"{label} has {len(value)} entries; expected {rows}, one for each row, as the example has")
         return False
     inner = flatten(value)
     counts = {count for count, _ in tensor_rows(inner, label, dims, path)}
+    if rows == 1:  # as it is, or with the several objects of one picture
+        return bool(counts - {1})
+    if counts and dims.is_stated(path) and dims.get(path) == 0:
+        return True
     are_numbers = not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value)
     are_dicts = counts == {rows} and all(isinstance(x, dict) for x in value)
     are_images = counts == {rows} and _is_image_list(value)
