@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from penstock import pipeline, profile
 from penstock._base.errors import PartitionError
 from penstock._base.stages import ties
+from penstock.partition import NoStreams, Partitioner
+from penstock.partition.recorder import attempts
 from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
@@ -220,9 +222,55 @@ def test_ways_that_differ_in_more_are_refused() -> None:
         with torch.set_grad_enabled(not torch.rand([]) < 0.5):
             return x + block(x)
 
-    for way in (both, constant, shape, in_place, few, nested, frozen):
+    def scaled(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        self.dropped = [] if number == 0 else self.dropped
+        self.dropped.append(bool(torch.rand([]) < 0.5))
+        if self.dropped[-1]:
+            return x
+        return x + block(x) * (2 if number > 1 and self.dropped[-3] else 1)
+
+    def skipping(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        self.outputs = [] if number == 0 else self.outputs
+        self.outputs.append(None if torch.rand([]) < 0.5 else block(x))
+        if self.outputs[-1] is None:
+            return x
+        earlier = self.outputs[-3] if number > 1 else None  # a skip connection, as in a U-Net
+        return x + self.outputs[-1] if earlier is None else x + self.outputs[-1] + earlier
+
+    for way in (both, constant, shape, in_place, few, nested, frozen, scaled, skipping):
         with pytest.raises(PartitionError, match=r"branches on a random number at .*test_layer_drop.py:\d+.*rate to 0"):
             check(way)
+
+
+class Resetting(Dropping):
+    """What is left out takes all before it along, which a path that skips everything doesn't show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x
+        for block in self.blocks:
+            x = first if torch.rand([]) < 0.5 else x + block(x)
+        return self.head(x)
+
+
+class Alternating(Dropping):
+    """Two chains, of which every other block is part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chains = [x, 2 * x]
+        for number, block in enumerate(self.blocks):
+            chains[number % 2] = by_tensor(self, number, block, chains[number % 2])
+        return self.head(chains[0] + chains[1])
+
+
+@pytest.mark.parametrize(("kind", "recordings"), [(Dropping, 6), (Resetting, 8), (Alternating, 8)])
+def test_how_often_such_a_model_is_recorded(kind: type[Dropping], recordings: int) -> None:
+    """Six times, however many layers it has; more often if that leaves open what a layer passes on."""
+    torch.manual_seed(0)
+    model, x = kind(by_tensor), torch.randn(8, 7)
+    with mock.patch.object(attempts, "_record", wraps=attempts._record) as record:
+        Partitioner(model, 2, streams=NoStreams(), balance="flops")((x,))
+    assert record.call_count == recordings
+    proven(model, x, torch.randn(8, 7), ranks=2, microbatches=4, seed=3)
 
 
 class AllStates(nn.Module):

@@ -169,6 +169,7 @@ def row(name: str) -> str:
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     clock.time = SimpleNamespace(perf_counter_ns=time.process_time_ns)  # type: ignore[assignment]
+    clock.read_wait_ns = lambda _: 0  # the processor's time does not include waits
     print("| model | cuts tried | default ms | best ms | flops ms | layers ms | default / best | layers / default |")
     print("|---|" + "---|" * 7)
     for name in names or MODELS:

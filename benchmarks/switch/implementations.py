@@ -21,9 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "network"))
-
-import wire
+import tcp_and_ping
 
 from penstock.network import machines as making
 from penstock.network import shapers
@@ -48,7 +46,9 @@ def measure(kind: str, usual: bool, hosts: int, text: str, seconds: float) -> di
     with Machines(hosts, topology, shaper="switch") as machines:
         goodput: list[float] = []
         ring = [(host, (host + 1) % hosts) for host in range(hosts)]
-        streams = threading.Thread(target=lambda: goodput.extend(wire.stream(machines, ring, RUN_IN_SECONDS + seconds)))
+        streams = threading.Thread(
+            target=lambda: goodput.extend(tcp_and_ping.stream(machines, ring, RUN_IN_SECONDS + seconds))
+        )
         streams.start()
         while machines.counters()["frames"] < 100:
             time.sleep(0.02)

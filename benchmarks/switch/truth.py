@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "network"))
 
 import numpy as np
+import tcp_and_ping
 import wire
 from wire import Arrival, Flow
 
@@ -110,7 +111,7 @@ def delays(scale: float) -> Iterator[Row]:
     with network(8, "100mbit delay 3ms", own) as machines:
         flows = [Flow(source, target, round(2000 * scale), 0.005) for source, target in pairs]
         found = wire.sent(machines, flows, last=0.2)
-        trips = {host: wire.ping(machines, host, 7, round(200 * scale), 0.02) for host in (1, 3)}
+        trips = {host: tcp_and_ping.ping(machines, host, 7, round(200 * scale), 0.02) for host in (1, 3)}
     for (source, target), delay, arrivals in zip(pairs, pairs.values(), found, strict=True):
         text = f"{own.get(source, 'common')} -> {own.get(target, 'common')}"
         for share in (0.1, 0.5, 0.99):
@@ -169,7 +170,7 @@ def streams(scale: float) -> Iterator[Row]:
     for hosts, text in ((2, "100mbit delay 1ms"), (4, "100mbit delay 1ms"), (2, "1gbit delay 1ms"), (4, HEADLINE)):
         with network(hosts, text) as machines:
             ring = [(host, (host + 1) % hosts) for host in range(hosts)]
-            found = wire.stream(machines, ring, 5 * scale)
+            found = tcp_and_ping.stream(machines, ring, 5 * scale)
             link = machines.topology.link
         rate = link.bytes_per_second * link.goodput_ratio
         what = f"TCP in a ring of {hosts}, mtu {link.mtu}, the mean"

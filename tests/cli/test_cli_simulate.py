@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli._cost_options import CostOptions
@@ -25,18 +23,6 @@ from penstock.simulate.costs import LinkCost, StageCost
 NUMBERS = ("--ranks", "8", "--microbatches", "24")
 COSTS = ("--forward", "18522", "--backward-input", "18086", "--backward-weight", "9337", "--link-latency", "601")
 STAGE = {"forward": 3, "backward_input": 4, "backward_weight": 2}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    """Writes a file and gives its path: text as it stands, all else as JSON."""
-
-    def write(name: str, content: Any) -> str:
-        path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return str(path)
-
-    return write
 
 
 def test_json_is_what_the_library_says() -> None:
@@ -98,7 +84,7 @@ def test_rows_of_all_train_the_same_model() -> None:
 def test_all_says_whose_the_costs_are(write: Any) -> None:
     text = output("simulate", "--schedule", "all", *NUMBERS)
     assert "costs: per microbatch and rank, divided evenly among its stages" in text
-    path = write("costs.json", [STAGE] * 4)
+    path = write([STAGE] * 4)
     text = output("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8", "--costs", path)
     assert "costs: per stage of the model, from the file" in text
 
@@ -127,7 +113,7 @@ def test_all_puts_neighboring_stages_of_a_file_together(write: Any) -> None:
         {**STAGE, "forward": 1 + stage, "output_bytes": 2 * stage, "activation": 1, "parameters": stage}
         for stage in range(4)
     ]
-    path = write("costs.json", {"stages": stages, "links": {"latency": 1, "bandwidth": 4}})
+    path = write({"stages": stages, "links": {"latency": 1, "bandwidth": 4}})
     made = as_json("simulate", "--schedule", "all", "--ranks", "2", "--microbatches", "4", "--costs", path)
     by_name = {row["name"]: row for row in made["schedules"]}
     whole = [StageCost(3, 8, 4, output_bytes=2), StageCost(7, 8, 4, output_bytes=6)]
@@ -146,7 +132,7 @@ def test_each_stage_has_its_own_costs(write: Any) -> None:
         {**STAGE, "forward": 5, "activation": 4, "optimizer": 20, "overlapped": 9},
     ]
     links = [{"from": 0, "to": 1, "latency": 1, "bandwidth": 2}, {"from": 1, "to": 0, "latency": 7}]
-    path = write("costs.json", {"stages": stages, "links": links})
+    path = write({"stages": stages, "links": links})
     made = as_json("simulate", "--schedule", "zb-h1", "--ranks", "2", "--microbatches", "6", "--costs", path)
     known = [
         StageCost(3, 4, 2, 6, 8, 3, 10, 11),
@@ -177,7 +163,6 @@ WORK = ("forward", "backward_input", "backward_weight")
         ({"forward": 0.001}, (0.001, 0.001, 0.001), "I = W = F = 0.001, as I and W were not given"),
         ({"backward_weight": 2}, (2, 2, 2), "F = I = W = 2, as F and I were not given"),
         ({"forward": 3, "backward_weight": 2}, (3, 3, 2), "I = F = 3, as I was not given"),
-        ({"backward_input": 4, "backward_weight": 2}, (4, 4, 2), "F = I = 4, as F was not given"),
         ({"comm": 0.5}, (1, 1, 1), "F = I = W = 1, as F, I and W were not given"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -214,7 +199,7 @@ def test_nothing_is_assumed_where_nothing_or_all_is_given() -> None:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("1f1b", "compute_only"), ("zb-v", "compute_comms"), ("interleaved-1f1b", "text"), ("zb-v", "text with messages")],
+    [("1f1b", "compute_only"), ("zb-v", "compute_comms"), ("zb-v", "text with messages")],
 )
 def test_schedule_of_a_file_is_timed_as_the_one_of_the_name(tmp_path: Path, name: str, form: Any) -> None:
     schedule, path = generate(name, 4, 8), tmp_path / "mine.csv"
@@ -231,11 +216,6 @@ def test_schedule_of_a_file_is_timed_as_the_one_of_the_name(tmp_path: Path, name
     assert made == named
 
 
-def test_sharding_in_the_files_of_torch_takes_no_time(write: Any) -> None:
-    path = write("mine.csv", "0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0,0RESHARD\n")
-    assert as_json("simulate", "--csv", path)["makespan"] == 3
-
-
 WINDOWED = ("--schedule", "interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3")
 
 
@@ -248,7 +228,7 @@ def test_memory_by_window(write: Any) -> None:
         made = as_json("simulate", *WINDOWED, *sharded, *costs)
         assert [held["unsharded"] for held in made["memory"]] == [10 * window] * 2
         peaks.append([held["peak"] for held in made["memory"]])
-        path = write("mine.txt", output("draw", *WINDOWED, *sharded, "--text"))
+        path = write(output("draw", *WINDOWED, *sharded, "--text"), "mine.txt")
         assert as_json("simulate", "--csv", path, *costs) == made
         assert made["makespan"] == as_json("simulate", *WINDOWED)["makespan"], "gathers take no time here"
     assert peaks == [[17, 15], [27, 25], [37, 35]]
@@ -265,69 +245,21 @@ def test_schedules_without_room_in_the_window_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--unshard-window", "0"), "--unshard-window 0: expected an integer >= 1"),
-        (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so it is unknown when"),
-    ],
-)
-def test_windows_that_are_refused(options: tuple[str, ...], says: str) -> None:
-    assert says in refusal("simulate", *WINDOWED, *options)
-
-
-@pytest.mark.parametrize(
     ("content", "says"),
     [
         ("0F0,0B0\n1F0,1X0\n", "mine.csv: row 2, column 2, '1X0': expected stage, op and microbatch"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "mine.csv holds no legal schedule: missing: rank 1 has no 1B1"),
-        ("0B0,0F0\n", "mine.csv holds no legal schedule: order: "),
         ("a: 1 microbatch, stages on ranks 0\nrank 1: 0F0", "mine.csv: 'rank 1: 0F0': expected the actions of rank 0"),
     ],
 )
 def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
-    assert says in refusal("simulate", "--csv", write("mine.csv", content))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--schedule", "zbv", *NUMBERS], "did you mean 'zb-v'"),
-        (["--schedule", "zb-v", *NUMBERS, "--stages-per-rank", "3"], "zb-v works with exactly 2 stages per rank"),
-        (["--schedule", "zbv"], "--schedule zbv is not a known schedule; did you mean 'zb-v'?"),
-        (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
-        ([*NUMBERS], "pass --schedule with a name (`penstock schedules` lists them), or --csv"),
-        (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
-        (["--csv", "no-such-file"], "--csv no-such-file cannot be read: No such file"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--link-latency", "1"],
-            "already sets what --link-latency would; pass only one of the two",
-        ),
-        (["--schedule", "1f1b", *NUMBERS, "--backward-input", "-1"], "--backward-input -1: expected a cost of 0 or"),
-        (["--schedule", "1f1b", *NUMBERS, "--forward", "1e308"], "--forward 1e+308: expected a number below 1e+100"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--output-bytes", "1", "--bandwidth", "1e-300"],
-            "--bandwidth 1e-300: expected a bandwidth above 1e-100; pass sizes in a smaller unit",
-        ),
-        (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth has no effect without --output-bytes"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"],
-            "--memory-weight-grad has no effect without --memory-activation; pass both",
-        ),
-        (["--schedule", "all", *NUMBERS, "--perfetto", "x.json"], "--perfetto: a trace shows one schedule"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--perfetto", "no/such/folder"],
-            "no/such/folder cannot be written: No such",
-        ),
-    ],
-)
-def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:
-    assert says in refusal("simulate", *options)
+    assert says in refusal("simulate", "--csv", write(content, "mine.csv"))
 
 
 # -- what is printed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["all", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", ["all", "zb-v"])
 def test_table_fits_and_leaves_no_digit_out(name: str) -> None:
     text = output("simulate", "--schedule", name, *NUMBERS, *COSTS)
     assert max(map(len, text.splitlines())) <= 80
@@ -378,11 +310,63 @@ def test_a_link_in_the_words_of_the_other_verbs() -> None:
     assert "pass only one of the two" in refusal(*sized, "--link-latency", "2", "--link", "40gbit")
 
 
-def test_planning_never_loads_torch() -> None:
-    numbers = ["--ranks", "2", "--microbatches", "4"]
-    verbs = [["schedules"], ["simulate", "--schedule", "all", *numbers], ["search", *numbers, "--time-limit", "1"]]
-    verbs.append(["draw", "--schedule", "zb-v", *numbers, "--link-latency", "1"])
-    each = "".join(f"\ntry: app({verb})\nexcept SystemExit as end: assert not end.code" for verb in verbs)
-    look = f"import sys; from penstock.cli import app{each}\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+# -- several numbers of ranks or microbatches: speed-up against one device, on one model throughout -------------------
+
+
+def test_gpipes_table_2() -> None:
+    """Huang et al., "GPipe": what pipelines of 2, 4 and 8 could reach with 32 microbatches, without communication."""
+    made = as_json("simulate", "--schedule", "gpipe", "--ranks", "1,2,4,8", "--microbatches", "32")
+    assert [cell["speedup"] for cell in made["sweep"]] == pytest.approx([1, 1.94, 3.66, 6.56], abs=0.005)
+    assert [cell["efficiency"] * cell["ranks"] for cell in made["sweep"]] == [c["speedup"] for c in made["sweep"]]
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9))
+def test_1f1b_by_its_closed_form(p: int, m: int, f: int, b: int) -> None:
+    """Costs are the whole model's, so a rank's share of a microbatch takes (f + b) / p."""
+    costs = ("--forward", str(f), "--backward-input", str(b), "--backward-weight", "0")
+    numbers = ("--ranks", f"{p},{p + 1}", "--microbatches", str(m))
+    cell = as_json("simulate", "--schedule", "1f1b", *numbers, *costs)["sweep"][0]
+    assert cell["one_device"] == m * (f + b)
+    assert cell["makespan"] == pytest.approx((m + p - 1) * (f + b) / p)
+
+
+def test_chunks_and_copies_train_the_same_model() -> None:
+    """However many stages: one device takes as long, and with many microbatches each schedule nears its ranks."""
+    names = "1f1b,interleaved-1f1b,zb-v,hanayo,dualpipe"
+    made = as_json("simulate", "--schedule", names, "--ranks", "2,4", "--microbatches", "64", "--forward", "6")
+    assert {cell["one_device"] for cell in made["sweep"]} == {64 * 18}
+    assert all(cell["efficiency"] * cell["ranks"] == cell["speedup"] for cell in made["sweep"])
+    assert [cell["name"] for cell in made["sweep"]] == [name for name in names.split(",") for _ in range(2)]
+    assert all(0.8 < cell["efficiency"] <= 1 for cell in made["sweep"])
+
+
+def test_a_file_of_stages_is_merged_for_fewer_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    stages = [{"forward": 1 + s, "backward_input": 2, "backward_weight": 1, "output_bytes": 3} for s in range(4)]
+    file.write_text(json.dumps({"stages": stages, "links": {"latency": 0.5, "bandwidth": 6}}))
+    made = as_json("simulate", "--schedule", "gpipe", "--ranks", "1,2,3,4", "--microbatches", "1", "--costs", str(file))
+    assert [(c["ranks"], c["makespan"]) for c in made["sweep"]] == [(1, 22), (2, 22 + 2), (4, 22 + 6)]
+    assert {cell["one_device"] for cell in made["sweep"]} == {22}
+    assert made["not_allowed"] == [
+        {
+            "name": "gpipe",
+            "ranks": 3,
+            "microbatches": 1,
+            "reason": f"--costs {file} has 4 stages, which cannot be combined into 3",
+        }
+    ]
+
+
+def test_what_a_schedule_does_not_allow_is_shown_and_not_fatal() -> None:
+    options = ("simulate", "--schedule", "gpipe,chimera", "--ranks", "1,2", "--microbatches", "3,4")
+    lines = output(*options).splitlines()
+    chimera = lines.index("chimera")
+    assert [line.split() for line in lines[chimera + 2 : chimera + 4]] == [
+        ["1", "-", "-"],
+        ["2", "-", "2.00", "(100%)"],
+    ]
+    assert any(line.startswith("chimera, p = 1, m = 3, 4: works with an even number of ranks") for line in lines)
+    assert len(as_json(*options)["not_allowed"]) == 3
+    says = refusal("simulate", "--schedule", "chimera", "--ranks", "1,3", "--microbatches", "4")
+    assert says.startswith("--schedule chimera: no schedule works with these numbers: chimera works with an even")

@@ -18,19 +18,7 @@ BETWEEN = [{"from": 0, "to": 1, "latency": 1}, {"from": 1, "to": 0, "latency": 2
 TWO = ("--ranks", "2", "--microbatches", "2")
 SIMULATE = ("simulate", "--schedule", "1f1b", *TWO)
 
-Write = Callable[[Any], str]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes the file and gives its path: text as it stands, all else as JSON."""
-
-    def write(content: Any) -> str:
-        path = tmp_path / "four.json"
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return str(path)
-
-    return write
+Write = Callable[..., str]
 
 
 def stage_with(forward: str) -> str:
@@ -41,18 +29,13 @@ def stage_with(forward: str) -> str:
     ("content", "says"),
     [
         ("[" * 100_000, " is not JSON: its values are nested too deeply"),
-        ('{"a":' * 100_000, " is not JSON: its values are nested too deeply"),
         ('[{"forward": 1,}]', " is not JSON: trailing comma at line 1 column "),
-        ("", " is not JSON: EOF while parsing a value at line 1 column 0"),
-        ("[\n\n  x]", " is not JSON: expected value at line 3 column 3"),
         ("[]", ": expected a list with an object for each stage; see --help"),
         ("{}", ": stages is missing"),
         ('[{"forwards": 1}]', ", stage 0: forward is missing"),
         ([{**STAGE, "forwrd": 1}], ", stage 0: forwrd is unknown to this version; expected one of forward, "),
-        ([STAGE, {"forward": 1, "backward_input": 1}], ", stage 1: backward_weight is missing"),
         ([{**STAGE, "forward": "1"}], ", stage 0: forward='1': expected a valid number"),
         ([3], ": stages[0]=3: expected an object"),
-        ({"stages": [STAGE], "link": {}}, ": link is unknown to this version"),
         ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, ", links: bandwith is unknown to this version"),
         ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, ": the time of a message depends on its size; pass"),
         ([STAGE, STAGE, STAGE], " has 3 stages, but 1f1b needs 2: list that many"),
@@ -64,30 +47,15 @@ def test_what_cannot_be_read(write: Write, content: Any, says: str) -> None:
     assert line.startswith(f"--costs {path}{says}"), line
 
 
-@pytest.mark.parametrize("depth", range(880, 1000, 6))
-def test_nesting_that_can_be_read_can_be_shown(write: Write, depth: int) -> None:
-    """What JSON just reads may be too deep for a repr."""
-    nested = "[" * depth + "]" * depth
-    line = refusal(*SIMULATE, "--costs", write(stage_with(nested)))
-    assert "forward=[[[" in line or "nested too deeply" in line
-    line = refusal(*SIMULATE, "--costs", write(f"[{nested}]"))
-    assert "stages[0]=[" in line or "nested too deeply" in line
-
-
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        ("1" + "0" * 400, "forward=1000"),
-        ("1" + "0" * 400, "stage 0: "),
-        ("1" + "0" * 400, "expected a valid number"),
+        ("1" + "0" * 400, "stage 0: forward=1000"),
         ("1" + "0" * 100, "expected a number below 1e+100; pass it in a larger unit"),
         ("-1", "forward=-1.0: expected a cost of 0 or more"),
         ("1" + "0" * 5000, " is not JSON: number out of range at line 1 column "),
         ("1e400", "forward=inf: expected a finite number"),
-        ("Infinity", "numbers must be finite, without NaN or Infinity"),
-        ("-Infinity", "numbers must be finite, without NaN or Infinity"),
         ("NaN", "numbers must be finite, without NaN or Infinity"),
-        ("true", "forward=True: expected a valid number"),
         ("null", "forward=None: expected a valid number"),
     ],
 )
@@ -97,13 +65,15 @@ def test_numbers_that_are_no_costs(write: Write, number: str, says: str) -> None
     assert len(line) < 400
 
 
-def test_large_integers_are_costs(write: Write) -> None:
-    made = as_json(*SIMULATE, "--costs", write(stage_with("1" + "0" * 90)))
-    assert made["makespan"] == pytest.approx(2e90)
+@pytest.mark.parametrize("depth", [880, 940, 994])
+def test_nesting_that_can_be_read_can_be_shown(write: Write, depth: int) -> None:
+    """What JSON just reads may be too deep for a repr."""
+    line = refusal(*SIMULATE, "--costs", write(stage_with("[" * depth + "]" * depth)))
+    assert "forward=[[[" in line or "nested too deeply" in line
 
 
 def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:
-    for key, value in (("latency", -1), ("latency", 10**400), ("bandwidth", 0), ("bandwidth", 10**400)):
+    for key, value in (("latency", -1), ("bandwidth", 10**400)):
         line = refusal(*SIMULATE, "--costs", write({"stages": [STAGE] * 2, "links": {key: value}}))
         assert f"links: {key}=" in line
 
@@ -116,17 +86,10 @@ def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:
     [
         ({"from": 0, "to": 1, "latency": 5}, "link 2: link 0 is also from rank 0 to rank 1; keep one of them"),
         ({"from": True, "to": 0}, "link 2: from=True: expected a rank, an integer >= 0"),
-        ({"from": 0, "to": False}, "link 2: to=False: expected a rank, an integer >= 0"),
         ({"from": -1, "to": 0}, "link 2: from=-1: expected a rank, an integer >= 0"),
-        ({"from": 0, "to": 1.0}, "link 2: to=1.0: expected a rank, an integer >= 0"),
-        ({"from": "0", "to": 1}, "link 2: from='0': expected a rank, an integer >= 0"),
         ({"from": 1, "to": 1}, "link 2: from and to are both rank 1; name two ranks, or remove it"),
         ({"to": 1}, "link 2: expected ranks, as in "),
         (3, "link 2: expected ranks, as in "),
-        (
-            {"from": 5, "to": 9},
-            "has a link from rank 5 to rank 9, but the last rank of 1f1b is 1: correct or remove",
-        ),
         (
             {"from": 0, "to": 2},
             "has a link from rank 0 to rank 2, but the last rank of 1f1b is 1: correct or remove",
@@ -154,12 +117,6 @@ def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
 
 
 # -- how many stages --------------------------------------------------------------------------------------------------
-
-
-def test_one_stage_is_one(write: Write) -> None:
-    path = write([STAGE])
-    says = f"--costs {path} has 1 stage, but 1f1b needs 4: list that many"
-    assert refusal("simulate", "--schedule", "1f1b", "--ranks", "4", "--costs", path) == says
 
 
 def test_too_few_stages(write: Write) -> None:

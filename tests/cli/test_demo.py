@@ -16,7 +16,7 @@ from penstock.cli.demo import introduction
 from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
-from penstock.demo.train import main, warmup_and_decay
+from penstock.demo.train import main
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
@@ -114,24 +114,6 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--ranks", "0"], "--ranks 0: the demo's model has 4 blocks, at least one for each rank; pass 1 to 4"),
-        (["--ranks", "5"], "pass 1 to 4"),
-        (["--microbatches", "33"], "a batch of the demo has 32 rows"),
-        (["--steps", "0"], "--steps 0: expected an integer >= 1"),
-        (["--schedule", "gpip"], "did you mean 'gpipe'"),
-        (["--out", __file__], "this is a file; pass a folder"),
-    ],
-)
-def test_bad_option_is_refused_before_anything_starts(options: list[str], says: str) -> None:
-    done = CliRunner().invoke(app, ["demo", *options])
-    assert done.exit_code == 2
-    assert says in done.stderr.splitlines()[-1]
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize("ranks", [1, LAYERS])
 def test_introduction_fits_the_terminal(ranks: int) -> None:
     text = introduction(Settings(ranks, "gpipe", microbatches=ROWS))
@@ -146,17 +128,6 @@ def test_model_is_as_it_was_announced() -> None:
     assert model.head.weight is model.embedding.weight
     tokens, targets = torch.randint(0, 256, (2, 4, CONTEXT))
     assert 5.0 < float(loss(model.eval()(tokens), targets).detach()) < 7.0  # it knows nothing yet; guessing is 5.55
-
-
-def test_model_does_not_look_ahead() -> None:
-    torch.manual_seed(0)
-    model = GPT(layers=2, context=16).eval()
-    tokens = torch.arange(16)[None]
-    changed = tokens.clone()
-    changed[0, 9] = 200
-    difference = (model(tokens) - model(changed)).detach().abs().amax(-1)[0]
-    assert bool((difference[:9] == 0).all())
-    assert bool((difference[9:] > 0).all())
 
 
 def test_batches_are_the_same_everywhere_and_differ_from_step_to_step(corpus: data.Corpus) -> None:
@@ -185,17 +156,6 @@ def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert targets.shape == inputs.shape == (3, 20)
 
 
-def test_learning_rate_rises_then_falls() -> None:
-    rates = [warmup_and_decay(step, 60) for step in range(60)]
-    top = rates.index(max(rates))
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert min(rates) > 0
-    assert max(rates) == 1
-    assert warmup_and_decay(0, 1) > 0
-    assert all(rate >= 0 for steps in range(1, 15) for rate in [warmup_and_decay(steps, steps)])
-
-
 def test_bubble_of_a_run_that_went_as_simulated() -> None:
     order = generate("1f1b", 2, 8)
     costs = [StageCost(1.0, 2.0, 0.0), StageCost(1.5, 2.5, 0.0)]
@@ -218,3 +178,14 @@ def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
         last.end[index] += 5
     bubble = show.compare(order, [slow])
     assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
+
+
+def test_model_does_not_look_ahead() -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=2, context=16).eval()
+    tokens = torch.arange(16)[None]
+    changed = tokens.clone()
+    changed[0, 9] = 200
+    difference = (model(tokens) - model(changed)).detach().abs().amax(-1)[0]
+    assert bool((difference[:9] == 0).all())
+    assert bool((difference[9:] > 0).all())

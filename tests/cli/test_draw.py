@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._grid import Palette, legend, proportional, slots, style
+from penstock.cli.draw import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
 from penstock.report import make_panel
 from penstock.report import svg as draw
@@ -53,17 +54,8 @@ def test_cells_have_the_color_of_op_and_chunk() -> None:
     for cell in re.finditer(r"(\d)(F|I|W)(\d)", plain):
         (found,) = {span.style for span in made.spans if span.start <= cell.start() < span.end}
         assert found == style(Palette.MANY, Op(cell[2]), int(cell[1]) // 2, int(cell[3]))
-    assert (
-        len(
-            {
-                style(Palette.MANY, op, chunk, number)
-                for op in (Op.F, Op.B, Op.I, Op.W)
-                for chunk in (0, 1)
-                for number in (0, 1)
-            }
-        )
-        == 16
-    )
+    cells = product((Op.F, Op.B, Op.I, Op.W), (0, 1), (0, 1))
+    assert len({style(Palette.MANY, *cell) for cell in cells}) == 16
 
 
 @given(generated(max_ranks=4, max_microbatches=6), st.integers(60, 300), palettes)
@@ -81,14 +73,6 @@ def test_lengths_are_in_proportion_to_time(schedule: Schedule, width: int, palet
         idle = sum(cause for cause in outcome.idle[rank].values()) / unit
         gaps = len(outcome.timeline.tracks[rank]) + 1  # each gap's ends fall between the middles of columns
         assert abs(cells.count(".") - idle) <= gaps
-
-
-def test_lines_of_the_command_fit() -> None:
-    options = ("draw", "--schedule", "zb-v", *NUMBERS, "--link-latency", "0.5")
-    for width in (60, 120):
-        text = output(*options, "--width", str(width), columns=150)
-        assert max(map(len, picture(text))) <= width
-        assert len(picture(text)) == 4
 
 
 def test_legend_explains_small_letters_where_there_are_some() -> None:
@@ -175,33 +159,3 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
     path = tmp_path / "[red]mine[-].csv"
     path.write_text("0F0,0B0\n")
     assert "[red]mine[-]: 1 rank, 1 microbatch, 1 stage per rank" in output("draw", "--csv", str(path))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--schedule", "all", *NUMBERS, "--text"], "--schedule all: this command takes one schedule"),
-        (["--schedule", "gpipe,none", *NUMBERS], "none"),
-        (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: pass at least 16"),
-        (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: the text has no times and no width"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--with-messages", "--width", "90"],
-            "--with-messages: the text has no times and no width",
-        ),
-        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the figure; omit"),
-        (["--schedule", "1f1b", *NUMBERS, "--png", "x", "--text"], "--png: a file shows the figure"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--svg", "no/such/file"],
-            "--svg no/such/file cannot be written: No such file or directory",
-        ),
-        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: pass at least 1"),
-        (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background has no effect without --svg or --png"),
-        (
-            ["--schedule", "1f1b", *NUMBERS, "--text", "--background", "dark"],
-            "--background has no effect without --svg or --png",
-        ),
-        (["--schedule", "1f1b", *NUMBERS, "--link-latency", "-1"], "--link-latency -1: expected a cost of 0 or more"),
-    ],
-)
-def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:
-    assert says in refusal("draw", *options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 from dataclasses import replace
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from rich.console import Console
 
-from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import explain, load_trace
 from penstock.report import to_perfetto
@@ -60,92 +57,42 @@ def a_timeline(folder: Path) -> list[Path]:
     return [write(folder / "timeline.json", measured().to_dict())]
 
 
-def perfetto(folder: Path) -> list[Path]:
-    return [write(folder / "trace.json.gz", to_perfetto(measured()))]
-
-
-def ranges_of_ours(folder: Path) -> list[Path]:
-    """Under torch's profiler, a file for each rank, in a folder."""
+def by_rank(folder: Path, name: str, timeline: Timeline | None = None, *, profiler: bool = False) -> None:
+    """A file for each rank, whose events have such names."""
     for rank in range(4):
-        told = {
-            "distributedInfo": {"rank": rank},
-            "traceEvents": named(measured(), "penstock {a}", rank=rank, unix=1.7e9),
-        }
-        write(folder / f"host_{rank + 17}.pt.trace.json.gz", told)
-    return [folder]
+        events = named(timeline or measured(), name, rank=rank, unix=1.7e9 if profiler else 0.0)
+        if profiler:
+            told = {"distributedInfo": {"rank": rank}, "traceEvents": events}
+            write(folder / f"host_{rank + 17}.pt.trace.json.gz", told)
+        else:
+            write(folder / f"rank{rank}.json", {"traceEvents": events})
 
 
-def ranges_of_torch(folder: Path) -> list[Path]:
+def ranges_of_torch(folder: Path) -> None:
     """`_PipelineScheduleRuntime`: a range begins with the wait for the input."""
-    whole = measured()
-    waiting = merged(
-        [replace(span, start_seconds=span.start_seconds - span.waited_seconds) for span in whole.spans(rank)]
-        for rank in range(4)
-    )
-    return [
-        write(folder / f"rank{rank}.json", {"traceEvents": named(waiting, "PP:{a}", rank=rank)}) for rank in range(4)
-    ]
+    spans = (measured().spans(rank) for rank in range(4))
+    waiting = merged([replace(s, start_seconds=s.start_seconds - s.waited_seconds) for s in row] for row in spans)
+    by_rank(folder, "PP:{a}", waiting)
 
 
-def single_of_torch(folder: Path) -> list[Path]:
-    """`Schedule1F1B`: a process is a stage."""
-    return [
-        write(folder / f"rank{rank}.json", {"traceEvents": named(measured(), "{word} {k}", rank=rank)})
-        for rank in range(4)
-    ]
-
-
-def words(folder: Path) -> list[Path]:
-    return [write(folder / "trace.json", named(measured(), "{o} {s} {k}"))]
-
-
-def begins_and_ends(folder: Path) -> list[Path]:
+def begins_and_ends(folder: Path) -> None:
     events = named(measured(), "{o} stage {s} mb {k}")
     split = [{**e, "ph": "B"} for e in events] + [{**e, "ph": "E", "ts": e["ts"] + e["dur"]} for e in events]
-    return [write(folder / "trace.json", split)]
+    write(folder / "trace.json", split)
 
 
-def columns(folder: Path, delimiter: str = ",") -> list[Path]:
-    file = folder / "trace.csv"
-    with file.open("w", newline="") as out:
-        writer = csv.writer(out, delimiter=delimiter)
-        writer.writerow(["op", "microbatch", "pp_rank", "start_us", "duration_us"])
-        for span in measured():
-            op = {"F": "forward-compute", "B": "backward-compute"}[span.action.op.value]
-            times = span.start_seconds * 1e6, (span.end_seconds - span.start_seconds) * 1e6
-            writer.writerow([op, span.action.microbatch, span.rank, *times])
-    return [file]
-
-
-def in_semicolons(folder: Path) -> list[Path]:
-    return columns(folder, ";")
-
-
-def zero_bubble_of_sail(folder: Path) -> list[Path]:
-    """Microbatch, chunk and piece of the sequence; a process is a stage."""
-    return [
-        write(folder / f"rank{rank}.json", {"traceEvents": named(measured(), "{o}{k}.0.0", rank=rank)})
-        for rank in range(4)
-    ]
-
-
-def in_arguments(folder: Path) -> list[Path]:
+def in_arguments(folder: Path) -> None:
     events = []
     for event in named(measured(), "{word} {s} {k}"):
         word, stage, microbatch = event["name"].split()
         events.append({**event, "name": word.lower(), "args": {"stage": int(stage), "microbatch": int(microbatch)}})
-    return [write(folder / "trace.json", events)]
+    write(folder / "trace.json", events)
 
 
-def instructions_of_deepspeed(folder: Path) -> list[Path]:
-    """Without a microbatch: a buffer is used for many."""
-    return [write(folder / "trace.json", named(measured(), "{word}Pass(buffer_id=0)"))]
-
-
-def parts_of_other_names(folder: Path) -> list[Path]:
+def parts_of_other_names(folder: Path) -> None:
     """With and without labels, in any order."""
     names = ["stage{s}_{o}_mb{k}", "[stage {s}] {word} microbatch {k}", "{word}(s={s},m={k})", "mb{k} {o} stage {s}"]
-    return [write(folder / "t.json", [e for rank in range(4) for e in named(measured(), names[rank], rank=rank)])]
+    write(folder / "t.json", [e for rank in range(4) for e in named(measured(), names[rank], rank=rank)])
 
 
 def rows(unit: float = 1.0, suffix: str = "") -> list[dict[str, Any]]:
@@ -157,38 +104,58 @@ def rows(unit: float = 1.0, suffix: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def a_list_of_rows(folder: Path) -> list[Path]:
-    return [write(folder / "rows.json", rows())]
+def columns(folder: Path, delimiter: str = ",") -> None:
+    words = {"F": "forward-compute", "B": "backward-compute"}
+    lines = [
+        (words[row["op"]], row["mb"], row["stage"], row["start"] * 1e6, (row["end"] - row["start"]) * 1e6)
+        for row in rows()
+    ]
+    lines.insert(0, ("op", "microbatch", "pp_rank", "start_us", "duration_us"))
+    (folder / "trace.csv").write_text("\n".join(delimiter.join(map(str, line)) for line in lines))
 
 
-def a_list_for_each_rank(folder: Path) -> list[Path]:
+def a_list_for_each_rank(folder: Path) -> None:
     made = [[{**row, "stage": None} for row in rows(1e3, "_time_ms") if row["stage"] == rank] for rank in range(4)]
-    return [write(folder / "ranks.json", made)]
+    write(folder / "ranks.json", made)
 
 
-def a_list_for_each_column(folder: Path) -> list[Path]:
+def a_list_for_each_column(folder: Path) -> None:
     made = rows(1e9, "_ns")
-    return [write(folder / "columns.json", {column: [row[column] for row in made] for column in made[0]})]
+    write(folder / "columns.json", {column: [row[column] for row in made] for column in made[0]})
 
 
-def names_in_columns(folder: Path) -> list[Path]:
-    file = folder / "names.csv"
+def names_in_columns(folder: Path) -> None:
     lines = [f"{row['stage']}{row['op']}{row['mb']}\t{row['start']}\t{row['end'] - row['start']}" for row in rows()]
-    file.write_text("\n".join(["name\tstart_s\tduration_s", *lines]))
-    return [file]
+    (folder / "names.csv").write_text("\n".join(["name\tstart_s\tduration_s", *lines]))
 
 
-FORMS = [
-    *(a_timeline, perfetto, ranges_of_ours, ranges_of_torch, single_of_torch, words, begins_and_ends, columns),
-    *(in_semicolons, zero_bubble_of_sail, in_arguments, instructions_of_deepspeed, parts_of_other_names),
-    *(a_list_of_rows, a_list_for_each_rank, a_list_for_each_column, names_in_columns),
-]
+FORMS: dict[str, Any] = {
+    "a timeline": a_timeline,
+    "Perfetto": lambda folder: write(folder / "trace.json.gz", to_perfetto(measured())),
+    "ours under torch's profiler": lambda folder: by_rank(folder, "penstock {a}", profiler=True),
+    "a process is a stage, as in Schedule1F1B": lambda folder: by_rank(folder, "{word} {k}"),
+    "microbatch, chunk and piece, as of Sail's zero bubbles": lambda folder: by_rank(folder, "{o}{k}.0.0"),
+    "words": lambda folder: write(folder / "trace.json", named(measured(), "{o} {s} {k}")),
+    "without a microbatch, as of DeepSpeed": lambda folder: write(
+        folder / "trace.json", named(measured(), "{word}Pass(buffer_id=0)")
+    ),
+    "semicolons": lambda folder: columns(folder, ";"),
+    "rows": lambda folder: write(folder / "rows.json", rows()),
+    **{
+        form.__name__: form
+        for form in (
+            *(ranges_of_torch, begins_and_ends, in_arguments, parts_of_other_names),
+            *(columns, a_list_for_each_rank, a_list_for_each_column, names_in_columns),
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_says_the_same(form: Any, tmp_path: Path) -> None:
+def test_every_form_says_the_same(form: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    found = as_json("explain", *map(str, form(tmp_path / "run")))
+    FORMS[form](tmp_path / "run")
+    found = as_json("explain", str(tmp_path / "run"))
     assert (found["schedule"], found["ranks"], found["microbatches"], found["replicas"]) == ("1f1b", 4, 8, 1)
     assert found["changes"][0]["text"].startswith("stage 2 takes 1.33 times the mean (rank 2)")
     assert found["step_seconds"] == pytest.approx(measured().makespan_seconds, rel=0.01)
@@ -369,25 +336,8 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
     assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])
     assert "largest error at stage 2: 1.25x the prediction" in " ".join(output(*asked).split())
-
-
-def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> None:
-    (file,) = a_timeline(tmp_path)
-    units = [0.03, 0.03, 0.0, 0.03]
-    asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
+    asked = (*asked[:3], profile(tmp_path, [0.03, 0.03, 0.0, 0.03]), "--cuts", "layers.1,layers.2,layers.3")
     assert "largest error at stage 2: 45.00 ms, predicted 0" in " ".join(output(*asked).split())
-
-
-def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
-    (file,) = a_timeline(tmp_path)
-    found = replace(explain(load_trace([file])), changes=())
-    said = []
-    for error in (0.231, 0.001):
-        show(replace(found, worst_error=error), Console(width=200))
-        said.append(capsys.readouterr().out)
-    assert "no significant improvement: every change is within the replay's error, 23.1%" in said[0]
-    assert "are alike" not in said[0]
-    assert "no imbalance above 0.5% of a step" in said[1]
 
 
 def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
@@ -401,6 +351,12 @@ def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
     assert not any("instead of layers" in change["text"] for change in doubted["changes"])
 
 
+def test_that_stages_are_alike_is_not_said_where_the_replay_cannot_tell(tmp_path: Path) -> None:
+    found = replace(explain(load_trace(a_timeline(tmp_path))), changes=(), worst_error=0.231)
+    assert found.nothing == "no significant improvement: every change is within the replay's error, 23.1%"
+    assert replace(found, worst_error=0.001).nothing == "no imbalance above 0.5% of a step"
+
+
 # -- what cannot be explained -----------------------------------------------------------------------------------------
 
 
@@ -412,14 +368,11 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nrun,0,0,1,0\nrun,0,1,1,1\n")
     (tmp_path / "rank.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nF,0,0,1,first\n")
-    (tmp_path / "numbers.json").write_text("[1, 2]")
     (tmp_path / "starts.json").write_text('[{"op": "F", "microbatch": 0, "start": 1.0}]')
     wrong = {
         "rank.csv": "its pp_rank is no number",
-        "numbers.json": "has no column op",
         "starts.json": "has no column duration_us; expected op, microbatch, start_us, and duration_us or end_us",
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
@@ -428,7 +381,6 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         "cut.json.gz": "cannot be unpacked",
         "other.json": "expected a timeline",
         "other.csv": "has no column op",
-        "deep.json": "nested too deeply",
         "ops.csv": "their names are 'run'",
     }
     for name, said in wrong.items():
@@ -439,10 +391,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     ("column", "place", "value", "said"),
     [
         ("actions", 0, "1000000000F0", "numbered from 0"),
-        ("actions", 0, "0F1000000000", "numbered from 0"),
-        ("start_seconds", 0, float("nan"), "finite"),
         ("end_seconds", -1, float("inf"), "finite"),
-        ("waited_seconds", 0, float("nan"), "finite"),
     ],
 )
 def test_timelines_with_impossible_numbers_are_refused(
@@ -450,9 +399,7 @@ def test_timelines_with_impossible_numbers_are_refused(
 ) -> None:
     given = measured().to_dict()
     given["ranks"][0][column][place] = value
-    file = write(tmp_path / "timeline.json", given)
-    for command in ("explain", "report"):
-        assert said in refusal(command, str(file))
+    assert said in refusal("explain", str(write(tmp_path / "timeline.json", given)))
 
 
 def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:
@@ -485,21 +432,14 @@ def test_a_rank_that_was_held_up_lacks_no_other(perfetto: bool, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), "soon", None])
-def test_events_at_no_time_are_refused(tmp_path: Path, wrong: Any) -> None:
-    files = ranges_of_torch(tmp_path)
-    trace = json.loads(files[1].read_text())
-    trace["traceEvents"].append({"ph": "M", "name": "thread_name", "pid": 1})  # metadata has no time
-    named = next(event for event in trace["traceEvents"] if event.get("name", "").startswith("PP:"))
-    named["ts"] = wrong
-    files[1].write_text(json.dumps(trace))
-    said = refusal("explain", str(tmp_path))
-    expected = f"{named['name']!r} is at ts {wrong!r}; expected a number of microseconds"
-    assert (expected if wrong is None or isinstance(wrong, str) else "numbers must be finite") in said
-
-
-@pytest.mark.parametrize("wrong", [-5.0, None, float("nan")])
-def test_durations_that_are_none_are_refused(wrong: float | None, tmp_path: Path) -> None:
-    events = [{**event, "dur": wrong} for event in named(measured(), "{a}")]
-    expected = "expected microseconds of 0 or more" if wrong is None or wrong < 0 else "numbers must be finite"
-    assert expected in refusal("explain", str(write(tmp_path / "t.json", events)))
+def test_events_at_no_time_are_refused(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"ph": "M", "name": "thread_name", "pid": 1}  # has no time
+    first, *others = named(measured(), "{a}")
+    for key, wrong, said in (
+        ("ts", None, f"{first['name']!r} is at ts None; expected a number of microseconds"),
+        ("ts", "soon", f"{first['name']!r} is at ts 'soon'; expected a number of microseconds"),
+        ("dur", -5.0, "expected microseconds of 0 or more"),
+        ("dur", float("nan"), "numbers must be finite"),
+    ):
+        file = write(tmp_path / "t.json", [metadata, {**first, key: wrong}, *others])
+        assert said in refusal("explain", str(file))

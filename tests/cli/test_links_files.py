@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,17 +24,7 @@ BETWEEN = [
 ]
 EVERY = {"latency": 0.05, "bandwidth": 1e6}
 
-Write = Callable[[Any], str]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write(content: Any, name: str = "links.json") -> str:
-        path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return str(path)
-
-    return write
+Write = Callable[..., str]
 
 
 def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
@@ -52,12 +40,6 @@ def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
     expected = simulate(generate("1f1b", 4, 8), StageCost(0.3, 0.4, 0.2, output_bytes=1e6), links)
     assert made["makespan"] == expected.makespan_seconds
     assert made["makespan"] > as_json(*FOUR, *TIMES)["makespan"]
-
-
-def test_one_fit_is_as_comm_and_bandwidth_are(write: Write) -> None:
-    path = write(links_json({}, [{"fit": {"alpha_seconds": 0.004, "beta_seconds_per_byte": 1e-7}}]))
-    same = as_json(*FOUR, *SIZED, "--link-latency", "0.004", "--bandwidth", "1e7")
-    assert as_json(*FOUR, *SIZED, "--links", path)["makespan"] == pytest.approx(same["makespan"])
 
 
 def test_each_direction_has_its_own(write: Write) -> None:
@@ -90,11 +72,10 @@ def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None
     assert "no cost from rank 0 to rank 1" in refusal(*FOUR, *TIMES, "--links", write({"links": links}))
 
 
-@pytest.mark.parametrize("option", ["--link-latency", "--bandwidth"])
-def test_links_and_numbers_of_links_contradict_each_other(write: Write, option: str) -> None:
+def test_links_and_numbers_of_links_contradict_each_other(write: Write) -> None:
     path = write({"all": EVERY})
-    says = f"--links {path} already sets what {option} would; pass only one of the two"
-    assert refusal(*TWO, *SIZED, option, "5", "--links", path) == says
+    says = f"--links {path} already sets what --bandwidth would; pass only one of the two"
+    assert refusal(*TWO, *SIZED, "--bandwidth", "5", "--links", path) == says
 
 
 def test_stages_of_a_file_and_measured_links_go_together(write: Write) -> None:
@@ -118,25 +99,12 @@ def test_messages_without_a_size_are_refused(write: Write) -> None:
     )
 
 
-def test_all_schedules_search_and_show_take_it(write: Write) -> None:
-    path = write({"all": EVERY})
-    assert len(as_json("simulate", "--schedule", "all", *TWO[3:], *SIZED, "--links", path)["schedules"]) > 1
-    assert output("draw", *TWO[1:], *SIZED, "--links", path)
-    assert output("search", *TWO[3:], *SIZED, "--links", path, "--time-limit", "1")
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([BETWEEN], ": top-level value: [["),
         ({"links": 3}, "links=3: expected a valid array"),
-        ("{", "is not JSON"),
-        ("[" * 100_000, "its values are nested too deeply"),
-        ({}, "has no links: add some"),
         ({"links": []}, "has no links: add some"),
         ({"link": BETWEEN}, "link is unknown to this version"),
-        ({"links": [BETWEEN[0]] * 2}, "link 1: link 0 is also from rank 0 to rank 1"),
-        ({"links": [{"from": 0, "to": 1, "latency": -1}]}, "latency=-1.0: expected a cost of 0 or more"),
         ({"all": {"bandwidth": 0}}, "all: bandwidth=0.0: expected a bandwidth above 0"),
         ({"all": 3}, "all=3: expected an object"),
     ],
@@ -147,7 +115,3 @@ def test_files_that_make_no_sense(write: Write, content: Any, says: str) -> None
     assert line.startswith(f"--links {path}")
     assert says in line
     assert len(line) < 400 + len(path)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert "No such file" in refusal(*TWO, *SIZED, "--links", str(tmp_path / "none.json"))

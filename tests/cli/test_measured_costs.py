@@ -222,24 +222,16 @@ def test_a_profile_of_something_else_than_the_target_is_refused(target: str, dif
         (("--profile", "p.json", "--forward", "2"), "--profile p.json already sets what --forward would"),
         (("cases.py:make", "--output-bytes", "2"), "cases.py:make already sets what --output-bytes would"),
         (("--profile", "p.json", "--costs", "c.json"), "--costs c.json already sets what --profile p.json would"),
-        (("--profile", "p.json", "--link-latency", "-1"), "--link-latency -1: expected a cost of 0 or more"),
         (
             ("--profile", "p.json", "--microbatch-size", "0"),
             "--microbatch-size 0: --profile p.json has microbatches of 2 rows",
         ),
         (("--microbatch-size", "2"), "--microbatch-size 2 is for measured costs: pass --profile or a TARGET too"),
-        (("--profile", "half.json"), "profile 'half.json' is not JSON"),
         (("--profile", "none.json"), "profile 'none.json' cannot be read: No such file or directory"),
         (("--profile", "later.json"), "profile 'later.json': expected a profile of version 1, not of 2"),
         (("cases.py:make", "--microbatch-size", "17"), "the batch has only 16 rows"),
     ],
 )
 def test_what_does_not_go_together_or_is_no_profile(options: tuple[str, ...], message: str) -> None:
-    Path("half.json").write_text(Path("p.json").read_text()[:99])
     Path("later.json").write_text(json.dumps({**PROFILE.to_dict(), "version": 2}))
-    for verb in (
-        ("simulate", "--schedule", "1f1b"),
-        ("search", "--time-limit", "0.1"),
-        ("draw", "--schedule", "gpipe"),
-    ):
-        assert message in refusal(*verb, "-n", "2", *options)
+    assert message in refusal("simulate", "--schedule", "1f1b", "-n", "2", *options)

@@ -84,7 +84,8 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
 
 
 def test_a_table_and_a_file_to_cut_by() -> None:
-    lines = output("profile", "cases.py:make", "--microbatches", "2", "--out", "profile.json").splitlines()
+    command = ("profile", "cases.py:make", "--microbatches", "2", "--time-limit", "0.1", "--out", "profile.json")
+    lines = output(*command).splitlines()
     lines = [line for line in lines if not line.startswith("note: ")]  # a busy machine has some
     assert lines[0].startswith("6 units on ")
     assert lines[1] == "for one microbatch: args[0] float32[4, 7]"
@@ -125,17 +126,6 @@ def test_it_measures_with_the_threads_that_a_rank_will_have(monkeypatch: pytest.
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     output("profile", "cases.py:make", "--time-limit", "0", "--threads", "3")
     assert asked[0] == 3  # on a busy machine it measures on one, too
-
-
-def test_from_python() -> None:
-    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))
-    found = penstock.profile(model, (torch.randn(8, 7),), microbatches=4, budget_seconds=0.0)
-    assert found.inputs == {"args[0]": "float32[2, 7]"}
-    assert found.parameters == {"0.weight": (9, 7), "0.bias": (9,), "1.weight": (3, 9), "1.bias": (3,)}
-    assert (found.device, found.dtype, found.source, found.runs) == ("cpu", "float32", "measured", 1)
-    for options, words in (({"microbatches": 0}, "microbatches=0"), ({"budget_seconds": "1"}, "budget_seconds='1'")):
-        with pytest.raises(ArgumentError, match=words):
-            penstock.profile(model, (torch.randn(8, 7),), **options)
 
 
 def test_microbatches_of_several_sizes_in_one_file() -> None:
@@ -188,38 +178,18 @@ def test_rows_are_those_of_the_batch_s_own_dimension() -> None:
     }
 
 
-def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
-    def halves(args: tuple[Tensor], kwargs: dict[str, Any], target: Any, microbatches: int) -> list[Microbatch]:
-        return [Microbatch((piece,)) for piece in args[0].chunk(min(microbatches, 2))]
-
-    model, x = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(8, 7)
-    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split_fn=halves, budget_seconds=0.0)
-    assert [one.rows for one in found.each_size] == [4, 8]
-    with pytest.raises(ArgumentError, match=r"microbatch_sizes=\[2\]: no microbatch has 2 rows: .* of 4 rows"):
-        penstock.profile(model, (x,), microbatch_sizes=[2], split_fn=halves, budget_seconds=0.0)
-
-
 def test_memory_and_the_link_between_ranks_move_cuts() -> None:
-    output("profile", "cases.py:make", "--microbatches", "2", "--out", "profile.json")
-    found = Profile.from_dict(json.loads(Path("profile.json").read_text()))
+    output("profile", "cases.py:make", "--microbatches", "2", "--time-limit", "0", "--out", "profile.json")
+    found = read_profile("profile.json")
     costs = {"forward_seconds": 1.0, "input_gradient_seconds": 0.0, "weight_gradient_seconds": 0.0}
     sent = {"boundary_bytes": 1000, "boundary_gradient_bytes": 0}
     even = [replace(unit, **costs, **(sent if unit.name == "3" else {})) for unit in found.units]
     replace(found, units=tuple(even)).save("profile.json")
-
-    def begins(command: str, *options: str) -> str:
-        done = output(command, "cases.py:make", "--balance", "profile.json", "--microbatches", "2", "--json", *options)
-        report = json.loads(done)
-        if command == "inspect":
-            return str(report["stages"][1]["first_module"])
-        return min(row["name"][0] for row in report["rows"] if row["kind"] == "gradient" and row["stages"] == [1])
-
-    for command in ("inspect", "verify"):
-        assert begins(command) == "3"
-        assert begins(command, "--link", "1kbit") != "3"
-        assert begins(command, "--memory-limit", "8KiB") == "3"
-        least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
-        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The best one needs ")
+    command = ("inspect", "cases.py:make", "--balance", "profile.json", "--microbatches", "2")
+    for options, begins in (((), True), (("--link", "1kbit"), False), (("--memory-limit", "8KiB"), True)):
+        assert (as_json(*command, *options)["stages"][1]["first_module"] == "3") is begins
+    least = refusal(*command, "--memory-limit", "1KiB")
+    assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The best one needs ")
 
 
 def test_an_estimate_for_a_device_that_is_not_here() -> None:
@@ -269,3 +239,20 @@ def test_cuts_by_an_estimate_say_so() -> None:
     output("profile", "cases.py:make", "--device", "mine.toml", "--out", "estimate.json")
     text = output("inspect", "cases.py:make", "--balance", "estimate.json")
     assert "stages are cut by an estimate for mine, not by measured times" in text
+
+
+def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
+    def halves(args: tuple[Tensor], kwargs: dict[str, Any], target: Any, microbatches: int) -> list[Microbatch]:
+        return [Microbatch((piece,)) for piece in args[0].chunk(min(microbatches, 2))]
+
+    model, x = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(8, 7)
+    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split_fn=halves, budget_seconds=0.0)
+    assert [one.rows for one in found.each_size] == [4, 8]
+    assert found.parameters == {"0.weight": (9, 7), "0.bias": (9,), "1.weight": (3, 9), "1.bias": (3,)}
+    assert (found.device, found.dtype, found.source, found.runs) == ("cpu", "float32", "measured", 1)
+    for options, said in (
+        ({"budget_seconds": "1"}, "budget_seconds='1'"),
+        ({"microbatch_sizes": [2], "split_fn": halves}, r"microbatch_sizes=\[2\]: no microbatch has 2 rows: .* of 4"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            penstock.profile(model, (x,), **options)

@@ -106,6 +106,7 @@ def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_pa
 def test_runs_are_explained_one_at_a_time(tmp_path: Path) -> None:
     folder = str(a_run(tmp_path / "run", measured()))
     assert all("one at a time" in refusal(verb, folder, folder) for verb in ("explain", "report"))
+    assert "has no timeline of step 3; there are: 5" in refusal("report", folder, "--step", "3")
     assert "this step has 4 stages on 4 ranks" in refusal("explain", folder, "--what-if", "cut=7:0.1")
 
 
@@ -173,19 +174,6 @@ def test_a_step_that_lacks_actions_is_shown_and_not_explained(tmp_path: Path, op
     assert page.evaluate("timeline.bands[0].length") == len(partial)
 
 
-def test_a_run_may_have_any_name(tmp_path: Path, open_page: Any) -> None:
-    evil = "<script>window.ran = 1</script>{{ 7 * 7 }}</title>"
-    page = open_page(report(a_run(tmp_path / "run", measured(), evil)))
-    assert page.inner_text("h1") == evil
-    assert page.title().startswith(evil)
-    assert page.evaluate("window.ran") is None
-
-
-def test_a_step_without_timeline_is_refused(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run", measured())
-    assert "has no timeline of step 3; there are: 5" in refusal("report", str(folder), "--step", "3")
-
-
 def test_a_page_prints_light_and_without_controls(made: Path, open_page: Any) -> None:
     page = open_page(made, dark=True)
     page.emulate_media(media="print")
@@ -210,3 +198,11 @@ def test_all_ranks_are_printed_and_nothing_is_cut_off(made: Path, open_page: Any
     page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4
     page.emulate_media(media="print")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_run_may_have_any_name(tmp_path: Path, open_page: Any) -> None:
+    evil = "<script>window.ran = 1</script>{{ 7 * 7 }}</title>"
+    page = open_page(report(a_run(tmp_path / "run", measured(), evil)))
+    assert page.inner_text("h1") == evil
+    assert page.title().startswith(evil)
+    assert page.evaluate("window.ran") is None

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 from command_line import penstock as in_process
-from command_line import stay
+from command_line import refusal, stay
 from processes import has_ended
 
+from penstock import ArgumentError
 from penstock.distributed.launch import processes as launch
 from penstock.plan import ParallelConfig, Plan
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
@@ -26,7 +26,8 @@ SHOW = """
 import json, os, sys, time
 rank = os.environ["RANK"]
 with open(f"{rank}.json", "w") as file:
-    json.dump([sys.argv[1:], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]], file)
+    told = (os.environ.get(name) for name in ("WORLD_SIZE", "OMP_NUM_THREADS", "PENSTOCK_PLAN"))
+    json.dump([sys.argv[1:], *told], file)
 os.replace(f"{rank}.json", f"shown.{rank}")
 if "fail" in sys.argv and rank == "1":
     while not os.path.exists("shown.0"):
@@ -111,7 +112,7 @@ def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path)
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in range(2):
         shown = json.loads((folder / f"shown.{rank}").read_text())
-        assert shown == [given, "2", threads]
+        assert shown == [given, "2", threads, None]
 
 
 @pytest.mark.distributed
@@ -125,11 +126,17 @@ def test_on_one_machine_everything_listens_on_loopback(folder: Path) -> None:
     assert {(kind, address) for kind, _, address in found} == {("tcp", "0100007F")}
 
 
-def test_module_with_chosen_threads_and_its_exit_status(folder: Path) -> None:
-    done = penstock(folder, "run", "-n", "2", "--threads", "5", "-m", "show", "fail", "--lr", "1", OMP_NUM_THREADS="9")
+def test_a_plan_a_module_with_chosen_threads_and_its_exit_status(folder: Path) -> None:
+    plan = Plan(ParallelConfig(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
+    plan.save(folder / "plan.json")
+    options = ("--plan", "plan.json", "--threads", "5", "-m", "show", "fail", "--lr", "1")
+    done = penstock(folder, "run", *options, OMP_NUM_THREADS="9")
     assert done.returncode == 3
     assert done.stderr.splitlines() == ["penstock: rank 1 ended with exit status 3"]
-    assert json.loads((folder / "shown.0").read_text()) == [["fail", "--lr", "1"], "2", "5"]
+    shown = json.loads((folder / "shown.0").read_text())
+    assert shown == [["fail", "--lr", "1"], "2", "5", str(folder / "plan.json")]
+    says = refusal("run", "--plan", str(folder / "plan.json"), "--ranks", "3", "told.py")
+    assert says.endswith("plan.json is for 2 processes; omit --ranks")
 
 
 @pytest.mark.distributed
@@ -141,7 +148,7 @@ def test_killed_rank_is_named_and_what_it_started_is_ended(folder: Path) -> None
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_signal_ends_everything(staying: tuple[subprocess.Popen[str], list[int]], number: signal.Signals) -> None:
     process, pids = staying
     process.send_signal(number)
@@ -190,56 +197,8 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
     assert not any((folder / "tmp").iterdir()), "what it kept there is gone with it"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["show.py"], "the number of ranks is missing; pass --ranks 4, for example, or --plan"),
-        (["--plan", "nowhere.json", "show.py"], "plan 'nowhere.json' cannot be read"),
-        (["--ranks", "0", "show.py"], "--ranks 0: expected an integer >= 1"),
-        (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0: expected an integer >= 1"),
-        (
-            ["--nnodes", "2", "--ranks", "4", "show.py"],
-            "--nnodes is an option of torchrun; this command is for one machine: run `t",
-        ),
-        (["--ranks", "2", "shwo.py"], "no script 'shwo.py' in "),
-        (["--ranks", "2", "/dev/zero"], "'/dev/zero' is no regular file"),
-        (["--ranks", "2", "."], "'.' is a folder without a __main__.py: name the script in it, or -m and a module"),
-        (["--ranks", "2", "-m", "shwo.py"], "no module 'shwo.py': it is neither in "),
-    ],
-)
-def test_wrong_arguments_are_said_in_one_line(
-    folder: Path, arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    done = in_process("run", *arguments)
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"penstock: error: {says}")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_debug_shows_the_traceback(folder: Path) -> None:
-    for done in (
-        penstock(folder, "--debug", "run", "--ranks", "0", "show.py"),
-        penstock(folder, "run", "--ranks", "0", "show.py", PENSTOCK_DEBUG="1"),
-    ):
-        assert done.returncode == 1
-        assert "Traceback" in done.stderr
-
-
-def test_no_verb_loads_torch_or_scipy_before_it_runs(folder: Path) -> None:
-    loaded = "{{'torch', 'scipy'}} & {{*sys.modules}}"
-    look = f"import sys; from penstock.cli import app\ntry: app({{}})\nfinally: assert not {loaded}"
-    for arguments, status in ((["--help"], 0), (["run", "--ranks", "0", "show.py"], 2)):
-        done = finished(sys.executable, "-c", look.format(arguments), folder=folder)
-        assert done.returncode == status, done.stderr
-
-
-def test_a_plan_says_how_many_processes_and_reaches_them(folder: Path) -> None:
-    plan = Plan(ParallelConfig(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
-    plan.save(folder / "plan.json")
-    (folder / "told.py").write_text("import os\nprint(os.environ['WORLD_SIZE'], os.environ['PENSTOCK_PLAN'])\n")
-    done = penstock(folder, "run", "--plan", "plan.json", "told.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(str(folder / "plan.json")) == 2
-    refused = penstock(folder, "run", "--plan", "plan.json", "--ranks", "3", "told.py")
-    assert "--ranks 3, but plan.json is for 2 processes; omit --ranks" in refused.stderr
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ("run", "--ranks", "0", "show.py")
+    assert isinstance(in_process("--debug", *wrong).exception, ArgumentError)
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert isinstance(in_process(*wrong).exception, ArgumentError)

@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import penstock, stay
+from command_line import penstock, refusal, stay
 from processes import has_ended
 
 from penstock.distributed.launch.processes import Outcome
@@ -73,13 +72,6 @@ def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 def left_of(launcher: int) -> list[str]:
     """The namespaces that a process has made."""
     return [name for name in reaper.list_namespaces() if name.startswith(f"penstock-{launcher}-")]
-
-
-def becomes_true(what: Callable[[], bool], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
-        time.sleep(0.05)
-    return what()
 
 
 @hosts_needed
@@ -146,30 +138,6 @@ def test_a_script_is_said_to_run_as_root_under_sudo(folder: Path, monkeypatch: p
     assert done.stderr.splitlines()[0] == said
 
 
-@pytest.mark.long  # on one machine: test_run.py
-@hosts_needed
-@pytest.mark.distributed
-def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
-    with job_of(folder, "--ranks", "2", "--hosts", "2", "stay.py", "die") as job:
-        _, printed, said = ended(job)
-    assert job.returncode == 128 + signal.SIGKILL
-    assert said.splitlines()[-1] == "penstock: rank 1 was killed by SIGKILL"
-    assert len(printed.split()) == 4
-    assert all(has_ended(int(pid)) for pid in printed.split())
-    assert left_of(job.pid) == []
-
-
-@pytest.mark.long  # on one machine: test_run.py; of hosts alone: network/test_namespaces.py
-@hosts_needed
-@pytest.mark.distributed
-def test_death_of_the_launcher_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
-    process, pids = staying
-    process.kill()
-    ended(process)
-    assert all(has_ended(pid) for pid in pids)
-    assert becomes_true(lambda: not left_of(process.pid))
-
-
 @hosts_needed
 @pytest.mark.distributed
 @pytest.mark.long
@@ -186,54 +154,14 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
     assert left_of(process.pid) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            ["--link", "100mbit"],
-            "--link needs --hosts: without it ranks are processes of this machine, without links",
-        ),
-        (["--link-for", "1=100mbit"], "--link-for needs --hosts: "),
-        (["--link-seed", "0"], "--link-seed needs --hosts: "),
-        (["--user", "nobody"], "--user needs --hosts: "),
-        (["--shaper", "tbf"], "--shaper needs --hosts: "),
-        (["--background", "50mbit"], "--background needs --hosts: "),
-        (
-            ["--hosts", "2", "--link-for", "1=100mbit"],
-            "--link-for needs --link: without it links are not limited",
-        ),
-        (["--hosts", "2", "--link-seed", "1"], "--link-seed needs --link: "),
-        (["--hosts", "2", "--shaper", "switch"], "--shaper needs --link: "),
-        (["--hosts", "2", "--background", "50mbit"], "--background needs --link: "),
-        (["--hosts", "3"], "4 ranks cannot be spread evenly over 3 hosts: pass as many ranks as hosts, or twice, "),
-        (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
-        (["--hosts", "0"], "0 hosts requested: pass 1 to 200"),
-        (["--hosts", "2", "--link", "100mbit", "--link-for", "2=1mbit"], "'2=1mbit': host 2 does not exist: the"),
-        (
-            ["--hosts", "2", "--link", "100mbit", "--link-for", "1=1mbit", "--link-for", "1=2mbit"],
-            "'1=2mbit': host 1 is given twice",
-        ),
-        (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': host 2"),
-        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], says: str) -> None:
-    done = penstock("run", "--ranks", "4", *options, "show.py")
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"penstock: error: {says}"), done.stderr
-    assert done.stdout == ""
-
-
 @hosts_needed
 def test_shaper_that_cannot_is_refused_before_anything_is_made(folder: Path) -> None:
-    done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit loss 1%", "--shaper", "tbf", "show.py")
-    assert done.exit_code == 2
-    assert "tbf limits only the rate: 1mbit loss 1%" in done.stderr
+    options = ("--hosts", "2", "--link", "1mbit loss 1%", "--shaper", "tbf")
+    assert "tbf limits only the rate: 1mbit loss 1%" in refusal("run", "-n", "2", *options, "show.py")
     assert left_of(os.getpid()) == []
 
 
 def test_without_root_it_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit", "show.py")
-    assert done.exit_code == 2
-    assert "this is user 1000: run it with sudo. Without --hosts" in done.stderr
+    says = refusal("run", "-n", "2", "--hosts", "2", "--link", "1mbit", "show.py")
+    assert "this is user 1000: run it with sudo. Without --hosts" in says

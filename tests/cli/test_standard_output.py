@@ -13,7 +13,7 @@ import pytest
 from penstock.cli import main
 
 ORDER = "--schedule 1f1b --ranks 2 --microbatches 4"
-COMMANDS = ["schedules", "devices", "--help", f"draw {ORDER}", f"simulate {ORDER} --json", "--version"]
+COMMANDS = ["schedules", "--help", f"simulate {ORDER} --json"]
 COMMANDS.append("draw --schedule gpipe --ranks 32 --microbatches 200 --text")  # longer than a buffer
 
 
@@ -67,7 +67,3 @@ def test_a_ctrl_c_before_anything_is_loaded_has_no_time_to_come() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"typing", "random", "inspect", "pathlib", "signal", "penstock.cli", "numpy"} & {*loaded.split()}
     assert "penstock.__main__" in loaded
-
-
-def interrupted() -> None:
-    raise KeyboardInterrupt

@@ -133,9 +133,6 @@ def test_top_is_never_broken_by_what_it_finds(tmp_path: Path) -> None:
     assert "no such folder" in refusal("top", str(tmp_path / "none"))
 
 
-DEEP = "[" * 200_000
-
-
 def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt", replace(STATE, failure="\x1b[31mboom\x07", action="\x1b]0;x"))
     write_json_line(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), "model": "\x1b]0;pwned\x07"})

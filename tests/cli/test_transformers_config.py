@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from command_line import output, refusal
 
+from penstock.distributed.launch.target import load
+
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -43,6 +45,13 @@ def written(folder: Path, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_makes_a_model_with_a_batch_and_a_loss(kind: str, tmp_path: Path) -> None:
+    made = load(written(tmp_path, KINDS[kind]))
+    found = made.model(*made.args, **made.kwargs)
+    assert (found["loss"] if made.loss is None else made.loss(found, made.target)).isfinite()
+
+
+@pytest.mark.parametrize("kind", ["a language model", "of images"])
 def test_a_configuration_is_verified(kind: str, tmp_path: Path) -> None:
     said = output("verify", written(tmp_path, KINDS[kind]), "--ranks", "2", "--microbatches", "4")
     assert "gradients are bitwise identical" in said

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock._base.errors import ArgumentError, VerificationError
-from penstock.cli import app
-from penstock.cli import verify as command
-from penstock.cli.verify import rank_main
-from penstock.distributed.launch.target import load
+from penstock.cli import _order, app
+from penstock.cli.verify import rank_main, show
 from penstock.schedule import schedule_spec
+from penstock.verification.comparison import Comparison, VerificationReport
 from scaffolding.patient import finished
 from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
@@ -48,9 +47,6 @@ def half():
 def odd():
     return mlp(), (torch.randn(11, 5),), torch.randint(4, (11,)), loss_of
 
-def deep():
-    return mlp(layers=12), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
-
 calls = itertools.count(1)
 
 def drifting():
@@ -74,20 +70,6 @@ class OwnLoss(nn.Module):
         logits = self.head(torch.relu(self.body(x))) * scale
         return {"loss": loss_of(logits, labels), "logits": logits}
 
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.inner, self.head = nn.Linear(5, 8), Inner(), nn.Linear(8, 4)
-    def forward(self, x):
-        return self.head(self.inner(self.body(x)))
-
-class Inner(nn.Module):
-    def forward(self, x):
-        return x if x.sum() > 0 else -x
-
-def branching():
-    return Branching(), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
-
 def own_loss():
     return OwnLoss(), ((torch.randn(12, 5),), {"scale": 2.0, "labels": torch.randint(4, (12,))}), None, None
 
@@ -110,7 +92,6 @@ class Ends(nn.Module):
         self.end(0)
         return self.head(self.body(x))
 
-def exits(): sys.exit(0)
 def interrupts(): raise KeyboardInterrupt
 def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 def raises_much(): raise ValueError("\\x1b[31m" + "y" * 10_000)
@@ -162,9 +143,9 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("target", ["cases.py:good", "cases:good", "cases.py:own_loss"])
+@pytest.mark.parametrize("target", ["cases:good", "cases.py:own_loss"])
 def test_equal_model_exits_0(target: str) -> None:
-    done = verify(target, "--ranks", "2", "--microbatches", "4")
+    done = verify(target, "--ranks", "2", "--microbatches", "4", "--all")
     assert done.exit_code == 0, done.output
     assert "gradients are bitwise identical" in last_line(done.stdout)
     assert "different" not in done.stdout
@@ -176,20 +157,17 @@ def test_json_is_the_only_thing_on_stdout() -> None:
     report = json.loads(done.stdout)
     assert done.exit_code == 0
     assert (report["ok"], report["ranks"], report["stages"], report["microbatches"]) == (True, 3, 3, 3)
-    assert report["schedule"] == "gpipe"
+    assert (report["schedule"], report["exact"]) == ("gpipe", True)
     kinds = [row["kind"] for row in report["rows"]]
     assert {kind: kinds.count(kind) for kind in kinds} == {"output": 6, "loss": 2, "gradient": 16, "buffer": 9}
     assert {row["verdict"] for row in report["rows"]} == {"equal"}
 
 
-def test_what_cannot_be_followed_runs_as_a_whole_with_leaves() -> None:
-    assert verify("cases.py:branching").exit_code != 0
-    assert verify("cases.py:branching", "--leaf-modules", "inner").exit_code == 0
-
-
 def test_recompute() -> None:
-    done = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "2")
-    assert done.exit_code == 0, done.output
+    options = ("cases.py:good", "--microbatches", "3", "--schedule", "gpipe", "--recompute")
+    done = verify(*options, "except_last")
+    assert done.exit_code == 0, done.stderr
+    assert "note: recompute='except_last': 2 of 3 forwards run again in backward on stages 0-1\n" in done.stdout
     wrong = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "sometimes")
     assert wrong.exit_code == 2
     assert "--recompute sometimes: expected 'never'" in last_line(wrong.stderr)
@@ -197,10 +175,10 @@ def test_recompute() -> None:
 
 def test_gradients_in_another_dtype() -> None:
     options = ("cases.py:half", "--ranks", "2", "--microbatches", "4", "--exact")
-    assert verify(*options, "--gradient-dtype", "float32").exit_code == 0
-    wrong = verify(*options, "--gradient-dtype", "bfloat16")
+    assert verify(*options, "--gradient-dtype", "float32").exit_code == 0, "its former name"
+    wrong = verify(*options, "--grad-dtype", "bfloat16")
     assert wrong.exit_code == 2
-    assert "--gradient-dtype bfloat16: expected one of float32, float64" in wrong.stderr
+    assert "--grad-dtype bfloat16: expected one of float32, float64" in wrong.stderr
 
 
 def test_difference_exits_1_and_the_last_line_says_where() -> None:
@@ -209,47 +187,20 @@ def test_difference_exits_1_and_the_last_line_says_where() -> None:
     assert done.exit_code == 1
     assert report["ok"] is False
     assert last_line(done.stderr) == f"penstock: error: {report['summary']}"
+    (weight,) = (row for row in report["rows"] if (row["kind"], row["name"]) == ("gradient", "4.bias"))
+    assert (weight["verdict"], weight["step"]) == ("different", 1), "the first step of two"
     verdicts = {(row["kind"], row["name"]): row["verdict"] for row in report["rows"]}
     assert verdicts["loss", "loss"] == verdicts["gradient", "0.weight"] == "different"
     assert verdicts["output", "0 of microbatch 3"] == "equal"
 
 
-def test_difference_is_in_the_table() -> None:
-    done = verify("cases.py:drifting", "--ranks", "2", "--microbatches", "4")
-    assert done.exit_code == 1
-    rows = [line.split() for line in done.stdout.splitlines()]
-    (weight,) = [row for row in rows if row[:2] == ["gradient", "4.bias"]]
-    assert weight[3] == "different"
-    assert float(weight[4]) > 0
-    assert weight[5] == "1"  # the first step of two
-
-
-@pytest.mark.parametrize(("option", "exact"), [([], True), (["--no-exact"], False)])
-def test_every_bit_is_demanded_unless_told_otherwise(option: list[str], exact: bool) -> None:
-    assert json.loads(verify("cases.py:good", "--json", "--microbatches", "2", *option).stdout)["exact"] is exact
-
-
 def test_chunks_and_cuts_reach_the_pipeline() -> None:
-    done = verify(
-        *(
-            "cases.py:good",
-            "--json",
-            "--ranks",
-            "2",
-            "--stages-per-rank",
-            "2",
-            "--schedule",
-            "gpipe",
-            "--microbatches",
-            "2",
-        ),
-        *("--cuts", "1, 2,4"),
-    )
-    report = json.loads(done.stdout)
+    options = ["--json", "--ranks", "2", "--stages-per-rank", "2", "--schedule", "gpipe", "--microbatches", "2"]
+    report = json.loads(verify("cases.py:good", *options, "--cuts", "1, 2,4").stdout)
     stage_of = {row["name"]: row["stages"] for row in report["rows"] if row["kind"] == "gradient"}
     assert report["stages"] == 4
-    assert (stage_of["0.weight"], stage_of["1.0.weight"], stage_of["3.0.weight"]) == ([0], [1], [2])
-    assert stage_of["4.weight"] == [3]
+    assert [stage_of[f"{n}.weight"] for n in ("0", "1.0", "3.0", "4")] == [[0], [1], [2], [3]]
+    assert verify("cases.py:good", "--schedule", "zb-v", "--stages-per-rank", "1").exit_code == 2
 
 
 def test_reduction_reaches_the_pipeline(recwarn: pytest.WarningsRecorder) -> None:
@@ -273,25 +224,16 @@ def test_a_target_may_bring_its_reduction(recwarn: pytest.WarningsRecorder) -> N
     assert "sets a reduction" in verify("cases.py:weighted", "--reduction", "sum").output
 
 
-def test_chunks_are_what_the_schedule_is_known_for() -> None:
-    options = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "4", "--schedule", "interleaved-1f1b")
-    done = verify(*options, "--cuts", "1,2,4")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["stages"] == 4
-    assert verify("cases.py:good", "--schedule", "zb-v", "--stages-per-rank", "1").exit_code == 2
-
-
-def test_long_table_is_folded_unless_all_is_asked_for() -> None:
-    folded = verify("cases.py:deep", "--microbatches", "4").stdout.splitlines()
-    full = verify("cases.py:deep", "--microbatches", "4", "--all").stdout.splitlines()
-    assert any(line.split()[:3] == ["gradient", "1.*", "(4)"] for line in folded)
-    assert any(line.split()[:2] == ["gradient", "1.0.weight"] for line in full)
-    assert len(folded) < len(full) / 2
-
-
-def test_the_function_of_a_target_is_make_unless_it_is_named(folder: Path) -> None:
-    (folder / "its.py").write_text("from cases import good as make\n")
-    assert verify("its.py", "--ranks", "1").exit_code == 0
+def test_long_table_is_folded_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"{block}.{part}.{name}" for block in range(12) for part in (0, 2) for name in ("weight", "bias")]
+    rows = tuple(Comparison("gradient", name, (0,), "equal") for name in names)
+    report = VerificationReport(rows, "1f1b", 1, 1, 4, 1.0, True).to_dict()
+    lines = []
+    for show_all in (False, True):
+        show(report, Console(width=80), show_all=show_all)
+        lines.append([line.split()[:3] for line in capsys.readouterr().out.splitlines()])
+    assert ["gradient", "1.*", "(4)"] in lines[0]
+    assert [line[1] for line in lines[1] if line[:1] == ["gradient"]] == names
 
 
 def test_a_script_without_make_is_not_run(folder: Path) -> None:
@@ -300,13 +242,17 @@ def test_a_script_without_make_is_not_run(folder: Path) -> None:
     assert not (folder / "trained").exists()
 
 
+def test_file_does_not_hide_a_module_of_its_name(folder: Path) -> None:
+    (folder / "random.py").write_text("def case():\n    import random\n    return random.random()\n")
+    assert "returned a float" in verify("random.py:case").stderr
+
+
 BAD = [
     ("cases.py", "TARGET 'cases.py': it has no function make; add one that returns a case, such as 'def make(): "),
     ("missing.py:good", "there is no file 'missing.py'"),
     ("cases.py:goood", "cases.py has no function 'goood'; it has "),
     ("cases.py:raises", "raised ValueError: boom (cases.py:"),
     ("cases.py:no_model", "returned a str as the model"),
-    ("cases.py:exits", "TARGET 'cases.py:exits' raised SystemExit: 0 (cases.py:"),
     ("cases.py:exits_in_forward", "the model or the loss of cases.py:exits_in_forward raised SystemExit: 0 (cases.py:"),
     ("cases.py:raises_much", "TARGET 'cases.py:raises_much' raised ValueError: \N{REPLACEMENT CHARACTER}[31myyyyy"),
     ("exits.py:good", "TARGET 'exits.py:good' raised SystemExit: 0 (exits.py:"),
@@ -323,7 +269,7 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("verb", ["inspect", "profile", "simulate", "plan --devices 2 --global-batch-size 12"])
+@pytest.mark.parametrize("verb", ["inspect", "profile"])
 def test_no_command_ends_well_when_its_target_ends_the_process(verb: str) -> None:
     done = CliRunner().invoke(app, [*verb.split(), "cases.py:exits_in_forward"])
     assert (done.exit_code, done.stdout) == (2, "")
@@ -347,32 +293,6 @@ def test_every_process_has_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ended with exit status 0, and 1 of 2 compared anything" in last_line(done.stderr)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--schedule", "1f1"], "did you mean '1f1b'"),
-        (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
-        (["--ranks", "2", "--cuts", "7"], "7"),
-        (["--replicas", "2", "--transport", "local"], "replicas need one process per rank; omit --transport local"),
-        (
-            ["--transport", "shm"],
-            "--transport shm: expected local, distributed, staged, or a factory as module:function",
-        ),
-        (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),
-    ],
-)
-def test_bad_option_exits_2_and_says_why(options: list[str], says: str) -> None:
-    done = verify("cases.py:good", *options)
-    assert done.exit_code == 2
-    assert says in last_line(done.stderr)
-
-
-def test_file_does_not_hide_a_module_of_its_name(folder: Path) -> None:
-    (folder / "random.py").write_text("def case():\n    import random\n    return random.random()\n")
-    with pytest.raises(ArgumentError, match="returned a float"):
-        load("random.py:case")
-
-
 OPTIONS = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "3")
 
 
@@ -393,14 +313,6 @@ def test_processes_talk_over_a_transport_of_ones_own(
     assert done.exit_code == 0, done.stderr
     assert sorted(path.name for path in folder.glob("made.*")) == ["made.0", "made.1"]
     assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
-
-
-def test_what_runs_again_is_said() -> None:
-    options = ("cases.py:good", "--microbatches", "3", "--schedule", "gpipe", "--recompute")
-    done = verify(*options, "except_last")
-    assert done.exit_code == 0, done.stderr
-    assert "note: recompute='except_last': 2 of 3 forwards run again in backward on stages 0-1\n" in done.stdout
-    assert "note: recompute" not in verify(*options, "never").stdout
 
 
 @pytest.mark.long  # a rank that raises: test_run_crashes.py; what agents import: distributed/launch/test_isolation.py
@@ -448,7 +360,7 @@ def test_balance_is_what_the_stages_share() -> None:
 
 def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
-    monkeypatch.setattr(command, "schedule_specs", lambda: [schedule_spec(name) for name in names])
+    monkeypatch.setattr(_order, "schedule_specs", lambda: [schedule_spec(name) for name in names])
     given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-full-batch")
     result = verify("cases.py:good", *given)
     assert result.exit_code == 0
@@ -457,12 +369,23 @@ def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
         "zb-h1",
     ]
     assert "chimera: not verified: " in result.stderr
-    reports = json.loads(verify("cases.py:good", *given, "--json").stdout)
-    assert [report["schedule"] for report in reports] == ["gpipe", "zb-h1"]
-    wrong = verify("cases.py:drifting", *given)
-    assert isinstance(wrong.exception, VerificationError) or wrong.exit_code == 1
-    refused = verify("cases.py:good", *given, "--transport", "distributed")
-    assert refused.exit_code == 2
+    named = verify("cases.py:good", "--schedule", "gpipe, zb-h1", *given[2:], "--json")
+    assert [report["schedule"] for report in json.loads(named.stdout)] == ["gpipe", "zb-h1"]
+    wrong = verify("cases.py:drifting", "--schedule", "gpipe,zb-h1", *given[2:])
+    assert (wrong.exit_code, "2 of 2 schedules did not pass: gpipe, zb-h1" in wrong.stderr) == (1, True)
+
+
+def test_a_named_schedule_that_was_not_verified_is_an_error(folder: Path) -> None:
+    """It needs more stages than the model has layers."""
+    (folder / "two.py").write_text(
+        "import torch\n\n\ndef make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "    return model, (torch.ones(8, 4),), None, lambda y, target: y.sum()\n"
+    )
+    named = verify("two.py", "--schedule", "1f1b,interleaved-1f1b", "--ranks", "2", "--no-full-batch", "--json")
+    assert named.exit_code == 2
+    assert [report["schedule"] for report in json.loads(named.stdout)] == ["1f1b"]
+    assert "not verified: interleaved-1f1b; see the lines above" in named.stderr
 
 
 def test_what_no_schedule_takes_is_said_at_once(folder: Path) -> None:

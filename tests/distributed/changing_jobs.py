@@ -15,6 +15,7 @@ from penstock.partition import partitioner
 from penstock.runtime.step import bound_schedules
 from scaffolding.by_hand import sizes_by_hand, step_by_hand
 from scaffolding.models import Block, squared_error, token_error
+from scaffolding.refusals import refusal_of
 
 MICROBATCHES = 4
 
@@ -223,13 +224,7 @@ def average(rank: int, in_forward: bool) -> str:
         model, (x,), loss=lambda output: output[0].sub(output[1]).square().sum(), cuts=["student"], microbatches=4
     )
     pipe.step(x)
-    if in_forward:
-        return ""
-    try:
-        model.follow()
-    except penstock.ArgumentError as error:
-        return str(error)
-    return ""
+    return "" if in_forward else refusal_of(model.follow)
 
 
 class Skipping(nn.Sequential):

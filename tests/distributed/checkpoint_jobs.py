@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from jobs import TASKS
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import penstock
 from penstock import checkpoint
+from scaffolding.refusals import refusal_of
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 """The losses of the steps, and what this process holds after them."""
@@ -19,8 +19,8 @@ Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 def train(
     rank: int,
-    name: str,
     options: dict[str, Any],
+    name: str,
     steps: int,
     folder: Path | None = None,
     save_at: int | None = None,
@@ -65,14 +65,9 @@ def refusal(rank: int, folder: Path, name: str, action: str) -> str:
     task = TASKS[name]()
     with penstock.pipeline(task.model, task.args, task.kwargs, loss=task.loss, microbatches=4) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
-        try:
-            if action == "save":
-                checkpoint.save(folder, pipe, optimizer)
-            else:
-                checkpoint.load(folder, pipe, optimizer if action == "load with optimizer" else None)
-        except penstock.PenstockError as error:
-            return str(error)
-    return "nothing"
+        if action == "save":
+            return refusal_of(checkpoint.save, folder, pipe, optimizer)
+        return refusal_of(checkpoint.load, folder, pipe, optimizer if action == "load with optimizer" else None)
 
 
 class Averages:
@@ -184,13 +179,9 @@ def refusals_of_parts(rank: int, folder: Path) -> list[str]:
             ([moments, "adam"], None),
             (None, {"decay": 0.9}),
         ):
-            with pytest.raises(penstock.ArgumentError) as refusal:
-                checkpoint.save(folder, pipe, optimizer, stateful=others)
-            said.append(str(refusal.value))
+            said.append(refusal_of(checkpoint.save, folder, pipe, optimizer, stateful=others))
         checkpoint.save(folder, pipe, {"adam": moments}, stateful={"ema": averages})
         adam = {"adam": moments}
         for optimizer, others in ((moments, {}), (adam, {"ema": {}}), (adam, {"ema": Shadow({"lr": 0.1})})):
-            with pytest.raises(penstock.ArgumentError) as refusal:
-                checkpoint.load(folder, pipe, optimizer, stateful=others)
-            said.append(str(refusal.value))
+            said.append(refusal_of(checkpoint.load, folder, pipe, optimizer, stateful=others))
         return said

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
+from scaffolding.refusals import refusal_of
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (every_block, by_plan, by_sequence)}
 
@@ -141,20 +142,10 @@ def refused(rank: int, what: str) -> str:
     made, replica, replicas = setting("", (2, 2), ("dp", "pp"))
     x, y = part(batch(12), replica, replicas)
     if what == "loss":
-        try:
-            penstock.pipeline(model(), (x,), microbatches=3, broadcast_loss=False, **made)
-        except penstock.ArgumentError as error:
-            return str(error)
+        return refusal_of(penstock.pipeline, model(), (x,), microbatches=3, broadcast_loss=False, **made)
     with penstock.pipeline(model(), (x,), microbatches=3, **made) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         scaler = penstock.GradScaler(pipe, init_scale=2.0)
         with pipe.no_sync():
             pipe.step(x, target=y, loss_scale=2.0)
-        try:
-            if what == "clip":
-                pipe.clip_grad_norm_(1.0)
-            else:
-                scaler.step(optimizer)
-        except penstock.ArgumentError as error:
-            return str(error)
-    return ""
+        return refusal_of(pipe.clip_grad_norm_, 1.0) if what == "clip" else refusal_of(scaler.step, optimizer)

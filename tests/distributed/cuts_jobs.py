@@ -14,6 +14,7 @@ from penstock.costs import Profile, UnitCost
 from penstock.partition import Partitioner, decision
 from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.recording.recording import Recording
+from scaffolding.refusals import refusal_of
 from scaffolding.small import batch
 
 
@@ -77,9 +78,4 @@ def overlap(rank: int, turned: bool, beside: bool = False) -> str:
     layers[2].weight.data = weight.t() if turned else weight
     if beside:
         layers[0].weight.data, layers[2].weight.data = torch.cat([weight, weight], 1).chunk(2, 1)
-    x, _ = batch(4)
-    try:
-        with penstock.pipeline(layers, (x,), microbatches=2, loss=F.mse_loss):
-            return ""
-    except penstock.ArgumentError as error:
-        return str(error)
+    return refusal_of(penstock.pipeline, layers, batch(4)[:1], microbatches=2, loss=F.mse_loss)

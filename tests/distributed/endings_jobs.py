@@ -13,6 +13,7 @@ import mesh_jobs
 
 import penstock
 from penstock import checkpoint
+from scaffolding.refusals import refusal_of
 
 SECONDS = 5.0
 """How long threads may take to end: rank 0's serves the others until they have left."""
@@ -43,11 +44,6 @@ def threads_of_a_closed_pipeline(rank: int, folder: Path, options: dict[str, Any
             time.sleep(0.01)
         left = threads() - before
         assert result.loss.isfinite()  # not read before: what brings it is over as well
-        try:
-            pipe.all_gather_object(rank)
-            said = ""
-        except penstock.PipelineClosedError as error:
-            said = str(error)
-        return within - before, left, said
+        return within - before, left, refusal_of(pipe.all_gather_object, rank)
     finally:
         gc.enable()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
 from penstock._base.errors import PenstockError
+from scaffolding.refusals import refusal_of
 
 STEPS, MICROBATCHES = 3, 4
 
@@ -107,9 +107,8 @@ def refused(rank: int, first: str, second: str | None) -> str:
     generator, critic = networks()
     noise, real = data()[0]
     with penstock.pipeline(Judged(generator, critic), (noise,), loss=fools, cuts=[first]):
-        with pytest.raises(PenstockError) as caught:
-            penstock.pipeline(Judging(generator, critic), (noise, real), loss=tells, cuts=second and [second])
-        return str(caught.value)
+        judging = Judging(generator, critic)
+        return refusal_of(penstock.pipeline, judging, (noise, real), loss=tells, cuts=second and [second])
 
 
 def taking(rank: int, closed: bool) -> str:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from mesh_jobs import mesh_of, part
-from shard_jobs import Blocks, by_plan, by_sequence, every_block
+from shard_jobs import Blocks, by_sequence, every_block
 from torch import Tensor
 
 import penstock
@@ -15,6 +15,7 @@ from penstock.runtime.gradients.distribution import local_gradient
 from penstock.runtime.gradients.sums import GradientSum
 from scaffolding.low_precision import MICROBATCHES, Gradients, Net, batch, loss
 from scaffolding.models import squared_error
+from scaffolding.refusals import refusal_of
 
 
 def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
@@ -51,20 +52,21 @@ def in_turn(rank: int) -> list[Tensor]:
     return found
 
 
-def tensor_parallel(rank: int, how: str, schedule: str) -> dict[str, float]:
+def divided_by_sequence(rank: int) -> dict[str, float]:
     """How far gradients are from the float32 sum of what single microbatches give, if they are not equal."""
     mesh = mesh_of((2, 2), ("pp", "tp"))
-    function = {"by_plan": by_plan, "by_sequence": by_sequence}[how](mesh["tp"])
     x, y = torch.randn(16, 8).bfloat16(), torch.randn(16, 8).bfloat16()
     found: list[dict[str, Tensor]] = []
     for dtype in (torch.float32, None):
         torch.manual_seed(0)
         model = Blocks(dropout=0.0).bfloat16()
         sums: dict[str, Tensor] = {}
-        options = {"mesh": mesh, "parallelize": function, "loss_fn": squared_error, "gradient_dtype": dtype}
+        options = {"mesh": mesh, "parallelize": by_sequence(mesh["tp"]), "gradient_dtype": dtype}
         count = MICROBATCHES if dtype else 1
         parts = [(x, y)] if dtype else list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
-        with penstock.pipeline(model, parts[0][:1], schedule=schedule, microbatches=count, **options) as pipe:
+        with penstock.pipeline(
+            model, parts[0][:1], loss_fn=squared_error, schedule="zb-h1", microbatches=count, **options
+        ) as pipe:
             for rows, target in parts:
                 pipe.step(rows, target=target, loss_scale=1 / len(parts))
                 for name, parameter in pipe.named_parameters():
@@ -88,11 +90,8 @@ def refusal(rank: int, case: str) -> str:
         options["parallelize"] = every_block(mesh["dp"])
     elif rank == 1:
         del options["gradient_dtype"]
-    try:
-        penstock.pipeline(Blocks().bfloat16(), (torch.randn(8, 8).bfloat16(),), loss_fn=squared_error, **options)
-    except penstock.ArgumentError as error:
-        return str(error)
-    return "not refused"
+    model, x = Blocks().bfloat16(), torch.randn(8, 8).bfloat16()
+    return refusal_of(penstock.pipeline, model, (x,), loss_fn=squared_error, **options)
 
 
 class Bytes(NamedTuple):

@@ -23,6 +23,7 @@ from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
 from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
 from scaffolding.models import llama as tiny_llama
+from scaffolding.refusals import refusal_of
 
 ROWS = 12
 
@@ -228,10 +229,7 @@ def wrong_calls(rank: int, ranks: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
 
     def attempt(name: str, **options: Any) -> None:
-        try:
-            penstock.pipeline(task.model, task.args, loss=task.loss, **options)
-        except penstock.PenstockError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+        said[name] = refusal_of(penstock.pipeline, task.model, task.args, loss=task.loss, **options)
 
     attempt("ranks", ranks=ranks + 1)
     attempt("transport", transport="pigeon")
@@ -312,14 +310,6 @@ def end_early(rank: int, transport: TransportChoice, share_loss: bool) -> int:
         for _ in range(3):
             pipe.step(x, target=y)
         return pipe.step_count
-
-
-def clip(rank: int, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
-    task = mlp()
-    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3) as pipe:
-        pipe.step(*task.args, target=task.target)
-        norm = pipe.clip_grad_norm_(max_norm)
-        return norm, {name: p.grad for name, p in pipe.named_parameters()}
 
 
 def timed_on_another_host(rank: int, ahead_seconds: int) -> dict[str, list[float]]:

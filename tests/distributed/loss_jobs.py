@@ -52,6 +52,16 @@ def data() -> tuple[Tensor, Tensor]:
     return batch(12)[0], torch.arange(12) % WIDTH
 
 
+def setting(mesh: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """This process's part of the batch, and what the pipeline is told of the mesh."""
+    x, y = data()
+    if not mesh:
+        return x, y, {"microbatches": MICROBATCHES}
+    grid = mesh_of((2, 2), ("dp", "pp"))
+    x, y = part((x, y), grid.get_local_rank("dp"), 2)
+    return x, y, {"mesh": grid, "microbatches": MICROBATCHES // 2}
+
+
 def train(
     rank: int,
     make: Callable[[], Any],
@@ -63,14 +73,9 @@ def train(
     loads: bool = False,
 ) -> Trained:
     """Trains; saves at the end to `folder`, or begins with what is saved there."""
-    x, y = data()
-    options = {"microbatches": MICROBATCHES, **options}
-    if mesh:
-        grid = mesh_of((2, 2), ("dp", "pp"))
-        x, y = part((x, y), grid.get_local_rank("dp"), 2)
-        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    x, y, of_mesh = setting(mesh)
     losses, norms = [], []
-    with penstock.pipeline(mlp(), (x,), loss_fn=make(), **options) as pipe:
+    with penstock.pipeline(mlp(), (x,), loss_fn=make(), **of_mesh, **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
         if loads and folder is not None:
             assert checkpoint.load(folder, pipe, optimizer) is not None
@@ -101,12 +106,7 @@ def by_hand(steps: int = STEPS) -> Trained:
 
 
 def verify(rank: int, make: Callable[[], Any], schedule: str, mesh: bool) -> tuple[bool, str, list[str]]:
-    x, y = data()
-    options: dict[str, Any] = {"microbatches": MICROBATCHES}
-    if mesh:
-        grid = mesh_of((2, 2), ("dp", "pp"))
-        x, y = part((x, y), grid.get_local_rank("dp"), 2)
-        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    x, y, options = setting(mesh)
     report = penstock.verify(mlp(), (x,), target=y, loss_fn=make(), schedule=schedule, **options)
     return report.ok, report.summary(), [row.name for row in report.rows if row.name.startswith("loss.")]
 
@@ -118,12 +118,7 @@ def parts(rank: int, schedule: str, mesh: bool) -> tuple[list[dict[str, float]],
         more = {} if torch.is_grad_enabled() else {"right": (output.argmax(1) == target).float().mean()}
         return F.cross_entropy(output, target), {"mean": output.mean(), "count": 3, **more}
 
-    x, y = data()
-    options: dict[str, Any] = {"microbatches": MICROBATCHES}
-    if mesh:
-        grid = mesh_of((2, 2), ("dp", "pp"))
-        x, y = part((x, y), grid.get_local_rank("dp"), 2)
-        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    x, y, options = setting(mesh)
     with penstock.pipeline(mlp(), (x,), loss_fn=loss, schedule=schedule, **options) as pipe:
         pipe.predict(x, outputs="all")
         results = [

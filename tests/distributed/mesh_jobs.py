@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.schedule import Action, Op, Schedule, generate, split_backward
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.refusals import refusal_of
 from scaffolding.small import WIDTH, Retrieval, retrieval_error
 
 
@@ -111,23 +112,6 @@ def train(
         )
 
 
-def train_alone(name: str, steps: int) -> Trained:
-    """The same training in plain torch, with the whole batch, for models whose rows do not depend on each other."""
-    task = jobs.TASKS[name]()
-    model = task.model if isinstance(task.model, nn.Module) else nn.Sequential(*task.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses, norms = [], []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = task.loss(model(*task.args), task.target)
-        loss.backward()
-        losses.append(loss.detach())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Trained(losses, norms, weights, {}, len(task.args[0]))
-
-
 def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, Tensor]:
     """Steps of which some average over replicas and some do not; the gradients at the end."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
@@ -209,12 +193,8 @@ def order_of_reductions(rank: int) -> list[str]:
 def other_rows(rank: int) -> str:
     mesh = mesh_of((2, 2), ("dp", "pp"))
     task = jobs.mlp()
-    try:
-        args = (task.args[0][: 8 + 2 * mesh.get_local_rank("dp")],)
-        penstock.pipeline(task.model, args, loss=task.loss, microbatches=2, mesh=mesh)
-    except penstock.ArgumentError as error:
-        return str(error)
-    return ""
+    args = (task.args[0][: 8 + 2 * mesh.get_local_rank("dp")],)
+    return refusal_of(penstock.pipeline, task.model, args, loss=task.loss, microbatches=2, mesh=mesh)
 
 
 def batch_norm(rank: int) -> dict[str, Tensor]:

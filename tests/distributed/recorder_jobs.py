@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.trace.runs import RunConfig, read_run
+from scaffolding.refusals import refusal_of
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
@@ -51,11 +52,7 @@ def looked_at(rank: int, folder: str) -> list[dict[str, Any]]:
 
 def refused(rank: int, folder: str | None) -> str:
     """What a pipeline says that is to record."""
-    try:
-        pipe_of(folder)
-    except penstock.ArgumentError as error:
-        return str(error)
-    return ""
+    return refusal_of(pipe_of, folder)
 
 
 def refused_on_one(rank: int, folder: str) -> str:

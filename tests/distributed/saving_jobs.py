@@ -16,10 +16,14 @@ import torch
 from jobs import TASKS
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import penstock
 from penstock import checkpoint
 from scaffolding.models import Case
+from scaffolding.refusals import refusal_of
 
 
 class Holds:
@@ -82,11 +86,7 @@ def wrong_on_one_rank(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
 
         def attempt(name: str, call: Callable[..., object], *args: Any, **options: Any) -> None:
             before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-            text = "nothing"
-            try:
-                call(folder, pipe, *args, **options)
-            except penstock.PenstockError as error:
-                text = f"{type(error).__name__}: {error}"
+            text = refusal_of(call, folder, pipe, *args, **options)
             after = pipe.state_dict()
             same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
             said[name] = text, same and held.value == 7 and pipe.step_count == 2
@@ -153,12 +153,6 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
         if rank == 1:
             raise OSError(28, "No space left on device")
 
-    def attempt(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except penstock.CheckpointError as error:
-            said.append(str(error))
-
     def close() -> None:
         with writing(fail), training() as (task, pipe, optimizer):
             step(task, pipe, optimizer)
@@ -173,12 +167,12 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
             with writing(fail):
                 checkpoint.save(folder, pipe, optimizer, blocking=False)
                 step(task, pipe, optimizer)
-                attempt(lambda call=call: call(pipe))
+                said.append(refusal_of(call, pipe))
         with writing(fail):
-            attempt(lambda: checkpoint.save(folder, pipe, optimizer))
+            said.append(refusal_of(checkpoint.save, folder, pipe, optimizer))
         assert checkpoint.wait_for_save(pipe) is None
         assert not list(folder.glob(".step*")), "a save that failed leaves nothing"
-    attempt(close)
+    said.append(refusal_of(close))
     assert checkpoint.latest(folder) == folder / "step-00000001"
     return said
 
@@ -205,13 +199,9 @@ def die_while_saving(rank: int, folder: Path) -> None:
 
 def refused(rank: int, folder: Path) -> str:
     """What a save says that another job refuses, and nothing if it does not; training goes on."""
-    said = ""
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
-        try:
-            checkpoint.save(folder, pipe, optimizer, blocking=False)
-        except penstock.ArgumentError as error:
-            said = str(error)
+        said = refusal_of(checkpoint.save, folder, pipe, optimizer, blocking=False)
         step(task, pipe, optimizer)
     return said
 
@@ -226,7 +216,10 @@ def go_on(rank: int, folder: Path) -> tuple[int, str]:
 
 
 def held(pipe: penstock.Pipeline) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in pipe.state_dict().items()
+    }
 
 
 def train_in_groups(
@@ -275,43 +268,28 @@ def train_in_groups(
         return losses, [len(group["params"]) for group in optimizer.param_groups], held(pipe)
 
 
-def save_on_a_mesh(rank: int, folder: Path) -> dict[str, Tensor]:
-    """Two replicas of two ranks each, which write one checkpoint and one file of the model; read back by all."""
-    from torch.distributed.device_mesh import init_device_mesh
+def save_on_a_mesh(rank: int, folder: Path, name: str, sharded: bool) -> dict[str, Tensor]:
+    """Two replicas of two ranks each, which write one checkpoint and one file of the model; read back by all.
 
+    `sharded`: each replica of a stage holds half of each parameter.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with training("tied_gpt", mesh=mesh) as (task, pipe, optimizer):
+    options = {"parallelize": lambda stage: fully_shard(stage, mesh=mesh["dp"])} if sharded else {}
+    with training(name, mesh=mesh, **options) as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         before = held(pipe)
         checkpoint.save(folder, pipe, optimizer, blocking=False)
         checkpoint.export_safetensors(folder / "model.safetensors", pipe)
         step(task, pipe, optimizer)
         checkpoint.load(folder, pipe, optimizer)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in held(pipe).items())
         return before
 
 
-def load_alone(folder: Path, name: str = "tied_gpt") -> dict[str, Tensor]:
+def load_alone(folder: Path, name: str) -> dict[str, Tensor]:
     with training(name) as (_, pipe, optimizer):
         assert checkpoint.load(folder, pipe, optimizer) is not None
         loaded = held(pipe)
         checkpoint.import_safetensors(folder / "model.safetensors", pipe)
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in pipe.state_dict().items())
         return loaded
-
-
-def save_shards(rank: int, folder: Path) -> dict[str, Tensor]:
-    """As `save_on_a_mesh`, where each replica of a stage holds half of each parameter."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    with training("mlp", mesh=mesh, parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"])) as (task, pipe, opt):
-        step(task, pipe, opt)
-        before = {name: tensor.full_tensor() for name, tensor in pipe.state_dict().items()}
-        checkpoint.save(folder, pipe, opt, blocking=False)
-        checkpoint.export_safetensors(folder / "model.safetensors", pipe)
-        step(task, pipe, opt)
-        checkpoint.load(folder, pipe, opt)
-        assert all(torch.equal(tensor.full_tensor(), before[name]) for name, tensor in pipe.state_dict().items())
-        return before

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.distributed
     ("schedule", "p", "transport"),
     [
         ("zb-h1", 2, "distributed"),
-        pytest.param("interleaved-1f1b", 2, "auto", marks=pytest.mark.long),
-        pytest.param("zb-h1", 4, "distributed", marks=pytest.mark.long),
         pytest.param("interleaved-1f1b", 4, "auto", marks=pytest.mark.long),
     ],
 )

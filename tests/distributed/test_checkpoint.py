@@ -29,9 +29,9 @@ STEPS, SAVED = 4, 2
 def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
     pools = {2: ranks2, 4: ranks4}
 
-    def run(split: str, name: str, *args: Any) -> Trained:
+    def run(job: Callable[..., Trained], split: str, *args: Any) -> Trained:
         n, options = SPLITS[split]
-        every = [jobs.train(0, name, options, *args)] if n == 1 else pools[n].run(jobs.train, name, options, *args)
+        every = [job(0, options, *args)] if n == 1 else pools[n].run(job, options, *args)
         held: dict[str, torch.Tensor] = {}
         for losses, part in every:
             assert losses == every[0][0], "every rank knows the loss"
@@ -51,9 +51,9 @@ def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
 )
 def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: str, change: tuple[str, str]) -> None:
     saves, loads = change
-    whole, held = train(loads, name, STEPS)
-    first, _ = train(saves, name, SAVED, tmp_path, SAVED)
-    then, again = train(loads, name, STEPS, tmp_path)
+    whole, held = train(jobs.train, loads, name, STEPS)
+    first, _ = train(jobs.train, saves, name, SAVED, tmp_path, SAVED)
+    then, again = train(jobs.train, loads, name, STEPS, tmp_path)
     assert held.keys() == again.keys()
     if name == "tied_gpt_with_dropout":
         # The terms of a tied gradient are added in another order, and AdamW makes more of a difference that is small
@@ -68,7 +68,7 @@ def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: s
 
 
 def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
-    assert ranks2.run(jobs.refusal, tmp_path / "nothing", "mlp", "load") == ["nothing"] * 2
+    assert ranks2.run(jobs.refusal, tmp_path / "nothing", "mlp", "load") == [""] * 2
     (tmp_path / "file").write_text("")
     for said in ranks2.run(jobs.refusal, tmp_path / "file", "mlp", "save"):
         assert f"cannot write checkpoints to {tmp_path / 'file'}: FileExistsError: File exists (rank 0)" in said
@@ -80,22 +80,14 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", [("two ranks", "one device"), ("one device", "two ranks")])
-def test_several_optimizers_and_averages_go_on(ranks2: Ranks, tmp_path: Path, change: tuple[str, str]) -> None:
+def test_several_optimizers_and_averages_go_on(
+    train: Callable[..., Trained], tmp_path: Path, change: tuple[str, str]
+) -> None:
     """Each rank saves its own part of them, in whatever form the averages are kept."""
-
-    def run(split: str, *args: Any) -> Trained:
-        n, options = SPLITS[split]
-        of_ranks = (
-            [jobs.train_with_averages(0, options, *args)]
-            if n == 1
-            else ranks2.run(jobs.train_with_averages, options, *args)
-        )
-        return of_ranks[0][0], {key: tensor for _, part in of_ranks for key, tensor in part.items()}
-
     saves, loads = change
-    whole, held = run(loads, STEPS, tmp_path / "unused", STEPS)
-    first, _ = run(saves, SAVED, tmp_path, SAVED)
-    then, again = run(loads, STEPS, tmp_path)
+    whole, held = train(jobs.train_with_averages, loads, STEPS, tmp_path / "unused", STEPS)
+    first, _ = train(jobs.train_with_averages, saves, SAVED, tmp_path, SAVED)
+    then, again = train(jobs.train_with_averages, loads, STEPS, tmp_path)
     assert first + then == whole
     assert held.keys() == again.keys()
     for key, tensor in held.items():
@@ -104,14 +96,14 @@ def test_several_optimizers_and_averages_go_on(ranks2: Ranks, tmp_path: Path, ch
 
 def test_what_cannot_be_divided_by_rank_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
     expected = [
-        "others['flat']: its tensors differ between rank 0 and rank 1",
-        "others['wrapped']: its tensors differ",
+        "stateful['flat']: its tensors differ between rank 0 and rank 1",
+        "stateful['wrapped']: its tensors differ",
         "optimizer: Container.state_dict() has other entries than a state for each parameter",
         "optimizer[1] is str: expected an optimizer, or in stateful=",
-        "others['decay'] is float: expected an optimizer, or in stateful= an object with state_dict",
+        "stateful['decay'] is float: expected an optimizer, or in stateful= an object with state_dict",
         "which has optimizer['adam']; load it without",
-        "others['ema']: others['ema']/",
-        "others['ema']: others['ema']/",
+        "stateful['ema']: others['ema']/",
+        "stateful['ema']: others['ema']/",
     ]
     for said in ranks2.run(jobs.refusals_of_parts, tmp_path):
         assert [part for part, text in zip(expected, said, strict=True) if part not in text] == [], said

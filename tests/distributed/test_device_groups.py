@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import device_group_jobs as jobs
 import pytest
 
@@ -15,23 +13,15 @@ pytestmark = pytest.mark.distributed
 SECONDS = 60.0
 
 
-@pytest.fixture
-def pool() -> Iterator[Ranks]:
-    """Two processes with a stand-in device each, which no other test may have."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+def test_replicas_start_equal_over_their_devices(own_pair: Ranks) -> None:
+    assert own_pair.run(jobs.run, (2, 1), DEVICE, 0, seconds=SECONDS) == [["broadcast"]] * 2
 
 
-def test_replicas_start_equal_over_their_devices(pool: Ranks) -> None:
-    assert pool.run(jobs.run, (2, 1), DEVICE, 0, seconds=SECONDS) == [["broadcast"]] * 2
-
-
-def test_a_pipeline_trains_over_its_devices(pool: Ranks) -> None:
-    assert pool.run(jobs.run, (1, 2), DEVICE, 3, seconds=SECONDS) == [["irecv", "isend"]] * 2
+def test_a_pipeline_trains_over_its_devices(own_pair: Ranks) -> None:
+    assert own_pair.run(jobs.run, (1, 2), DEVICE, 3, seconds=SECONDS) == [["irecv", "isend"]] * 2
 
 
 @pytest.mark.long  # by the stand-in, without which the others would show nothing
-def test_a_tensor_on_the_cpu_is_refused(pool: Ranks) -> None:
+def test_a_tensor_on_the_cpu_is_refused(own_pair: Ranks) -> None:
     with pytest.raises(RanksError, match="no backend for a tensor on cpu in a group for standin"):
-        pool.run(jobs.run, (2, 1), "cpu", 0, seconds=SECONDS)
+        own_pair.run(jobs.run, (2, 1), "cpu", 0, seconds=SECONDS)

@@ -56,7 +56,6 @@ LONG = {
     "stop": cases("stop", False),
     "raise": cases("raise", False),
     "leave": cases("leave", False),
-    "kill-gloo-every": cases("kill", True, transport="distributed"),
     "kill-own": cases("kill", False, transport="tcp"),
     "stop-split": cases("stop", True, schedule="zb-h1"),
     "raise-mesh": cases("raise", True, replicas=2),

@@ -11,7 +11,7 @@ import torch
 from jobs import TASKS
 from torch import Tensor
 
-from penstock.schedule import Op, schedule_specs
+from penstock.schedule import Op
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
@@ -36,28 +36,17 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
         (3, "tied_gpt_with_dropout", "1f1b"),
         pytest.param(2, "llama", "naive", marks=pytest.mark.long),
         (2, "in_place", "1f1b"),
+        (2, "deep_with_dropout", "chimera"),
     ],
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
-    reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
+    """Every schedule: `test_nccl_rules.py` and `test_zoo_ranks.py`."""
+    reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 6})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     ok, summary, kinds = reports[0]
     assert ok, summary
     assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "schedule"),
-    [(2, "chimera"), *(pytest.param(4, g.name, marks=pytest.mark.long) for g in schedule_specs())],
-    indirect=["ranks"],
-)
-def test_every_schedule_gives_the_bits_of_one_device(ranks: Ranks, schedule: str) -> None:
-    """A family of schedules each in short runs: `test_nccl_rules.py`."""
-    options = {"schedule": schedule, "microbatches": 6, "transport": "auto" if ranks.n == 2 else "distributed"}
-    reports = ranks.run(jobs.verify, "deep_with_dropout", options)
-    assert len(set(map(str, reports))) == 1, "each rank has the same report"
-    assert reports[0][0], reports[0][1]
 
 
 def test_a_rank_without_parameters(ranks3: Ranks) -> None:

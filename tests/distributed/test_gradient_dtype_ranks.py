@@ -37,13 +37,9 @@ def test_steps_that_do_not_average_leave_float32(ranks2: Ranks) -> None:
         assert (late - at_once).abs().max() <= 1e-6 * at_once.abs().max()
 
 
-def test_layers_divided_by_a_plan(ranks4: Ranks) -> None:
-    assert ranks4.run(jobs.tensor_parallel, "by_plan", "1f1b") == [{}] * 4
-
-
 def test_activations_divided_by_a_plan(ranks4: Ranks) -> None:
     """Each rank has a part of the gradient of what is whole; alone, microbatches have these summed in bfloat16."""
-    for away in ranks4.run(jobs.tensor_parallel, "by_sequence", "zb-h1"):
+    for away in ranks4.run(jobs.divided_by_sequence):
         assert len(away) == 4
         assert all("norm" in name and distance < 2**-7 for name, distance in away.items())
 

@@ -18,9 +18,7 @@ MICROBATCHES = 6
 SHORT = [("1f1b", 2, 1, False, True), ("zb-v", 2, 2, True, False)]
 LONG = [
     ("interleaved-1f1b", 4, 2, False, True),
-    ("zb-h2", 4, 1, True, False),
-    ("chimera", 4, 1, False, False),
-    ("dualpipe", 2, 1, True, True),
+    ("chimera", 4, 1, True, False),
 ]
 
 

@@ -76,10 +76,6 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.equal(value, weights[name]) for name, value in flat[0].weights.items())
     assert all(torch.equal(a, b) for a, b in zip(deep[0].losses, flat[0].losses, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(deep[0].norms, flat[0].norms, strict=True))
-    alone = mesh_jobs.train_alone("mlp", 4)
-    assert all(torch.allclose(value, alone.weights[name], atol=1e-6) for name, value in weights.items())
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(deep[0].losses, alone.losses, strict=True))
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(deep[0].norms, alone.norms, strict=True))
 
 
 @pytest.fixture(scope="module")

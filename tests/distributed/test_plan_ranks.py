@@ -36,11 +36,9 @@ def _found() -> Plan:
     [
         {},
         pytest.param({"devices": ()}, marks=pytest.mark.long),
-        pytest.param({"recompute": (0, 1, 2, 3), "offload": ()}, marks=pytest.mark.long),
-        pytest.param({"offload": (0, 1, 2, 3)}, marks=pytest.mark.long),
         pytest.param({"order": "", "choice": ParallelConfig(1, 2, 2, "zb-v", 4, 3)}, marks=pytest.mark.long),
     ],
-    ids=["all at once", "in order", "recomputed", "offloaded", "zb-v"],
+    ids=["all at once", "in order", "zb-v"],
 )
 def test_processes_follow_a_plan_to_the_bit(ranks2: Ranks, changes: dict[str, object]) -> None:
     plan = replace(_found(), **changes)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ran
         said = ranks2.run(recorder_jobs.refused, str(tmp_path))
         assert said[0] == said[1]
         owner = f"process {os.getpid()} on {socket.gethostname()}, started at 20"
-        assert said[0].startswith(f"run_dir='{tmp_path}': {owner}")
+        assert said[0].startswith(f"ArgumentError: run_dir='{tmp_path}': {owner}")
         pipe.step(recorder_jobs.X, target=recorder_jobs.X)
     ranks2.run(recorder_jobs.trained, [str(tmp_path)] * 2, 2)
     assert len(read_run(tmp_path).steps()) == 2

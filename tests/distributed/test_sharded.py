@@ -40,11 +40,7 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
 
 @pytest.mark.parametrize(
     ("schedule", "how"),
-    [
-        ("zb-h1", "every_block"),
-        pytest.param("interleaved-1f1b", "whole_stage", marks=pytest.mark.long),
-        pytest.param("zb-v", "every_block", marks=pytest.mark.long),
-    ],
+    [("zb-h1", "every_block"), pytest.param("interleaved-1f1b", "whole_stage", marks=pytest.mark.long)],
 )
 def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
     options = {"schedule": schedule, "microbatches": 6}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,16 +15,8 @@ from scaffolding.ranks import Ranks
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    """Two processes with one stand-in device, which no other test may have."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-def test_more_ranks_than_accelerators_are_refused_on_each(pool: Ranks) -> None:
-    for said in pool.run(jobs.refusal):
+def test_more_ranks_than_accelerators_are_refused_on_each(own_pair: Ranks) -> None:
+    for said in own_pair.run(jobs.refusal):
         assert "ranks [0, 1] would compute on the same accelerator (2 ranks have 1 in all)" in said
         assert "Start no more ranks on a machine than it has accelerators" in said
 
@@ -63,7 +54,7 @@ def test_a_device_has_a_queue_for_each_communicator(monkeypatch: pytest.MonkeyPa
     check_queues(8)
 
 
-def test_ranks_on_devices_of_different_types_are_refused_on_each(pool: Ranks) -> None:
-    for said in pool.run(jobs.devices_of_two_types):
+def test_ranks_on_devices_of_different_types_are_refused_on_each(own_pair: Ranks) -> None:
+    for said in own_pair.run(jobs.devices_of_two_types):
         assert "rank 0 computes on 'standin', and rank 1 on 'cpu'" in said
         assert "pass the same devices= on every rank" in said

@@ -21,7 +21,6 @@ SHORT = [("zb-h1", "deep_with_dropout")]
 """It has a tie and a value that every stage uses."""
 LONG = [
     ("1f1b", "odd"),
-    ("interleaved-1f1b", "skips"),
     ("dualpipe", "tied_gpt_with_dropout"),
     ("zb-v", "in_place"),
     ("gpipe", "convnet"),
@@ -38,9 +37,8 @@ def test_bits_of_one_device(own_pair: Ranks, schedule: str, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["zb-h1", "chimera"])
-def test_four_ranks(own_four: Ranks, schedule: str) -> None:
-    for ok, summary, _ in own_four.run(jobs.verify, "deep_with_dropout", {"schedule": schedule, "microbatches": 8}):
+def test_four_ranks(own_four: Ranks) -> None:
+    for ok, summary, _ in own_four.run(jobs.verify, "deep_with_dropout", {"schedule": "chimera", "microbatches": 8}):
         assert ok, summary
 
 

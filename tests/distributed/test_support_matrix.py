@@ -18,8 +18,7 @@ pytestmark = pytest.mark.distributed
     ("of_sample", "layers"),
     [
         pytest.param((True,), 4, id="sample"),
-        pytest.param((False,), 4, id="rest", marks=pytest.mark.long),
-        pytest.param((True, False), 8, id="two layers a stage", marks=pytest.mark.long),
+        pytest.param((True, False), 8, id="all, with two layers a stage", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("feature", [feature.name for feature in FEATURES])

@@ -46,8 +46,6 @@ def assert_proven(pool: Ranks, cells: list[Cell], transport: str) -> None:
     [
         pytest.param(2, "distributed", ON_TWO, id="two"),
         pytest.param(4, "auto", ON_FOUR, id="four", marks=pytest.mark.long),
-        pytest.param(2, "distributed", KINDS, marks=pytest.mark.long),
-        pytest.param(4, "auto", KINDS, marks=pytest.mark.long),
         pytest.param(2, "auto", KINDS, marks=pytest.mark.long),
         pytest.param(4, "distributed", KINDS, marks=pytest.mark.long),
     ],
@@ -64,5 +62,5 @@ def test_two_names_of_what_another_rank_holds(ranks2: Ranks) -> None:
 
 
 def test_the_runs_of_these_have_every_schedule() -> None:
-    tried = {cell.schedule for r in (2, 4) for t in (0, 1) for cell in some_cells(KINDS, r, r + t)}
+    tried = {cell.schedule for ranks, first in ((2, 2), (4, 5)) for cell in some_cells(KINDS, ranks, first)}
     assert tried == set(RUN)

@@ -17,6 +17,7 @@ import penstock
 from penstock import checkpoint
 from penstock.checkpoint import export as exports
 from scaffolding.models import squared_error, token_error
+from scaffolding.refusals import refusal_of
 
 WIDTH, LAYERS = 1024, 32
 
@@ -101,22 +102,14 @@ def read(rank: int, path: Path, how: str) -> dict[str, Tensor]:
 
 def refused(rank: int, folder: Path) -> list[str]:
     """What is said of a file of another model, on one rank alone."""
-    said = []
 
-    def act(pipe: penstock.Pipeline) -> None:
-        for call in (
-            lambda: checkpoint.import_safetensors(folder / ("wrong" if rank else "right") / "model.safetensors", pipe),
-            lambda: checkpoint.import_safetensors(folder / ("more" if rank else "right"), pipe),
-            lambda: checkpoint.import_safetensors(folder / "nothing", pipe),
-            lambda: checkpoint.export_safetensors(folder / "file" / "model.safetensors", pipe),
-        ):
-            try:
-                call()
-            except penstock.PenstockError as error:
-                said.append(f"{type(error).__name__}: {error}")
+    def act(pipe: penstock.Pipeline) -> list[str]:
+        wrong, more = ("wrong", "more") if rank else ("right", "right")
+        paths = (folder / wrong / "model.safetensors", folder / more, folder / "nothing")
+        said = [refusal_of(checkpoint.import_safetensors, path, pipe) for path in paths]
+        return [*said, refusal_of(checkpoint.export_safetensors, folder / "file" / "model.safetensors", pipe)]
 
-    train_spare(spare()[0], 0, act)
-    return said
+    return list(train_spare(spare()[0], 0, act))
 
 
 def export_without_memory(rank: int, folder: Path) -> str:

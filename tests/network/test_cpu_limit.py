@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from makers import is_gone, maker, wait_until
 
 from penstock._base.errors import FabricError
 from penstock.network import cpu_limit, reaper
@@ -37,22 +38,6 @@ print(*pids, flush=True)
 while True: pass
 """
 FORKING = f"echo $$; while :; do {sys.executable} -I -S -c 1; done"
-MAKER = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
-from penstock.network import cpu_limit
-from penstock.network.machines import Machines
-cpu_limit.VERSIONS = (int(sys.argv[1]),)
-with Machines(2, slow={1: 0.05}) as made:
-    line = made.command(1, [sys.executable, "-I", "-S", "-c", "print(flush=True)\\nwhile True: pass"])
-    busy = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
-    busy.stdout.readline()
-    print(made.id, made._reaper.pid, busy.pid, flush=True)
-    if "raise" in sys.argv:
-        raise RuntimeError("planned")
-    if "end" not in sys.argv:
-        time.sleep(300)
-"""
 
 
 @pytest.fixture
@@ -68,13 +53,6 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert reaper.list_cgroups(emulation) == []
     monkeypatch.setattr(cpu_limit, "VERSIONS", (asked,))
     return asked
-
-
-def _wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline, "not within 60 s"
-        time.sleep(0.02)
 
 
 def _fields(pid: int) -> list[str]:
@@ -141,21 +119,6 @@ def test_a_slow_host_gets_its_share_and_another_is_not_held_back(version: int, w
 
 @hosts_needed
 @every_version
-def test_commands_that_follow_each_other_share_the_share(version: int) -> None:
-    share, seconds, used = 0.25, 0.1, 0.0
-    work = f"import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
-    with Machines(1, slow={0: share}) as made:
-        start = time.monotonic()
-        while time.monotonic() < start + 2:
-            with subprocess.Popen(made.command(0, [*PYTHON, work]), start_new_session=True) as process:
-                _prefer(made.id, [process.pid])
-            assert process.returncode == 0
-            used += seconds
-        assert used <= 1.25 * share * (time.monotonic() - start)
-
-
-@hosts_needed
-@every_version
 def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None:
     with Machines(2, slow={1: 0.5}) as made:
         (group,) = reaper.list_cgroups(made.id)
@@ -179,32 +142,29 @@ def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None
 # -- what is left -----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
-    """A process with a busy slow host: it, its emulation, and its reaper, the busy one, others of ours."""
-    line = [sys.executable, "-c", MAKER, *arguments]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    with process, process.stdout as answer:
-        try:
-            emulation, *pids = answer.readline().split()
-            yield process, emulation, [int(pid) for pid in pids]
-        finally:
-            process.kill()
-    _wait(lambda: not reaper.list_namespaces(emulation) and not reaper.list_cgroups(emulation))
-
-
 @hosts_needed
 @every_version
-@pytest.mark.parametrize("how", ["end", "raise", signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", ["end", signal.SIGKILL])
 def test_nothing_of_a_slow_host_outlives_the_maker(version: int, how: signal.Signals | str) -> None:
-    with _maker(str(version), *[how] if isinstance(how, str) else []) as (process, emulation, pids):
+    """However it ends: test_namespaces.py."""
+    with maker(*[how] if isinstance(how, str) else [], "slow", str(version)) as (process, emulation, worker, keeps):
         if isinstance(how, signal.Signals):
             assert len(reaper.list_cgroups(emulation)) == 1
             process.send_signal(how)
         process.wait(60)
-        _wait(lambda: not reaper.list_namespaces(emulation) and not reaper.list_cgroups(emulation))
-        _wait(lambda: all(reaper.start_ticks(pid) is None for pid in pids))
+        wait_until(lambda: is_gone(emulation))
+        wait_until(lambda: all(reaper.start_ticks(pid) is None for pid in (worker, keeps)))
+
+
+@hosts_needed
+@every_version
+def test_clean_removes_a_group_whose_maker_has_ended(version: int) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    emulation = f"penstock-{ended.pid}-1-5"
+    CpuLimiter(emulation, {0: 0.5}, version)
+    assert f"{emulation}-h0-cpu" in clean()
+    assert reaper.list_cgroups(emulation) == []
 
 
 @hosts_needed
@@ -214,28 +174,9 @@ def test_a_command_that_has_joined_the_group_but_not_yet_the_host_is_ended_too(v
         assert made._cpu_limiter is not None
         process = subprocess.Popen(made._cpu_limiter.command(1, ["sleep", "300"], []))
         (group,) = reaper.list_cgroups(made.id)
-        _wait(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split())
+        wait_until(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split())
     assert process.wait(60) == -signal.SIGKILL
     assert reaper.list_cgroups(made.id) == []
-
-
-@hosts_needed
-@every_version
-def test_clean_removes_a_slow_host_whose_maker_and_reaper_were_killed(version: int) -> None:
-    with _maker(str(version)) as (living, alive, _), _maker(str(version)) as (process, emulation, pids):
-        os.kill(pids[0], signal.SIGKILL)
-        process.kill()
-        process.wait()
-        groups = reaper.list_cgroups(emulation)
-        names = [f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"]
-        assert reaper.list_namespaces(emulation) == names
-        assert set(clean()) >= {*names, *(group.name for group in groups)}
-        assert reaper.list_namespaces(emulation) == reaper.list_cgroups(emulation) == []
-        assert not any(group.exists() for group in groups)
-        _wait(lambda: all(reaper.start_ticks(pid) is None for pid in pids))
-        assert len(reaper.list_namespaces(alive)) == 3
-        assert len(reaper.list_cgroups(alive)) == 1
-        assert living.poll() is None
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -263,14 +204,6 @@ def test_a_group_that_cannot_be_limited_is_refused_with_the_reason(
     with pytest.raises(FabricError, match=refused):
         Machines(3, slow={1: 0.5, 2: 0.5}).__enter__()
     assert not any(f"penstock-{os.getpid()}-" in group.name for group in reaper.list_cgroups())
-
-
-def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(cpu_limit, "VERSIONS", ())
-    with pytest.raises(FabricError, match="root"), Machines(2, slow={1: 0.5}):
-        pass
 
 
 # -- cgroups ----------------------------------------------------------------------------------------------------------

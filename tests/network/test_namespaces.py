@@ -1,67 +1,29 @@
 """Hosts in network namespaces: they are separate machines to a job, and nothing of them outlives their maker."""
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from makers import is_gone, maker, marked, wait_until
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import namespaces, reaper
 from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not, within
 from penstock.network.parse import parse_link
+from penstock.network.shapers import why_no_switch
 
 pytestmark = pytest.mark.alone
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
-
-MAKER = """
-import os, signal, subprocess, sys, time
-from penstock.network.machines import Machines
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
-with Machines(2) as made:
-    sleeper = subprocess.Popen(made.command(0, ["sleep", "300"]), start_new_session=True)
-    while os.readlink(f"/proc/{sleeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-        time.sleep(0.01)
-    if "fork" in sys.argv and os.fork() == 0:
-        end = time.monotonic() + 60  # holds all that its parent had open, until the hosts are gone
-        while os.path.exists(f"/var/run/netns/{made.id}-switch") and time.monotonic() < end:
-            time.sleep(0.02)
-        os._exit(0)
-    print(made.id, sleeper.pid, made._reaper.pid, flush=True)
-    if "raise" in sys.argv:
-        raise RuntimeError("planned")
-    time.sleep(300)
-"""
-
-
-def _assert_comes_true(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline, "not within 30 s"
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def _maker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, int, int]]:
-    """A process with two hosts and a process in one: it, its emulation, that process, and its reaper."""
-    process = subprocess.Popen([sys.executable, "-c", MAKER, *arguments], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process, process.stdout as answer:
-        try:
-            emulation, sleeper, keeps = answer.readline().split()
-            yield process, emulation, int(sleeper), int(keeps)
-        finally:
-            process.kill()
-    _assert_comes_true(lambda: not reaper.list_namespaces(emulation))
+_NO_SWITCH = _MISSING or why_no_switch()
+switch_needed = pytest.mark.skipif(_NO_SWITCH is not None, reason=str(_NO_SWITCH))
 
 
 def _in(host: str, command: str) -> str:
@@ -117,38 +79,49 @@ def test_two_emulations_at_once_do_not_collide() -> None:
 
 
 @hosts_needed
+@pytest.mark.parametrize("switch", [pytest.param((), id="bridge"), pytest.param(("switch",), marks=switch_needed)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
-def test_nothing_outlives_the_maker(how: signal.Signals | str) -> None:
-    with _maker(*[how] if isinstance(how, str) else []) as (process, emulation, sleeper, keeps):
-        assert len(reaper.list_namespaces(emulation)) == 3, (
-            "two hosts and their switch, or there is nothing to outlive it"
-        )
-        assert reaper.start_ticks(sleeper) is not None
-        assert reaper.start_ticks(keeps) is not None
-        if how == "fork":
-            process.kill()
-        elif isinstance(how, signal.Signals):
-            process.send_signal(how)
+def test_nothing_outlives_the_maker(how: signal.Signals | str, switch: tuple[str, ...]) -> None:
+    devices = _devices()
+    with maker(*[how] if isinstance(how, str) else [], *switch) as (process, emulation, worker, keeps):
+        if how != "raise":
+            assert len(reaper.list_namespaces(emulation)) == 3 - len(switch), "or nothing can outlive it"
+            assert all(reaper.start_ticks(pid) is not None for pid in (worker, keeps))
+            process.send_signal(signal.SIGKILL if how == "fork" else how)
         process.wait(30)
-        _assert_comes_true(lambda: not reaper.list_namespaces(emulation))
-        _assert_comes_true(lambda: reaper.start_ticks(sleeper) is None)
-        _assert_comes_true(lambda: reaper.start_ticks(keeps) is None)
+        wait_until(lambda: is_gone(emulation))
+        wait_until(lambda: all(reaper.start_ticks(pid) is None for pid in (worker, keeps)))
+        wait_until(lambda: not marked(process.pid))
+    assert _devices() == devices
+
+
+SWITCHED = '3, parse_link("100mbit delay 5ms")'
 
 
 @hosts_needed
-@pytest.mark.parametrize("made", [1, 4, 12])
-def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(made: int) -> None:
-    program = "from penstock.network.machines import Machines\nMachines(12).__enter__()\nimport time; time.sleep(60)"
+@pytest.mark.parametrize(
+    ("machines", "made"),
+    [("12", 1), ("12", 4), ("12", 12), *(pytest.param(SWITCHED, made, marks=switch_needed) for made in (1, 3))],
+)
+def test_a_maker_that_is_killed_while_it_makes_leaves_nothing(machines: str, made: int) -> None:
+    """Of three hosts with a switch, it starts the switch after the third."""
+    imports = "from penstock.network.machines import Machines\nfrom penstock.network.parse import parse_link"
+    program = f"{imports}\nMachines({machines}).__enter__()\nimport time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program])
     mine = f"penstock-{process.pid}-"
+
+    def names() -> list[str]:
+        return [name for name in reaper.list_namespaces() if name.startswith(mine)]
+
     try:
-        _assert_comes_true(lambda: sum(name.startswith(mine) for name in reaper.list_namespaces()) >= made)
+        wait_until(lambda: len(names()) >= made)
     finally:
         process.kill()
         process.wait()
-    _assert_comes_true(lambda: not any(name.startswith(mine) for name in reaper.list_namespaces()))
+    wait_until(lambda: not names() and not marked(process.pid))
     time.sleep(0.2)
-    assert not any(name.startswith(mine) for name in reaper.list_namespaces())
+    assert not names()
+    assert not marked(process.pid)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
@@ -164,12 +137,12 @@ def test_clean_removes_leftovers_of_dead_makers_only() -> None:
     stranger = "penstock-of-somebody-else"
     subprocess.run(["ip", "netns", "add", stranger], check=True)
     try:
-        with _maker() as (living, alive, _, _), _maker() as (process, emulation, sleeper, keeps):
+        with maker() as (living, alive, _, _), maker() as (process, emulation, sleeper, keeps):
             os.kill(keeps, signal.SIGKILL)
             process.kill()
             assert len(reaper.list_namespaces(emulation)) == 3
             # Not yet waited for: a zombie is as good as gone.
-            _assert_comes_true(lambda: not reaper.maker_lives(emulation))
+            wait_until(lambda: not reaper.maker_lives(emulation))
             removed = clean()
             assert set(removed) >= {f"{emulation}-h0", f"{emulation}-h1", f"{emulation}-switch"}
             assert reaper.list_namespaces(emulation) == []
@@ -260,11 +233,3 @@ def test_what_the_kernel_lacks_is_named(
     assert module in str(why_not())
     assert "Unknown device type" in str(why_not())
     assert _devices() == before
-
-
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user, which only root may")
-def test_another_user_is_told_so() -> None:
-    # Modules are loaded as root: the sources may lie where the other user cannot read.
-    code = "import os; from penstock.network import namespaces; os.setuid(65534); print(namespaces.why_not())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "need root; this is user 65534" in done.stdout

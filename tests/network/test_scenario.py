@@ -162,8 +162,3 @@ def test_what_a_file_cannot_say_is_refused(tmp_path: Path, text: str, said: str)
     with pytest.raises(ArgumentError, match=said) as error:
         _events(tmp_path, text)
     assert "changes.toml" in str(error.value)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="No such file"):
-        read_scenario(tmp_path / "none.toml", BEFORE, 4)

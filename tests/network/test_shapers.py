@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.network import machines, reaper, shapers
-from penstock.network.machines import Machines
+from penstock.network import shapers
 from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import Shaper, choose
@@ -54,18 +50,6 @@ def test_whoever_chooses_jitter_is_told_what_becomes_of_it(machine: pytest.Monke
     assert told("up 100mbit down 100mbit delay 5ms 1ms")
     assert not told("100mbit delay 5ms")
     assert not told("100mbit delay 5ms 1ms overtaking")
-
-
-@hosts_needed
-def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "tc"
-    program.write_text(f'#!/bin/sh\ncase "$*" in *batch*) cat > /dev/null;; *) exec {reaper.tool("tc")} "$@";; esac\n')
-    program.chmod(0o755)
-    find = reaper.tool
-    monkeypatch.setattr(reaper, "tool", lambda name: str(program) if name == "tc" else find(name))
-    said = "reported no error when attaching tbf to .* but shows qdisc noqueue"
-    with pytest.raises(FabricError, match=said), Machines(2, PLAIN):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -131,14 +115,6 @@ def test_where_there_is_no_switch_what_it_needs_is_named(machine: pytest.MonkeyP
     assert choose(PLAIN, 2).name == "tbf"
 
 
-@pytest.mark.parametrize("wanted", shapers.SHAPERS)
-def test_without_root_nothing_is_chosen(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(FabricError, match="need root; this is user 1000"):
-        Machines(2, FAR if wanted == "switch" else PLAIN, shaper=wanted).check_support()
-
-
 @pytest.mark.parametrize("missing", ["numba", "scipy"])
 def test_without_its_packages_the_switch_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapers.importlib.util, "find_spec", lambda name: None if name == missing else object())
@@ -154,29 +130,6 @@ def test_without_tap_devices_the_switch_says_what_to_do(device: str, monkeypatch
     said = str(shapers.why_no_switch())
     assert f"needs TAP devices, but {device} cannot be used (" in said
     assert "`modprobe tun`" in said
-
-
-@hosts_needed
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Machines(2, parse_link("100mbit delay 5ms"), shaper="tbf"),
-        lambda: Machines(4, parse_link("900gbit delay 1ms")),
-        lambda: Machines(2, parse_link("20gbit delay 1ms mtu 576")),
-    ],
-    ids=["tbf", "rate", "small frames"],
-)
-def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*given: object) -> None:
-        raise AssertionError(f"something is made: {given}")
-
-    monkeypatch.setattr(machines, "start_reaper", never)
-    monkeypatch.setattr(Machines, "_run", never)
-    monkeypatch.setattr(machines, "Switch", never)
-    made = make()
-    with pytest.raises((ArgumentError, FabricError)), made:
-        pass
-    assert made.id == ""
 
 
 @pytest.mark.parametrize(

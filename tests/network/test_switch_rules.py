@@ -22,7 +22,7 @@ pytest.importorskip("numba")
 from switch_by_hand import Given, Network, Taken
 
 from penstock._base.compiled import folder
-from penstock.network.model import CORRUPT, DUPLICATE, LOST, Draws
+from penstock.network.model import LOST, Draws
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, loop
 from penstock.network.switch.filling import DecisionBuffer, counters, create_tables
@@ -189,70 +189,12 @@ def test_the_loop_does_what_its_rules_say(
     _assert_as_by_hand(_topology(link, own, seed), frames, near=near, gone=gone)
 
 
-def test_frames_back_to_back_are_as_far_apart_as_the_rate_has_it() -> None:
-    taken = _assert_as_by_hand(_topology("1gbit"), [Given(100, 0, 1, size) for size in (1514, 1514, 60, 1514)])
-    assert [one.at for one in taken] == list(np.cumsum([100 + 1514 * 8, 1514 * 8, 60 * 8, 1514 * 8]))
-
-
 def test_a_queue_holds_its_limit_and_no_more() -> None:
     frames = [Given(0, 0, 1, 1514) for _ in range(10)]
     narrow = _topology(f"up 1000gbit down 1gbit limit {5 * 1514}")
     assert [one.number for one in _assert_as_by_hand(narrow, frames)] == [0, 1, 2, 3, 4]
     later = [*frames, Given(2 * 1514 * GBIT_NS, 0, 1, 1514)]
     assert [one.number for one in _assert_as_by_hand(narrow, later)] == [0, 1, 2, 3, 4, 10]
-
-
-def test_frames_are_lost_doubled_and_damaged_where_the_model_says() -> None:
-    topology = _topology("1gbit loss 10% duplicate 10% corrupt 10%", seed=5)
-    drawn = Draws(topology.link.impairment, 5, 0).next(400)
-    taken = _assert_as_by_hand(topology, [Given(place * MS, 0, 1, 500) for place in range(400)])
-    expected = [
-        (number, bool(fate & CORRUPT))
-        for number, fate in enumerate(drawn.fate.tolist())
-        if not fate & LOST
-        for _ in range(2 if fate & DUPLICATE else 1)
-    ]
-    assert [(one.number, len(one.wrong) == 1) for one in taken] == expected
-    assert all(bit >= 14 * 8 for one in taken for bit in one.wrong)  # never the Ethernet header
-    assert len({one.wrong for one in taken}) > 20
-
-
-def test_nothing_leaves_during_a_stall_and_what_was_held_leaves_at_the_rate() -> None:
-    topology = _topology("1gbit stall 20ms every 50ms")
-    frames = [Given(place * MS, 0, 1, 1514) for place in range(200)]
-    times = np.array([one.at for one in _assert_as_by_hand(topology, frames)])
-    assert len(times) == 200
-    serial = 1514 * GBIT_NS
-    began = times - serial
-    inside = began % (50 * MS)
-    assert ((inside >= 20 * MS) | (began < 50 * MS)).all()  # the first stall comes after a whole period
-    assert np.diff(times).min() == serial
-    held = began[(began >= 70 * MS) & (began < 71 * MS)]
-    assert held[0] == 70 * MS
-    assert len(held) > 20  # of a stall and of the first ms after it
-
-
-def test_a_host_that_is_gone_gets_and_sends_nothing() -> None:
-    topology = _topology("1gbit delay 2ms")
-    network = Compiled(topology)
-    network.gone(1)
-    frames = [Given(0, 0, 1, 60), Given(0, 1, 0, 60), Given(1 * MS, 0, 2, 60)]
-    assert network.play(frames) == [Taken(3 * MS + 60 * GBIT_NS, 2, 2)]
-    network.gone()
-    network.taken.clear()
-    assert [one.target for one in network.play([Given(10 * MS, 0, 1, 60), Given(10 * MS, 1, 0, 60)])] == [1, 0]
-
-
-def test_background_takes_its_share_of_the_rate() -> None:
-    """Half of the frames before, and so twice the time."""
-    frames = [Given(0, 0, 1, 1514) for _ in range(100)]
-    alone = _assert_as_by_hand(_topology("1gbit"), frames)[-1].at
-    spread = [Given(place * 2 * 1514 * GBIT_NS, 0, 1, 1514) for place in range(100)]
-    near = [(place * 2 * 1514 * GBIT_NS - 1 if place else 0, 1514) for place in range(100)]
-    shared = _assert_as_by_hand(_topology("1gbit"), spread, near={1: near})[-1].at
-    assert shared == pytest.approx(2 * alone, rel=0.01)
-    untouched = _assert_as_by_hand(_topology("1gbit"), spread, near={2: near})
-    assert [one.at for one in untouched] == [frame.at + 1514 * GBIT_NS for frame in spread]
 
 
 def test_own_links_are_met_in_either_direction_and_both_between_two() -> None:
@@ -346,23 +288,6 @@ def three() -> Iterator[Wires]:
         yield wires
 
 
-def test_frames_pass_whole_and_not_before_their_time(three: Wires) -> None:
-    began = time.monotonic_ns()
-    came = three.exchange([(0, 1)])
-    read = three.t.state[columns.READS]
-    three.send(1, 2, 1)
-    three.pass_on(lambda: three.t.state[columns.READS] > read)
-    three.send(0, 2, 2)
-    three.pass_on(lambda: three.t.state[columns.READS] > read + 1 and three.is_idle())
-    for host in range(HOSTS):
-        came[host] += three.came(host)
-    assert time.monotonic_ns() - began >= 2 * MS
-    assert [_numbers(frames) for frames in came] == [[], [0], [1, 2]]
-    assert came[2][0] == bytes(5) + b"\x03" + bytes(8) + (1).to_bytes(4) + bytes(82)
-    late = counters(three.t)["late"]
-    assert 0 <= late["p50"] <= late["p99"] <= late["worst"]
-
-
 def test_a_frame_to_all_gets_to_all_others(three: Wires) -> None:
     came = three.exchange([(1, 255)])
     assert [_numbers(frames) for frames in came] == [[0], [], [0]]
@@ -419,29 +344,6 @@ def test_without_room_frames_wait_where_they_are(three: Wires) -> None:
     three.t.state[columns.SPARES] = len(three.t.slots)
     three.pass_on(lambda: three.t.state[columns.READS] >= 1 and three.is_idle())
     assert _numbers(three.came(1)) == [0]
-
-
-TEXT = "1gbit delay 1ms loss 10% duplicate 10% corrupt 10% reorder 10%"
-
-
-def _outcome(seed: int, count: int = 300) -> list[list[bytes]]:
-    with Wires(_topology(TEXT, seed=seed)) as wires:
-        return [sorted(frames) for frames in wires.exchange([(place % 2, 2) for place in range(count)])]
-
-
-def test_the_same_seed_decides_the_same_and_another_seed_otherwise() -> None:
-    first = _outcome(1)
-    assert _outcome(1) == first
-    assert _outcome(2) != first
-    drawn = [Draws(parse_link(TEXT).impairment, 1, host).next(150).fate for host in (0, 1)]
-    expected = [
-        2 * k + host for host in (0, 1) for k in range(150) if not drawn[host][k] & LOST
-        for _ in range(2 if drawn[host][k] & DUPLICATE else 1)
-    ]  # fmt: skip
-    # Damaged ones may have lost their numbers.
-    assert len(first[2]) == len(expected)
-    right = [number for number in _numbers(first[2]) if number < 300]
-    assert len(set(right) - set(expected)) <= 3
 
 
 def test_what_was_compiled_from_other_sources_is_not_taken(tmp_path: Path) -> None:

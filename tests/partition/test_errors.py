@@ -220,7 +220,7 @@ def test_models_must_be_modules() -> None:
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_torchscript_is_refused_by_name() -> None:
     layer, x = torch.jit.script(nn.Linear(6, 6)), torch.randn(4, 6)
     model = nn.Sequential(nn.Linear(6, 6), layer)

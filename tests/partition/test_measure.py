@@ -248,6 +248,59 @@ def test_an_uneven_split_is_reported_with_a_remedy(measures_all: None) -> None:
     assert "take fewer stages" in note
 
 
+class Group(nn.Module):
+    """Layers in one module, as a stage of a hierarchical model has them."""
+
+    def __init__(self, milliseconds: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Waits(milliseconds) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Grouped(nn.Module):
+    def __init__(self, groups: nn.ModuleList) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = group(x)
+        return x
+
+
+def test_a_module_that_is_slower_than_its_work_is_opened(measures_all: None) -> None:
+    groups = nn.ModuleList([*(Group(0) for _ in range(3)), Group(40)])
+    by_work, by_time = (weighed(Grouped(groups), 4, balance) for balance in ("flops", "time"))
+    assert by_work.cuts == ("groups.1", "groups.2", "groups.3")
+    assert by_time.cuts == ("groups.3.blocks.1", "groups.3.blocks.2", "groups.3.blocks.3")
+    assert not any("limits throughput" in note for note in by_time((X,)).notes)
+    other = Partitioner(Grouped(groups), 4, streams=Silent(), balance="time")
+    other((X,))
+    other.divide(by_time.division)
+    assert other((X,)).cuts == by_time.cuts
+
+
+def test_parts_that_are_no_faster_stay_together(measures_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, attempts = nn.ModuleList([*(Group(0) for _ in range(3)), Group(40)]), []
+
+    def fails_the_second_time(*args: Any, **options: Any) -> Profile:
+        attempts.append(args)
+        if len(attempts) > 1:
+            raise UnmeasurableError("no memory is left")
+        return measure(*args, **options)
+
+    monkeypatch.setattr(decision, "measure", fails_the_second_time)
+    partitioner = weighed(Grouped(groups), 4)
+    assert len(attempts) == 2
+    assert partitioner.cuts == ("groups.1", "groups.2", "groups.3")
+    (note,) = partitioner((X,)).notes
+    assert "'groups.3' alone takes" in note
+
+
 def test_other_processes_divide_like_the_first(measures_all: None, reads: list[int]) -> None:
     first = weighed(waiting([0, 1]), 2)
     reads.clear()

@@ -595,6 +595,9 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1 entry;", "2 ranks"]),
         ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
         ({"devices": 1, "ranks": 2}, ArgumentError, ["devices=1: expected", "a list with one for each rank"]),
+        ({"balance": lambda name: 1}, ArgumentError, ["balance=", "a function of a module's name and the module"]),
+        ({"compile": {"backen": 1}}, ArgumentError, ["torch.compile has no argument 'backen', only backend"]),
+        ({"loss": nn.MSELoss(reduction="none")}, ArgumentError, ["MSELoss with reduction='none'", "expected a scalar"]),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:

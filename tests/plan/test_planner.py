@@ -484,6 +484,7 @@ def test_a_plan_goes_through_a_file(tmp_path: Path, megabytes: float) -> None:
         ("[]", r"expected a plan of version 2, not \[\]"),
         ('{"version": 1}', "expected a plan of version 2, not 1"),
         ('{"version": 2, "choice": {}}', "is missing"),
+        ('{"version": 1, "units": []}', "is a profile; `penstock plan --profile FILE"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -154,3 +154,5 @@ def test_so_many_that_none_has_a_pixel_are_drawn_by_the_pixel() -> None:
 def test_bad_options(options: dict[str, str], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         schedule_svg(generate("gpipe", 2, 2), **options)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"pass make_panel\(...\) of the Schedule"):
+        svg([generate("gpipe", 2, 2)])  # type: ignore[list-item]

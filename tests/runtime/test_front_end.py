@@ -16,14 +16,11 @@ from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.schedule.lowering import resolve_order
 from runtime.ready_made import ReadyMade, Returns
+from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
 
 MICROBATCHES = 4
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def stages(count: int) -> list[nn.Module]:

@@ -64,6 +64,8 @@ def test_options_are_a_dict_without_parameters(options: Any) -> None:
     with penstock.pipeline(model(), (x,), ranks=2, microbatches=4, loss=F.mse_loss, cuts=CUTS[2]) as pipe:
         with pytest.raises(ArgumentError, match=r"parameter '0\.weight'.*without 'params'"):
             pipe.parameter_groups(lambda name, parameter: options)
+        with pytest.raises(ArgumentError, match=r"parameter_groups\(3\): expected a function of a parameter's name"):
+            pipe.parameter_groups(3)  # type: ignore[arg-type]
 
 
 def test_what_takes_no_gradient_is_left_out() -> None:

@@ -18,6 +18,7 @@ from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_
 from penstock import checkpoint
 from penstock._base.errors import ArgumentError
 from scaffolding.models import CASES
+from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import representatives
 from scaffolding.small import batch, mlp
@@ -40,17 +41,9 @@ def test_a_step_under_autocast_gives_the_bits_of_one_device(
 ) -> None:
     case = CASES[name]()
     with torch.autocast("cpu", dtype=dtype):
-        report = penstock.verify(
-            case.model,
-            case.args,
-            target=case.target,
-            loss_fn=case.loss,
-            ranks=ranks,
-            microbatches=2,
-            schedule=schedule,
-            exact=True,
+        proven(
+            case.model, *case.args, case.target, case.loss, ranks=ranks, microbatches=2, schedule=schedule, exact=True
         )
-    report.raise_if_failed()
 
 
 def test_the_backward_is_split_under_autocast_as_it_is_without() -> None:
@@ -82,10 +75,8 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(("keeps_casts", "schedule"), [(True, "zb-h1"), (False, "gpipe")])
 def test_an_autocast_keeps_casts_as_the_forward_says(keeps_casts: bool, schedule: str) -> None:
     torch.manual_seed(0)
-    batch = torch.randn(8, 16), torch.randn(8, 4)
-    penstock.verify(
-        Twice(keeps_casts), batch[:1], target=batch[1], loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule=schedule
-    ).raise_if_failed()
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    proven(Twice(keeps_casts), x, y, ranks=2, microbatches=4, schedule=schedule)
 
 
 class PartlyFull(nn.Module):
@@ -282,16 +273,7 @@ SHORT = ["interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"]
 )
 def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
     x, y = batch(16)
-    report = penstock.verify(
-        mlp(16).to(dtype),
-        (x.to(dtype),),
-        target=y.to(dtype),
-        loss_fn=F.mse_loss,
-        ranks=4,
-        microbatches=8,
-        schedule=name,
-    )
-    report.raise_if_failed()
+    report = proven(mlp(16).to(dtype), x.to(dtype), y.to(dtype), ranks=4, microbatches=8, schedule=name)
     copied = any(len(row.stages) > 1 for row in report.rows if row.kind == "gradient")
     assert copied or {row.verdict for row in report.rows} == {"equal"}  # what one stage holds has the same bits
 
@@ -324,7 +306,7 @@ def test_bilinear_layers_under_autocast_give_the_bits_of_one_device() -> None:
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     options = {"ranks": 2, "microbatches": 4, "schedule": "zb-h1", "balance": "flops", "exact": True}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        penstock.verify(TwoInputs, (x,), target=y, loss_fn=nn.functional.mse_loss, **options).raise_if_failed()
+        proven(TwoInputs, x, y, **options)
 
 
 def test_torchs_unscale_calls_the_method_that_the_scaler_overrides() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,26 @@ def step_by_hand(
     for term in terms[1:]:
         total = total + term
     return ByHand(outputs, losses, total)
+
+
+def assert_steps_by_hand(
+    pipe: Any,
+    reference: nn.Module,
+    batches: Iterable[Sequence[Tensor]],
+    loss: Callable[[Any, Any], Tensor],
+    microbatches: int,
+    *,
+    but: Sequence[str] = (),
+) -> None:
+    """Asserts that a step with each batch, inputs and a target, has the loss, gradients and buffers of one device."""
+    for *inputs, target in batches:
+        pipe.model.zero_grad()
+        reference.zero_grad()
+        expected = step_by_hand(reference, inputs, target, loss, min(microbatches, len(target)))
+        assert torch.equal(pipe.step(*inputs, target=target).loss, expected.total)
+        assert_same_gradients(pipe.model, reference, but=but)
+        for (name, a), (_, b) in zip(pipe.model.named_buffers(), reference.named_buffers(), strict=True):
+            assert torch.equal(a, b), name
 
 
 def assert_same_gradients(one: nn.Module, other: nn.Module, *, but: Sequence[str] = ()) -> None:

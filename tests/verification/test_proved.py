@@ -180,6 +180,14 @@ def test_the_copy_goes_once_it_has_passed() -> None:
         pipe.step(X, target=Y)  # has passed: not again
 
 
+def test_the_first_step_warns_of_a_loss_that_is_no_mean_over_rows() -> None:
+    options = {**OPTIONS, "loss_fn": lambda output, target: ((output - target) ** 2).sum()}
+    with pipeline(blocks(), (X,), **options, verify=True) as pipe:
+        with pytest.warns(UserWarning, match=r"verify=True\): the microbatches' loss is .*pass reduction='sum'"):
+            pipe.step(X, target=Y)
+        assert pipe.verified
+
+
 def test_parameters_frozen_after_building_are_frozen_in_the_copy() -> None:
     model = blocks()
     with pipeline(model, (X,), **OPTIONS, verify=True) as pipe:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError
-from penstock.checkpoint.contents import LocalState
+from penstock.checkpoint.contents import LocalState, as_passed
 from penstock.checkpoint.export import to_bytes
 from penstock.partition import tensors_in
 from penstock.pipe.pipeline import Pipeline
@@ -103,8 +103,8 @@ def check_shared(digests: Sequence[Mapping[str, Any]]) -> None:
         for label, digest in rank_digests.items():
             if digest != digests[0].get(label):
                 raise ArgumentError(
-                    f"{label}: its tensors differ between rank 0 and rank {rank}, and have neither the names nor the "
-                    "order of the pipeline's parameters, so that they cannot be divided by rank; pass the optimizer "
-                    "itself, a dict of tensors by the names of pipe.named_parameters(), or an object whose "
-                    "state_dict() has one, such as AveragedModel(pipe.model)"
+                    f"{as_passed(label)}: its tensors differ between rank 0 and rank {rank}, and have neither the "
+                    "names nor the order of the pipeline's parameters, so that they cannot be divided by rank; pass "
+                    "the optimizer itself, a dict of tensors by the names of pipe.named_parameters(), or an object "
+                    "whose state_dict() has one, such as AveragedModel(pipe.model)"
                 )

@@ -82,10 +82,15 @@ def label_objects(
     for label, item in other_objects.items():
         if label.startswith("optimizer") or not (hasattr(item, "load_state_dict") or isinstance(item, Mapping)):
             raise ArgumentError(
-                f"{label} is {type(item).__name__}: expected an optimizer, or in stateful= an object with state_dict "
-                "and load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
+                f"{as_passed(label)} is {type(item).__name__}: expected an optimizer, or in stateful= an object with "
+                "state_dict and load_state_dict, or a dict of tensors by parameter name; or lists and dicts of these"
             )
     return optimizers, other_objects
+
+
+def as_passed(label: str) -> str:
+    """Return a label for messages, which name `stateful=`; files say `others`."""
+    return f"stateful{suffix}" if (suffix := label.removeprefix("others")) != label else label
 
 
 def _iterate_labeled(label: str, value: Any) -> Iterator[tuple[str, Any]]:

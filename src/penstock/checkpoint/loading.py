@@ -21,6 +21,7 @@ from penstock.checkpoint.contents import (
     GlobalState,
     Names,
     Optimizers,
+    as_passed,
     empty_entries,
     entries,
     group_names,
@@ -100,7 +101,8 @@ def load(
     def check() -> tuple[dict[str, PartitionedState], dict[str, Any]]:
         _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))
         if missing := [label for label in items if label not in saved.others]:
-            raise ArgumentError(f"{missing[0]} is not in {path}, which has {', '.join(saved.others) or 'none'}")
+            has = ", ".join(map(as_passed, saved.others)) or "none"
+            raise ArgumentError(f"{as_passed(missing[0])} is not in {path}, which has {has}")
         state = model_state(pipe)
         for label, opt in optimizers.items():
             _check_optimizer(path, pipe, label, type(opt).__name__, local_names[label], saved)
@@ -108,9 +110,10 @@ def load(
         for label in (*optimizers, *partitioned):
             stored = empty_entries(pipe, reader.metadata, label)
             if label in partitioned and (extra := stored.keys() ^ entries(label, partitioned[label].local).keys()):
+                place = f"in {path}" if min(extra) in stored else "in the object"
                 raise ArgumentError(
-                    f"{label}: {min(extra)} is only {'in ' + str(path) if min(extra) in stored else 'in the object'}; "
-                    "make the object from the pipeline as it was when saved, before loading"
+                    f"{as_passed(label)}: {min(extra)} is only {place}; make the object from the pipeline as it was "
+                    "when saved, before loading"
                 )
             state |= stored
         return partitioned, state

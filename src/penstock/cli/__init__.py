@@ -62,10 +62,6 @@ class _Verbs(Commands):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except SystemExit as error:
-            if error.code:
-                raise
-            text, status = "user code exited before the command finished (SystemExit)", 2
         except KeyboardInterrupt as error:
             number = error.args[0] if error.args and isinstance(error.args[0], int) else signal.SIGINT
             text, status = f"{describe_signal(number)}; {_NOTHING_LEFT}", 128 + number

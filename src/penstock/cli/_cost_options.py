@@ -14,7 +14,7 @@ from penstock.cli._target import compute_as_ranks, load_profiles, parse_link_cos
 from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
 from penstock.costs.links import describe_link, usual_link
 from penstock.simulate import Links
-from penstock.simulate.costs import LinkCost, StageCost, check_magnitude
+from penstock.simulate.costs import LinkCost, StageCost, check_bandwidth, check_cost
 
 EPILOG = "\n\n".join(
     (
@@ -75,7 +75,8 @@ class CostOptions:
         of `ranks` has (if that is a number)."""
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _NO_COSTS}
         values = {name: value for name, value in values.items() if value is not None}
-        _check(values)
+        for name, value in values.items():
+            (check_bandwidth if name == "bandwidth" else check_cost)(name, value)
         source = f"--profile {self.profile}" if self.profile is not None else self.target or ""
         self._check_conflicts(values, source)
         if self.costs is not None:
@@ -151,13 +152,3 @@ _LINK_COSTS = ("link_latency", "bandwidth")
 
 def _link(values: Mapping[str, float]) -> LinkCost:
     return LinkCost(values.get("link_latency", 0.0), values.get("bandwidth", math.inf))
-
-
-def _check(values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        option = f"{flag(name)} {value:g}"
-        if not value >= 0:
-            raise ArgumentError(f"{option}: expected a cost of 0 or more")
-        if name == "bandwidth" and not value:
-            raise ArgumentError(f"{option}: expected a bandwidth above 0")
-        check_magnitude(name, value, option)

@@ -14,7 +14,6 @@ from penstock._base.formatting import did_you_mean
 from penstock.cli._old_names import old_options
 
 _ARGUMENT_OPTIONS = {
-    "grad-dtype": "gradient-dtype",
     "join-seconds": "join-timeout",
     "link-cost": "link",
     "stall-seconds": "stall-timeout",

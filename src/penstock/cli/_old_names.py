@@ -14,6 +14,7 @@ OLD_OPTIONS = {
     "comm": "link-latency",
     "comms": "with-messages",
     "global-batch": "global-batch-size",
+    "gradient-dtype": "grad-dtype",
     "host-link": "offload-link",
     "leaves": "leaf-modules",
     "like": "replay",

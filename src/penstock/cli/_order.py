@@ -71,8 +71,7 @@ class OrderOptions:
     def all(self, *, several: bool = False) -> tuple[dict[Sized, Schedule], dict[Sized, str]]:
         """Return the requested schedules that the numbers allow, and the requirements of the others. `several`: allow
         several numbers of ranks or microbatches."""
-        name = self._name()
-        specs = [*schedule_specs()] if name == ALL else [schedule_spec(part.strip()) for part in name.split(",")]
+        specs = parse_schedules(self._name())
         sizes = self._sizes(several=several)
         requested = [
             (spec, ScheduleParams(*size, spec.chunks if self.stages_per_rank is None else self.stages_per_rank))
@@ -141,6 +140,12 @@ class OrderOptions:
         for ranks, microbatches in sizes:
             check_counts(ranks=ranks, microbatches=microbatches)
         return sizes
+
+
+def parse_schedules(text: str) -> list[ScheduleSpec]:
+    """Return the schedules of comma-separated names, each once, or all."""
+    names = [*dict.fromkeys(name.strip() for name in text.split(","))]
+    return [*schedule_specs()] if names == [ALL] else [schedule_spec(name) for name in names]
 
 
 Sized = tuple[str, int, int]

@@ -40,8 +40,8 @@ def _balance(text: str) -> str:
     return text
 
 
-GradientDtypeName = Literal["float32", "float64"]
-GRADIENT_DTYPE = "Dtype in which gradients of low-precision parameters accumulate; default: the parameter's."
+GradDtypeName = Literal["float32", "float64"]
+GRAD_DTYPE = "Dtype in which gradients of low-precision parameters accumulate; default: the parameter's."
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -94,7 +94,7 @@ class SplitOptions:
     recompute: str = option(
         "What to recompute in the backward: never, except_last, always, or n for every n-th layer.", default="never"
     )
-    gradient_dtype: GradientDtypeName | None = option(GRADIENT_DTYPE)
+    grad_dtype: GradDtypeName | None = option(GRAD_DTYPE)
 
     def arguments(self) -> dict[str, Any]:
         """Return these options as arguments of `penstock.pipeline`."""
@@ -110,7 +110,7 @@ class SplitOptions:
             "memory_limit": None if self.memory_limit is None else parse_size(self.memory_limit),
             "link_cost": parse_link_cost(self.link),
             "recompute": int(self.recompute) if self.recompute.isdecimal() else self.recompute,
-            "grad_dtype": dtype_named(self.gradient_dtype),
+            "grad_dtype": dtype_named(self.grad_dtype),
         }
 
 

@@ -10,7 +10,7 @@ from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.formatting import pluralize
 from penstock.cli._errors import flag
 from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
-from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, load_target, parse_names
+from penstock.cli._target import GRAD_DTYPE, GradDtypeName, dtype_named, load_target, parse_names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.workload import BYTES, Workload, parse_dtype, parse_op, preset
@@ -50,7 +50,7 @@ class TrafficOptions:
         "Default: pipeline, or gradients if --ranks is 1."
     )
     sharded: bool = _of_model("Shard the replicas: all-gathers and reduce-scatters (FSDP2).", default=False)
-    gradient_dtype: GradientDtypeName | None = _of_model(GRADIENT_DTYPE)
+    grad_dtype: GradDtypeName | None = _of_model(GRAD_DTYPE)
     compute: str | None = _of_model(
         "Compute before each transfer: none, measure (here), or the seconds of a stage's forward."
     )
@@ -139,7 +139,7 @@ class TrafficOptions:
                 traffic=traffic,
                 sharded=self.sharded,
                 compute=compute,
-                grad_dtype=dtype_named(self.gradient_dtype),
+                grad_dtype=dtype_named(self.grad_dtype),
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the {sum(sizes)} samples of the batch do not divide evenly"
         pieces = f"{pluralize(len(sizes), 'microbatch')} of {pluralize(sizes[0], 'sample')}"
@@ -151,7 +151,7 @@ _OWNERS = {
     "factor": "--from and --to",
     **dict.fromkeys(("collective", "dtype", "reduce_op", "uneven"), "--sizes or --from and --to"),
     **dict.fromkeys(("cuts", "split_inside", "ranks", "schedule", "microbatches", "traffic", "sharded"), "--model"),
-    **dict.fromkeys(("gradient_dtype", "compute"), "--model"),
+    **dict.fromkeys(("grad_dtype", "compute"), "--model"),
 }
 """Options that require one of others."""
 

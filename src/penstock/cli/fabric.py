@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from penstock._base.errors import ArgumentError, FabricError, require
-from penstock.cli._dry_run import show_traffic
 from penstock.cli._errors import Commands
 from penstock.cli._fabric_runs import Output, clean_up, compare_runs, predict, prepare, report, show_run
 from penstock.cli._network import NetworkOptions
-from penstock.cli._options import JSON, option, output_option, spread
+from penstock.cli._options import JSON, option, output_option, print_json, screen, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
-from penstock.network.fabric.algorithms import ENGINE
+from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm
 from penstock.network.fabric.samples import RUN, SAMPLES
+from penstock.network.fabric.steps import slots_by_port
+from penstock.network.fabric.views.numbers import NONE
+from penstock.network.fabric.workload import group_similar_layers, groups
+from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.network.fabric.workload import Workload
+    from penstock.network.fabric.steps import StepList
+    from penstock.network.fabric.workload import Group, Workload
     from penstock.network.machines import Machines
     from penstock.network.scenario import Event
 
@@ -124,7 +133,12 @@ def fabric(
         if first:
             _dry_run(spec, machines, out, chakra=chakra, as_json=as_json)
         return
-    output = Output(_folder(out, make=first), as_json, chakra)
+    output = Output(_folder(out, check=first), as_json, chakra)
+    if first:
+        try:
+            output.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"--out {output.folder}: {error.strerror}") from None
     if by_torchrun:
         _as_host(spec, output)
     else:
@@ -143,18 +157,11 @@ def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra:
     """Check the options as a run does, and show its transfers. Write nothing but requested traces."""
     if machines is not None:
         machines.check_support()
-    folder, files = _folder(out, make=False), tuple[Path, ...]()
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    try:
-        _folder(folder, make=True)
-        if chakra:
-            from penstock.network.fabric.chakra import write_chakra
+    folder, files = _folder(out), tuple[Path, ...]()
+    if chakra:
+        from penstock.network.fabric.chakra import write_chakra
 
-            files = write_chakra(spec.workload, folder, spec.hosts)
-    finally:
-        for parent in missing:
-            with suppress(OSError):  # it holds traces
-                parent.rmdir()
+        files = write_chakra(spec.workload, folder, spec.hosts)
     show_traffic(spec, None if out is None and not chakra else folder, files, as_json=as_json)
 
 
@@ -202,21 +209,19 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
         raise failure
 
 
-def _folder(out: Path | None, *, make: bool) -> Path:
-    """Return the run's directory. Raise ArgumentError if it contains another run."""
-    if out is None:
-        number = 1
-        while (RUNS / f"fabric-{number}").exists():
-            number += 1
-        out = RUNS / f"fabric-{number}"
-    if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
-        raise ArgumentError(f"--out {out} already contains a run: pass another directory, or remove that one")
-    try:
-        if make:
-            out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"--out {out}: {error.strerror}") from None
-    return out
+def _folder(out: Path | None, *, check: bool = True) -> Path:
+    """Return the run's directory. `check`: raise ArgumentError if it contains another run, or cannot be written."""
+    number = 1
+    while out is None and (RUNS / f"fabric-{number}").exists():
+        number += 1
+    folder = out or RUNS / f"fabric-{number}"
+    if check and ((folder / RUN).exists() or (folder / SAMPLES).exists()):
+        raise ArgumentError(f"--out {folder} already contains a run: pass another directory, or remove that one")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if check and not (existing.is_dir() and os.access(existing, os.W_OK)):
+        why = os.strerror(errno.EACCES if existing.is_dir() else errno.ENOTDIR)
+        raise ArgumentError(f"--out {folder}: {why}")
+    return folder
 
 
 def _refuse_options(ctx: typer.Context) -> None:
@@ -253,3 +258,104 @@ def _progress(trials: int, *, quiet: bool) -> Iterator[Watch | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=trials)
         yield lambda number: bar.update(task, completed=number + 1)
+
+
+# -- the traffic of a dry run -----------------------------------------------------------------------------------------
+
+_NOTE = (
+    "Buffers: a rank's largest buffer, as in nccl-tests{}. Busiest port: bytes that the algorithm sends through the "
+    "busiest port of a host, out or in."
+)
+_UNEVEN = "; for an uneven all_to_all, of each rank's input"
+
+
+def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
+    """Print one row per group of transfers (all microbatches and replicas; in a table also similar layers), and the
+    files written to `folder`."""
+    workload, file_names = spec.workload, [path.name for path in files]
+    totals = _busiest(spec, range(len(workload.transfers)))
+    if as_json:
+        about = {"version": 1, "workload": workload.name, "hosts": spec.hosts, "iterations": spec.iterations}
+        rows = _traffic(spec, groups(workload))
+        output = {"folder": None if folder is None else str(folder), "files": file_names}
+        print_json({**about, "transfers": rows, **totals, **output})
+        return
+    console = screen()
+    console.print(Text(f"{workload.name}: transfers of a trial on {spec.hosts} hosts", "bold"))
+    console.print()
+    rows = _traffic(spec, group_similar_layers(workload))
+    lines = table("transfer", "buffer\nbytes", "times", "buffers\ntotal", "busiest\nport")
+    for section in dict.fromkeys(map(_section, rows)):
+        lines.add_row(Text(section, "italic"))
+        for row in (row for row in rows if _section(row) == section):
+            numbers = (row["bytes"], row["times"], row["bytes"] * row["times"], row["port_bytes"])
+            lines.add_row(Text(row["name"]), *map(_number, numbers))
+        lines.add_row()
+    times, buffers = len(workload.transfers) * spec.iterations, sum(row["bytes"] * row["times"] for row in rows)
+    lines.add_row("step", "", *map(_number, (times, buffers, totals["port_bytes"])), style="bold")
+    print_unbroken(console, lines)
+    console.print()
+    uneven = _UNEVEN if any(transfer.shares for transfer in workload.transfers) else ""
+    for note in (*workload.notes, _NOTE.format(uneven)):
+        console.print(Text(note, "dim"))
+    if folder is not None:
+        note = f"written: {', '.join(file_names)}" if files else "a run would be written there"
+        console.print(Text(f"{folder}: {note}", "dim"))
+
+
+def _traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
+    """Return the rows. `times` counts all iterations of all transfers in the group; for other values see `_busiest`."""
+    rows = []
+    for group in grouped:
+        first = spec.workload.transfers[group.indices[0]]
+        rows.append(
+            {
+                "name": group.name,
+                "kind": first.kind,
+                "collective": first.collective,
+                "algorithm": spec.algorithm_for(group.indices[0]),
+                "ranks": len(first.ranks) or spec.hosts,
+                "shares": list(first.shares),
+                "bytes": first.bytes,
+                "times": len(group.indices) * spec.iterations,
+                **_busiest(spec, group.indices),
+            }
+        )
+    return rows
+
+
+def _busiest(spec: Spec, indices: Iterable[int]) -> dict[str, int | None]:
+    """Return the bytes that the busiest host sends and that pass the busiest port; None for the engine: unknown."""
+    passed: Counter[tuple[int, bool]] = Counter()
+    for index in indices:
+        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_for(index)
+        if algorithm == ENGINE:
+            return {"sent_bytes": None, "port_bytes": None}
+        ranks = transfer.members(spec.hosts)
+        steps, slots = _steps(transfer.collective, algorithm, len(ranks), transfer.shares)
+        size = steps.slot_bytes(transfer.bytes, spec.workload.element_bytes) * spec.iterations
+        for (rank, leaves), count in slots.items():
+            passed[ranks[rank], leaves] += count * size
+    sent = (size for (_, leaves), size in passed.items() if leaves)
+    return {"sent_bytes": max(sent, default=0), "port_bytes": max(passed.values(), default=0)}
+
+
+@cache
+def _steps(
+    collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
+) -> tuple[StepList, Counter[tuple[int, bool]]]:
+    """Return the steps of a collective, and how many pieces of its buffer pass each port."""
+    steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
+    return steps, slots_by_port(chain.from_iterable(steps.rounds))
+
+
+def _section(row: dict[str, Any]) -> str:
+    """Return the heading of a row's section: kind, collective and algorithm."""
+    by = "torch.distributed's own" if row["algorithm"] == ENGINE else row["algorithm"]
+    operation = "send" if row["collective"] == "send" else f"{by} {row['collective']} among {row['ranks']}"
+    uneven = f", shares {','.join(map(str, row['shares']))}" if row["shares"] else ""
+    return f"{row['kind']}: {operation}{uneven}" if row["kind"] else f"{operation}{uneven}"
+
+
+def _number(value: int | None) -> str:
+    return NONE if value is None else f"{value:,}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import format_bytes
@@ -46,20 +47,8 @@ def runs(
             f"no runs in {folder}/: penstock.pipeline(..., run_dir='{folder}/NAME') records one", markup=False
         )
     if summaries:
-        heads = (
-            "run",
-            "model",
-            "schedule",
-            "ranks",
-            "micro-\nbatches",
-            "step",
-            "step time",
-            "loss",
-            "bubble",
-            "state",
-            "started",
-        )
-        lines = table(*heads, left=3)
+        heads = ("run", "model", "schedule", "ranks", "micro-\nbatches", "step", "step time", "loss", "bubble")
+        lines = table(*heads, "state", "started", left=3)
         for run in summaries:
             lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
         print_unbroken(console, lines)
@@ -91,16 +80,17 @@ def figures(run: Summary) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
     from penstock.trace.runs.progress import format_duration
 
+    def text(value: Any, form: Callable[[Any], str]) -> str:
+        return "-" if value is None else form(value)
+
     progress = run.progress
     return {
-        "steps": "-" if progress is None else f"{progress.step:,}",
-        "step time": "-" if progress is None or progress.seconds is None else format_duration(progress.seconds),
-        "samples/s": "-"
-        if progress is None or progress.rows_per_second is None
-        else f"{progress.rows_per_second:,.4g}",
-        "loss": "-" if progress is None or progress.loss is None else f"{progress.loss:#.4g}".removesuffix("."),
-        "bubble": "-" if progress is None or progress.bubble is None else f"{progress.bubble:.0%}",
-        "peak process memory": "-" if run.peak_bytes is None else format_bytes(run.peak_bytes),
+        "steps": text(progress and progress.step, "{:,}".format),
+        "step time": text(progress and progress.seconds, format_duration),
+        "samples/s": text(progress and progress.rows_per_second, "{:,.4g}".format),
+        "loss": text(progress and progress.loss, lambda loss: f"{loss:#.4g}".removesuffix(".")),
+        "bubble": text(progress and progress.bubble, "{:.0%}".format),
+        "peak process memory": text(run.peak_bytes, format_bytes),
     }
 
 

@@ -9,10 +9,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.text import Text
 
 from penstock._base.errors import (
     ArgumentError,
@@ -24,12 +28,12 @@ from penstock._base.errors import (
     format_warning,
 )
 from penstock._base.formatting import pluralize
-from penstock.cli._comparison_table import show
 from penstock.cli._options import CUT, JSON, USUAL_OR_BATCH_SIZE, option, output_option, print_json, screen
-from penstock.cli._order import ALL, check_size
+from penstock.cli._order import ALL, check_size, parse_schedules
 from penstock.cli._target import TARGET, SplitOptions, load_target
 from penstock.distributed.launch.processes import launch
-from penstock.schedule import MICROBATCHES, ScheduleSpec, generate, schedule_spec, schedule_specs
+from penstock.report.text import columns_table
+from penstock.schedule import MICROBATCHES, ScheduleSpec, generate, schedule_spec
 from penstock.schedule.generators import ScheduleParams
 
 if TYPE_CHECKING:
@@ -78,7 +82,8 @@ def verify(
     with all generators at seed 0, to get two models that share nothing.
 
     With --schedule all, every schedule that takes these ranks and microbatches is
-    verified in one process, on one line each; the unsplit model runs only once.
+    verified in one process, on one line each; with several names (1f1b,zb-h1), each
+    of these. The unsplit model runs only once.
 
     The exit status is 0 if everything is equal, 1 if something differs or the
     result is inconclusive (the loss is NaN or infinite), and 2 on any other error.
@@ -88,10 +93,12 @@ def verify(
     in_one_process = case.transport == "local" or (case.transport is None and case.replicas == 1)
     if in_one_process and case.replicas > 1:
         raise ArgumentError(f"--replicas {case.replicas}: replicas need one process per rank; omit --transport local")
-    if case.schedule == ALL:
+    if case.schedule == ALL or "," in case.schedule:
         if not in_one_process:
-            raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
-        _verify_all(case, as_json=as_json)
+            raise ArgumentError(
+                f"--schedule {case.schedule}: one process drives all ranks; omit --transport and --replicas"
+            )
+        _verify_each(case, as_json=as_json)
         return
     _check_numbers(case, schedule_spec(case.schedule))  # raises before anything is loaded
     (report,) = run_case(case, [case.schedule]) if in_one_process else [run_distributed(case)]
@@ -103,43 +110,45 @@ def verify(
         raise VerificationError(report["summary"])
 
 
-def _verify_all(case: Case, *, as_json: bool) -> None:
+def _verify_each(case: Case, *, as_json: bool) -> None:
+    """Verify the named schedules, or of all those that take these numbers."""
     out, names = sys.stdout, list[str]()  # while the model is loaded, output goes to stderr
-    for entry in schedule_specs():
+    for spec in parse_schedules(case.schedule):
         try:
-            _check_numbers(case, entry)
-            names.append(entry.name)
+            _check_numbers(case, spec)
+            names.append(spec.name)
         except PenstockError as error:
-            print(f"{entry.name}: not verified: {error}", file=sys.stderr)
+            if case.schedule != ALL:
+                raise
+            print(f"{spec.name}: not verified: {error}", file=sys.stderr)
     reports = list[dict[str, Any]]()
     for report in run_case(case, names):
         reports.append(report)
         if not as_json:
             print(f"{report['schedule']:17}{report['summary']}", file=out, flush=True)
     if not reports:
-        raise ArgumentError("--schedule all: no schedule takes this model on these ranks; see the lines above")
+        raise ArgumentError(
+            f"--schedule {case.schedule}: no schedule takes this model on these ranks; see the lines above"
+        )
     if as_json:
         print_json(reports)
     if failed := [report["schedule"] for report in reports if not report["ok"]]:
         raise VerificationError(
             f"{len(failed)} of {pluralize(len(reports), 'schedule')} did not pass: {', '.join(failed)}"
         )
+    missing = {*names} - {report["schedule"] for report in reports}
+    if missing and case.schedule != ALL:
+        raise ArgumentError(
+            f"--schedule {case.schedule}: not verified: {', '.join(sorted(missing))}; see the lines above"
+        )
 
 
-def _check_numbers(case: Case, entry: ScheduleSpec) -> None:
+def _check_numbers(case: Case, spec: ScheduleSpec) -> None:
     """Raise ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
     count = MICROBATCHES if case.microbatches is None else case.microbatches
-    check_size(
-        [
-            (
-                entry,
-                ScheduleParams(
-                    case.ranks, count, entry.chunks if case.stages_per_rank is None else case.stages_per_rank
-                ),
-            )
-        ]
-    )
-    generate(entry.name, case.ranks, count, case.stages_per_rank)
+    chunks = spec.chunks if case.stages_per_rank is None else case.stages_per_rank
+    check_size([(spec, ScheduleParams(case.ranks, count, chunks))])
+    generate(spec.name, case.ranks, count, case.stages_per_rank)
 
 
 def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -257,6 +266,69 @@ def rank_main(folder: Path) -> int:
         result = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
     return 2 if "error" in result else 0
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+LONG_TABLE = 24
+"""Number of rows above which equal ones are folded by module."""
+
+_STYLES = {"equal": "green", "close": "yellow"}
+_BLOCK_KINDS = ("gradient", "buffer")
+"""Values named after their module; others are named after a phase ("output 3 in evaluation")."""
+
+
+def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
+    """Print the compared values, one per row, and the summary."""
+    rows = report["rows"]
+    lines = list(_fold(rows)) if len(rows) > LONG_TABLE and not show_all else rows
+    verdicts = [line["verdict"] for line in lines]
+    columns = {
+        "value": [line["kind"] for line in lines],
+        "name": [line["name"] for line in lines],
+        "stage": [", ".join(map(str, line["stages"])) for line in lines],
+        "verdict": [Text(verdict, _STYLES.get(verdict, "bold red")) for verdict in verdicts],
+        "max|difference|": [f"{line['max_difference']:.3g}" for line in lines],
+        "step": [line.get("step") or None for line in lines],
+    }
+    table = columns_table(columns, left=4)
+    for column in table.columns:
+        column.no_wrap, column.overflow = column.header != "name", "fold"
+    console.print(table)
+    counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
+    if report["replicas"] > 1:
+        counts = {"replica": report["replicas"]} | counts
+    sizes = ", ".join(pluralize(count, noun) for noun, count in counts.items())
+    notes = "\n".join(f"note: {note}" for note in report["notes"])
+    full_batch = report["full_batch"]
+    explained = f"full batch: {full_batch['text']}" if full_batch and full_batch["verdict"] == "explained" else ""
+    for text in filter(None, (notes, explained, f"{report['schedule']}, {sizes}: {report['summary']}")):
+        console.print(f"\n{text}", soft_wrap=True, markup=False)
+
+
+def _fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Merge neighboring rows of a block that are all equal, or all undefined."""
+
+    def key(row: Mapping[str, Any]) -> Any:
+        group = _block(row["name"]) if row["kind"] in _BLOCK_KINDS else row["name"].partition(" in ")[2]
+        foldable = row["verdict"] in ("equal", "undefined")
+        return (row["kind"], group, *row["stages"], row["verdict"], row.get("step", 0)) if foldable else row
+
+    for _, group in groupby(rows, key):
+        first, *folded = group
+        if folded:
+            name, _, phase = first["name"].partition(" in ")
+            count, of = len(folded) + 1, f" in {phase}" if phase else ""
+            name = f"{_block(name)}.* ({count})" if first["kind"] in _BLOCK_KINDS else f"all {count}{of}"
+            first = {**first, "name": name}
+        yield first
+
+
+def _block(name: str) -> str:
+    """Return the repeated block of a parameter (`layers.3` for `layers.3.norm.weight`), or else its module."""
+    parts = name.split(".")
+    end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[:end])
 
 
 if __name__ == "__main__":

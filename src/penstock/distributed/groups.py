@@ -19,9 +19,9 @@ RankPair = tuple[int, int]
 
 Role = Literal["control", "everyone", "weights", "losses", "up", "down", "replicas", "column"]
 """What a group is for. Over gloo: all of a pipeline's ranks (control); the whole mesh (everyone); those that hold the
-same stages and train on other data, if there are any (weights); those that share a loss, if ranks compute on
-accelerators (losses). For tensors: a pipeline's ranks, each way (up, down); those with the same stages, on other data
-(replicas), or with a share of each layer, too (column)."""
+same stages and train on other data, if there are any (weights); those that share a loss (losses). For tensors: a
+pipeline's ranks, each way (up, down); those with the same stages, on other data (replicas), or with a share of each
+layer, too (column)."""
 
 GROUP_SECONDS = 3600.0
 """How long an operation of a group may take, unless the user says otherwise.
@@ -116,6 +116,7 @@ class Groups:
         of them, they would wait for each other. `late`: losses are sent while the main threads exchange other values,
         so they have a group of their own."""
         roles, world = self._roles, self._world
+        roles["losses"] = roles["everyone"]
         if late:
             is_single = len(world.replicas) == 1
             roles["losses"] = self._create_own(world.lines if is_single else [world.everyone], "gloo")

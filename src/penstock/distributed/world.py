@@ -234,7 +234,7 @@ def resolve_device(
         return parse_device(devices[rank])
     device = current if devices is None else parse_device(devices)
     if device.type == "meta":
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu":
         return device
     if device.type == "cuda" and not torch.cuda.is_available():

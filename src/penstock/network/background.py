@@ -45,7 +45,6 @@ class Neighbor:
         bytes_per_second: the rate of steady traffic, or 0.
         burst_bytes, period_seconds: the size and period of an incast, or 0.
         trace: seconds and bytes of a trace, in order.
-        text: the source's description as given.
     """
 
     target: int | None
@@ -54,7 +53,6 @@ class Neighbor:
     burst_bytes: int = 0
     period_seconds: float = 0.0
     trace: tuple[tuple[float, int], ...] = ()
-    text: str = ""
 
 
 def parse_background(text: str, hosts: int) -> Neighbor:
@@ -107,16 +105,16 @@ def _neighbor(text: str, hosts: int) -> Neighbor:
         trace = tuple(_read_trace(Path(value)))
         if len(trace) > (max_frames := trace[-1][0] / _MIN_GAP_SECONDS) + 1:
             raise ValueError(f"{value_text} has {len(trace):,} frames: pass at most {max_frames:,.0f} in that time")
-        return Neighbor(target, trace=trace, text=text)
+        return Neighbor(target, trace=trace)
     if kind == "incast":
         burst = int(value)
         if not (period := arguments.get("every")):
             raise ValueError("an incast needs its period: pass one like 'incast 1mb every 100ms'")
         min_frame_bytes = math.ceil(burst / period * _MIN_GAP_SECONDS)
-        return Neighbor(target, max(size, min_frame_bytes), burst_bytes=burst, period_seconds=period, text=text)
+        return Neighbor(target, max(size, min_frame_bytes), burst_bytes=burst, period_seconds=period)
     if value <= 0:
         raise ValueError("the rate is 0: pass a rate above 0, or omit this background")
-    return Neighbor(target, max(size, round(value * _MIN_GAP_SECONDS)), bytes_per_second=value, text=text)
+    return Neighbor(target, max(size, round(value * _MIN_GAP_SECONDS)), bytes_per_second=value)
 
 
 def _read_trace(path: Path) -> Iterator[tuple[float, int]]:

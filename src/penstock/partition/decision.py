@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +49,13 @@ class Decision:
     """What a microbatch costs on each stage, by the profile that decided; otherwise empty."""
     link: LinkCost | None = None
     """What a message was taken to cost."""
+    unit_seconds: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
+    """What each unit was found to take, by its name."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the slowest stage takes more than `UNEVEN_RATIO` times the mean."""
+        return bool(self.seconds) and max(self.seconds) > UNEVEN_RATIO * sum(self.seconds) / len(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +223,7 @@ def _decide_by_times(
     notes += _imbalance_notes(loads, names, stage_units, times)
     cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
     costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
-    return Decision(cuts, tuple(loads), notes, costs, link)
+    return Decision(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
 
 
 def _imbalance_notes(

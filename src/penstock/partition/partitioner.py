@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ from penstock.costs import Profile
 from penstock.partition.cut.balance import Candidate, candidates, cut_at, possible_units
 from penstock.partition.cut.choice import Balance, BalanceChoice
 from penstock.partition.cut.hierarchy import choose_opening, count_blocks, extend_opening, opening_for
-from penstock.partition.decision import NO_LIMIT, Decision, StageBudget, collect_notes, decide, decide_by_measuring
+from penstock.partition.decision import (
+    NO_LIMIT,
+    WORTH_MOVING,
+    Decision,
+    StageBudget,
+    collect_notes,
+    decide,
+    decide_by_measuring,
+)
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import MakeSplitter
 from penstock.partition.recorder.attempts import record
@@ -186,12 +194,16 @@ class Partitioner:
 
     def weigh(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Measure the units of what these inputs, or earlier ones, were recorded as, if times are to be even, and cut
-        there. Change nothing of the model. Other processes `divide` like this one."""
-        self(args, kwargs)
-        recording = next(iter(self._weighable.values()), None)
-        if recording is None or self.stages == 1:
+        there. Change nothing of the model. Other processes `divide` like this one.
+
+        A module may weigh little by its operations and take long: of ResNet-50, whose last blocks have small images and
+        large weights, half of the time on a CPU. Then it is opened, recorded and measured once more.
+        """
+        recording, decision = self._measure(args, kwargs)
+        if recording is not None and decision.is_uneven:
+            recording, decision = self._measure_parts(recording, decision, args, kwargs)
+        if recording is None:
             return
-        decision = decide_by_measuring(recording, self.model, self.cuts or (), args, kwargs or {}, self._budget)
         try:
             cut_at(recording, self.model, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
@@ -201,6 +213,49 @@ class Partitioner:
         else:
             self._weighable.clear()
             self._is_settled = True
+
+    def _measure_parts(
+        self, recording: Recording, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[Recording, Decision]:
+        """Open the modules inside which the best cuts by these times fall, and measure again. Return the same as given
+        where that finds nothing faster."""
+        times = decision.unit_seconds
+        opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by, times)
+        if opening.names == recording.opening.names:
+            return recording, decision
+        before = self._decision, self._opening, self._unit_spec
+        recordings = dict(self._weighable)
+        self._restart(Decision(()), opening, self._unit_spec, {})
+        self.cuts = None
+        try:
+            self(args, kwargs)
+            if self._opening.names != before[1].names:  # it could be opened
+                finer, second = self._measure(args, kwargs)
+                faster = second.seconds and max(second.seconds) < WORTH_MOVING * max(decision.seconds)
+                if finer is not None and faster:
+                    return finer, second
+        except (PartitionError, ArgumentError):  # of parts that cannot be cut, or do not fit
+            pass
+        self._restart(*before, recordings)
+        return recording, decision
+
+    def _restart(
+        self, decision: Decision, opening: Opening, spec: UnitSpec, weighable: dict[Hashable, Recording]
+    ) -> None:
+        """Go back to before `weigh`, with this decision and these recordings."""
+        self.cuts, self._decision, self._opening, self._unit_spec = decision.cuts, decision, opening, spec
+        self._refresh_modules()
+        self.forget()
+        self._weighable, self._is_settled = weighable, False
+
+    def _measure(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Recording | None, Decision]:
+        """Record, and decide by measured times; no recording if there is nothing to decide."""
+        self(args, kwargs)
+        recording = next(iter(self._weighable.values()), None)
+        if recording is None or self.stages == 1:
+            return None, self._decision
+        cuts = self.cuts or ()
+        return recording, decide_by_measuring(recording, self.model, cuts, args, kwargs or {}, self._budget)
 
     def profile(
         self,
@@ -250,7 +305,7 @@ class Partitioner:
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._unit_spec, self._opening.names)
-        self._assumptions.find_modules(self.model, _opened_modules(self.model, units), units)
+        self._assumptions.find_modules(self.model, {unit.module for unit in units.values()})
 
     def _state(self) -> Hashable:
         tensors = [slots.get(name) for slots, name in self._slots]
@@ -375,13 +430,3 @@ def _explain_lost_cuts(error: PartitionError, cuts: Sequence[str]) -> PartitionE
         "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
         "this one"
     )
-
-
-def _opened_modules(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
-    """Return the modules that are neither a unit nor part of one."""
-    opened: list[nn.Module] = []
-    pending = [model]
-    while pending:
-        opened.append(pending.pop())
-        pending += [child for child in opened[-1].children() if id(child) not in units]
-    return opened

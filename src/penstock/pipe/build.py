@@ -133,10 +133,10 @@ def pipeline(
         leaf_modules: modules to take as one piece, besides those found automatically.
         split_inside: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts even out: "time", measured by running each unit of the model, on the first process,
-            for up to a second (a model of little work is cut by "flops"); "flops" (the work of forward and backward, by
-            its operations and bytes, the same in every run), "parameters" or "layers"; a `penstock.Profile`, or the
-            path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
-            `balance(name, module)`, what a module costs.
+            for up to half a second (a model of little work is cut by "flops"); "flops" (the work of forward and
+            backward, by its operations and bytes, the same in every run), "parameters" or "layers"; a
+            `penstock.Profile`, or the path of one (.json); "type:" and a pattern of names of classes before which
+            stages may begin; or `balance(name, module)`, what a module costs.
         memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
             each trained one, for the activations of as many microbatches as the schedule keeps in flight there (as if
             nothing were recomputed or offloaded), for the batch's inputs, a loss like cross entropy, and what a unit

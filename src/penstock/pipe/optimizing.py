@@ -35,6 +35,11 @@ def parameter_groups(
     Raises:
         ArgumentError: the options are not a dict, or hold parameters.
     """
+    if not callable(options_of):
+        raise ArgumentError(
+            f"parameter_groups({options_of!r}): expected a function of a parameter's name and the parameter that "
+            "returns a dict of the optimizer's options, or None to leave the parameter out"
+        )
     local_by_name = dict(local_parameters)
     groups: list[dict[str, Any]] = []
     distinct_options: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, PipelineClosedError, check_flags, warn
 from penstock._base.marks import computing
-from penstock._base.pytree import unflatten
+from penstock._base.pytree import leaf_tensors, unflatten
 from penstock.distributed.launch.step_file import announcer
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
@@ -179,12 +179,22 @@ class Session:
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):
             cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
+            if training and number == 0 and self.has_inputs:
+                self._warn_if_nothing_trains(batch)
             with self.split.accepting_own_changes(cached.mode, cached.bound), norms:
                 times = self.engine.run_step(cached.bound, feed, number, timed=timeline)
                 result = self._result(cached, call, times, evaluates, keep_outputs=feed.keep_outputs)
                 if training:
                     self.bound_schedules.backward_to_batch(cached, cut)
             return result
+
+    def _warn_if_nothing_trains(self, batch: Batch) -> None:
+        tensors = (
+            *(parameter for _, parameter in self.split.all_parameters()),
+            *leaf_tensors((batch.args, batch.kwargs)),
+        )
+        if not any(tensor.requires_grad for tensor in tensors):
+            warn("no parameter and no input of the model requires a gradient, so that a step trains nothing")
 
     def _prepare(
         self, original: Batch, call: Call, keep_outputs: bool, loss_scale: float

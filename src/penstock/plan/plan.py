@@ -141,6 +141,8 @@ class Plan:
             ArgumentError: it is of another version, misses something, or has something odd.
         """
         version = given.get("version") if isinstance(given, dict) else given
+        if isinstance(given, dict) and "choice" not in given and "units" in given:
+            raise ArgumentError(f"{what} is a profile; `penstock plan --profile FILE --out PLAN` makes a plan of it")
         if version != VERSION:
             raise ArgumentError(f"{what}: expected a plan of version {VERSION}, not {quoted(version)}; make a new one")
         values = {key: value for key, value in given.items() if key not in ("version", "step_seconds")}

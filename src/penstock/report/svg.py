@@ -97,6 +97,8 @@ def svg(
     """
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
+    if others := [type(panel).__name__ for panel in panels if not isinstance(panel, Panel)]:
+        raise ArgumentError(f"svg draws panels: pass make_panel(...) of the {others[0]}")
     drawing = _Drawing(panels, unit, width, hover)
     top, elements = float(_MARGIN), []
     for panel in panels:

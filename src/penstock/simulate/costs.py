@@ -104,31 +104,22 @@ class LinkCost:
         return self.latency_seconds + message_bytes / self.bytes_per_second
 
 
-def check_magnitude(name: str, value: float, text: str) -> None:
-    """Check that a number cannot make a sum or a quotient infinite; `text` is the argument as the user wrote it.
-
-    Raises:
-        ArgumentError: a number is not below `BOUND`, or a "bandwidth" not above its inverse.
-    """
-    if value >= BOUND:
-        raise ArgumentError(f"{text}: expected a number below {BOUND:g}; pass it in a larger unit")
-    if name == "bandwidth" and 0 < value <= 1 / BOUND:
-        raise ArgumentError(f"{text}: expected a bandwidth above {1 / BOUND:g}; pass sizes in a smaller unit")
-
-
 def check_cost(name: str, value: float) -> None:
-    """Raise ArgumentError unless a cost is finite and not negative."""
+    """Raise ArgumentError unless a cost is 0 or more, and below `BOUND`: no sum of them is infinite."""
     if not value >= 0:
         raise ArgumentError(f"{name}={value}: expected a cost of 0 or more")
-    check_magnitude(name, value, f"{name}={value}")
+    if value >= BOUND:
+        raise ArgumentError(f"{name}={value}: expected a number below {BOUND:g}; pass it in a larger unit")
 
 
 def check_bandwidth(name: str, value: float) -> None:
-    """Raise ArgumentError unless a bandwidth is above 0; it may be infinite."""
+    """Raise ArgumentError unless a bandwidth is above 0, or if it makes a quotient infinite; it may be infinite."""
     if not value > 0:
         raise ArgumentError(f"{name}={value}: expected a bandwidth above 0")
+    if value <= 1 / BOUND:
+        raise ArgumentError(f"{name}={value}: expected a bandwidth above {1 / BOUND:g}; pass sizes in a smaller unit")
     if value < math.inf:
-        check_magnitude("bandwidth", value, f"{name}={value}")
+        check_cost(name, value)
 
 
 NO_COST = LinkCost(0.0)

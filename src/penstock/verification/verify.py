@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases, suggest_argument
-from penstock._base.errors import PartitionError
+from penstock._base.errors import PartitionError, warn
 from penstock._base.formatting import one_line, printable_line
 from penstock._base.pytree import leaf_tensors, map_tensors
 from penstock._base.stages import ties
@@ -360,8 +360,12 @@ def first_step(model: nn.Module, loss_fn: Any, mesh: DeviceMesh | None) -> Calla
         names = [option.name for option in fields(Options) if option.init and option.name not in _FIXED_OPTIONS]
         options: dict[str, Any] = {name: getattr(pipe.session.options, name) for name in names}
         options |= {"schedule": pipe.session.order, "ranks": pipe.world.ranks, "mesh": mesh, "cuts": pipe.cuts}
-        options |= {"target": target, "loss_fn": reference.loss, "seed": pipe.seed, "full_batch": False}
-        verify(reference.model, args, kwargs, **options).raise_if_failed()
+        options |= {"target": target, "loss_fn": reference.loss, "seed": pipe.seed}
+        report = verify(reference.model, args, kwargs, **options)
+        report.raise_if_failed()
+        full_batch = report.full_batch
+        if pipe.world.is_first and full_batch is not None and full_batch.verdict == "warning":
+            warn(f"pipeline(verify=True): {full_batch.text}")
 
     return verify_with
 

@@ -130,12 +130,6 @@ class Slow(Wire):
         time.sleep(sum(m.tensor.nbytes for m in receives) / self._bytes_per_second)
 
 
-def spoiled(rank: int, collective: Collective, algorithm: str, victim: int) -> str | None:
-    """What is wrong when one rank receives something else than what was sent."""
-    place = place_of(rank, collective, 12)
-    return check_result(part_of(place, algorithm, Spoiling() if rank == victim else Wire()))
-
-
 def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
     """For each move of a step list: what is wrong without it, right from the start and after a right result."""
     place = place_of(rank, collective, 12)
@@ -240,34 +234,6 @@ def trials_of(rank: int, spec: Spec, count: int, wire: Wire | None = None) -> An
     found = [trials.run_trial() for _ in range(count)]
     rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
     return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
-
-
-class Counting:
-    """A part that counts how often it was done, and in how many trials."""
-
-    def __init__(self, part: Stepwise | Engine) -> None:
-        self._part, self.runs, self.trials = part, 0, 0
-
-    def reset(self) -> None:
-        self.trials += 1
-        self._part.reset()
-
-    def run(self) -> None:
-        self.runs += 1
-        self._part.run()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-
-def in_a_row(rank: int, spec: Spec, count: int) -> tuple[int, int]:
-    """In some trials of a spec: how often its transfer was done, and how often it was made ready."""
-    members = Members(rank, spec.hosts, None, None)
-    parts: Any = [part and Counting(part) for part in _parts(spec, members, Wire())]
-    trials = Trials(spec, parts, members)
-    for _ in range(count):
-        trials.run_trial()
-    return parts[0].runs, parts[0].trials
 
 
 class Settling:

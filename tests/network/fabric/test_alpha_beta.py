@@ -58,19 +58,6 @@ def test_the_closed_form_is_what_the_steps_do(kind: str, name: str) -> None:
         assert form.bytes_factor == pytest.approx(done.bytes_factor, rel=1e-12), ranks
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (("all_reduce", "engine", 4), "'engine' is not an algorithm for all_reduce: expected one of ring"),
-        (("sum", "ring", 4), "'sum' is not a collective: expected one of all_reduce"),
-        (("all_reduce", "ring", 1), "all_reduce among 1 ranks: pass 2 or more"),
-    ],
-)
-def test_what_has_no_closed_form(given: tuple[str, str, int], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        closed_form(*given)
-
-
 # -- fits -------------------------------------------------------------------------------------------------------------
 
 

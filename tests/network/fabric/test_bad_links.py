@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from host_processes import abandoned
+from typer.testing import CliRunner
 
+from penstock.cli import app
 from penstock.network import reaper
 from penstock.network.namespaces import why_not
 from penstock.network.shapers import why_no_switch
@@ -73,25 +75,16 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     assert sum(links[host][way]["host_gone"] for host in (0, 1) for way in ("up", "down")) > 0
     assert links[0]["down"]["background_bytes"] > 100_000
     assert links[1]["down"]["background_bytes"] == 0
-    show = [sys.executable, "-m", "penstock", "fabric", "show", str(tmp_path / "run")]
-    shown = subprocess.run(show, capture_output=True, text=True, check=True)
-    assert "100mbit delay 5ms, by a switch in user space" in shown.stdout
-    assert "gone = True" in shown.stdout
+    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path / "run")]).stdout
+    assert "100mbit delay 5ms, by a switch in user space" in shown
+    assert "gone = True" in shown
     assert "gone = True" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.long  # test_stalls.py has the rule
 def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
-    asked = [
-        "--sizes",
-        "2600",
-        "--trials",
-        "150",
-        "--warmup",
-        "1",
-        "--link",
-        "100mbit delay 5ms stall 400ms every 900ms",
-    ]
+    link = "100mbit delay 5ms stall 400ms every 900ms"
+    asked = ["--sizes", "2600", "--trials", "150", "--warmup", "1", "--link", link]
     found = _found(tmp_path, *asked)
     rows = (tmp_path / "run" / "samples.csv").read_text().splitlines()[1:]
     took: dict[int, int] = {}

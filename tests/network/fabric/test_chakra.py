@@ -1,12 +1,10 @@
-"""Chakra traces: what is written is read back, and its bytes, decoded here by hand, are the published schema's."""
+"""Chakra traces: their bytes, decoded here by hand, are the published schema's."""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-
-pytest.importorskip("google.protobuf")
-from chakra_reader import read_chakra
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric import chakra
@@ -70,31 +68,40 @@ def attributes(message: dict[int, list[int | bytes]]) -> dict[bytes, tuple[int, 
     return {bytes(name): (number, value) for (_, name), (number, value) in every}
 
 
-def test_a_file_a_rank_that_is_read_back(tmp_path):
+def read_chakra(path: Path) -> list[chakra.Node]:
+    """The nodes of a trace, by the schema's field numbers."""
+    nodes = []
+    for message in by_hand(path.read_bytes())[1:]:
+        ((name,), (kind,)), packed = (message[number] for number in (2, 3)), bytes(*message.get(5, []))
+        deps, at = [], 0
+        while at < len(packed):
+            dep, at = varint(packed, at)
+            deps.append(dep)
+        values = attributes(message).items()
+        texts = {text.decode(): value.decode() if number == 29 else value for text, (number, value) in values}
+        (number,), (micros,) = message.get(1, [0]), message.get(7, [0])
+        nodes.append(chakra.Node(number, name.decode(), kind, tuple(deps), micros, texts))
+    return nodes
+
+
+def test_a_file_a_rank_and_one_of_the_groups(tmp_path):
     files = chakra.write_chakra(preset("mlp"), tmp_path / "new", 4)
     assert [file.name for file in files] == [*(f"penstock.{rank}.et" for rank in range(4)), "penstock.groups.json"]
-    trace = read_chakra(files[2])
-    assert trace.version == "0.0.4"
-    assert [(node.name, node.type, node.data_deps) for node in trace.nodes] == [
+    nodes = read_chakra(files[2])
+    assert [(node.name, node.type, node.data_deps) for node in nodes] == [
         ("fc4", chakra.COMM_COLL_NODE, ()),
         ("fc3", chakra.COMM_COLL_NODE, (0,)),
         ("fc2", chakra.COMM_COLL_NODE, (1,)),
         ("fc1", chakra.COMM_COLL_NODE, (2,)),
     ]
-    assert [node.attributes["comm_size"] for node in trace.nodes] == [2600, 33024, 131584, 803840]
-    assert {node.attributes["pg_name"] for node in trace.nodes} == {"0"}
-
-
-def test_what_is_read_back_is_what_was_to_be_written(tmp_path):
-    groups = chakra.process_groups(PIPELINE, 4)
-    *files, members = chakra.write_chakra(PIPELINE, tmp_path, 4, "job")
-    for rank, file in enumerate(files):
-        assert read_chakra(file).nodes == tuple(chakra.rank_nodes(PIPELINE, rank, 4, groups))
+    assert [node.attributes["comm_size"] for node in nodes] == [2600, 33024, 131584, 803840]
+    assert {node.attributes["pg_name"] for node in nodes} == {"0"}
+    *_, members = chakra.write_chakra(PIPELINE, tmp_path, 4, "job")
     assert json.loads(members.read_text()) == {"0": [0, 1, 2, 3], "1": [1, 3], "2": [0, 2]}
 
 
 def test_each_rank_has_its_own_part_in_order(tmp_path):
-    names = [[node.name for node in read_chakra(file).nodes] for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
+    names = [[node.name for node in read_chakra(file)] for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
     last = "compute after the last transfer"
     waits = ["compute before F0 stage 0->1", "F0 stage 0->1", "B0 stage 1->0"]
     assert names == [
@@ -132,7 +139,7 @@ def test_the_bytes_are_those_of_the_schema(tmp_path):
 
 
 def test_the_root_is_the_first_of_a_transfers_ranks_and_any_computing_takes_a_microsecond(tmp_path):
-    by_rank = [read_chakra(file).nodes for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
+    by_rank = [read_chakra(file) for file in chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]]
     assert [[node.attributes["root"] for node in nodes if "root" in node.attributes] for nodes in by_rank] == [[3]] * 4
     (short,) = [node for node in by_rank[2] if node.name == "compute before stage 0"]
     assert short.duration_micros == 1, "of a quarter: with none, it would not be there"
@@ -141,7 +148,7 @@ def test_the_root_is_the_first_of_a_transfers_ranks_and_any_computing_takes_a_mi
 def test_sends_and_receives_match_by_tag(tmp_path):
     ends: dict[int, list[tuple[int, int, object]]] = {}
     for rank, file in enumerate(chakra.write_chakra(PIPELINE, tmp_path, 4)[:4]):
-        for node in read_chakra(file).nodes:
+        for node in read_chakra(file):
             if "comm_tag" in node.attributes:
                 own = node.attributes["comm_src" if node.type == chakra.COMM_SEND_NODE else "comm_dst"]
                 assert own == rank
@@ -166,14 +173,14 @@ def test_sends_and_receives_match_by_tag(tmp_path):
 )
 def test_collectives_by_the_schemas_numbers(tmp_path, collective, number, size):
     file = chakra.write_chakra(Workload("one", (Transfer("x", 400, collective),)), tmp_path, 3)[0]
-    (node,) = read_chakra(file).nodes
+    (node,) = read_chakra(file)
     assert (node.attributes["comm_type"], node.attributes["comm_size"]) == (number, size)
 
 
 def test_both_ways_at_once_are_a_send_and_a_receive_that_do_not_wait_for_each_other(tmp_path):
     workload = Workload("ring", (Transfer("x", 400, "sendrecv"), Transfer("y", 400)))
     for rank, file in enumerate(chakra.write_chakra(workload, tmp_path, 3)[:3]):
-        send, receive, after = read_chakra(file).nodes
+        send, receive, after = read_chakra(file)
         assert (send.type, receive.type) == (chakra.COMM_SEND_NODE, chakra.COMM_RECV_NODE)
         ends = [(node.attributes["comm_src"], node.attributes["comm_dst"]) for node in (send, receive)]
         assert ends == [(rank, (rank + 1) % 3), ((rank - 1) % 3, rank)]

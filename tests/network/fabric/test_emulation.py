@@ -130,13 +130,6 @@ def test_computing_goes_on_during_a_transfer_only_with_overlap(ranks2: Ranks, ov
         assert (between >= compute_ns).all()
 
 
-def test_nothing_is_sent_before_it_is_computed(ranks2: Ranks) -> None:
-    transfers = tuple(Transfer(name, 4, compute_seconds=0.03) for name in "abc")
-    spec = Spec(Workload("three", transfers), 2, trials=1, overlap=True, measures_links=False)
-    began, _, (trial,), _ = ranks2.run(jobs.trials_of, spec, 1)[0]
-    assert (trial[..., 0] >= began + 30e6 * np.arange(1, 4)).all()
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -260,24 +253,9 @@ def test_hosts_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - start >= 2
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({}, "WORLD_SIZE='' in the environment, .*; start every host with torchrun"),
-        ({"WORLD_SIZE": "3"}, "RANK='' in the environment, .*; start every host with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment"),
-        ({"RANK": "0", "WORLD_SIZE": "3"}, "the environment has no MASTER_ADDR"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "2 processes were started for 3 hosts",
-        ),
-    ],
-)
-def test_an_environment_that_is_not_torchruns(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
-) -> None:
-    _torchruns(monkeypatch, **environment)
-    with pytest.raises(ArgumentError, match=said):
+def test_another_number_of_hosts_than_was_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _torchruns(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1")
+    with pytest.raises(ArgumentError, match="2 processes were started for 3 hosts"):
         with join(Spec(Workload.from_sizes([4]), 3)):
             pass
 

@@ -46,8 +46,10 @@ def test_an_uneven_all_to_all_gives_each_rank_its_share(ranks3: Ranks) -> None:
 
 @pytest.mark.distributed
 def test_iterations_are_done_in_a_row(ranks2: Ranks) -> None:
-    spec = _spec(Workload.from_sizes([40]), 2, iterations=7)
-    assert ranks2.run(jobs.in_a_row, spec, 3) == [(21, 3), (21, 3)]
+    slow = jobs.Slow(20 / 0.01)  # in a ring of two, each sends and receives 20 bytes twice
+    *_, (stamps,), rows = ranks2.run(jobs.trials_of, _spec(Workload.from_sizes([40]), 2, iterations=7), 1, slow)[0]
+    assert (stamps[..., 1] - stamps[..., 0]).min() >= 7 * 0.04 * 1e9
+    assert len(rows) == 2 * 2, "rounds are those of the last"
 
 
 def _first(ranks: int, dtype: torch.dtype, op: Op) -> payload.Participant:
@@ -94,18 +96,6 @@ def test_of_a_single_number_a_rank_that_is_dropped_from_a_sum_is_seen() -> None:
         gave = [int(payload.contribution(rank, 60, 1, 3, dtype)[0]) for rank in range(60)]
         assert min(gave) > 0
         assert dtype != torch.int8 or sum(gave) <= 127, "or it is not exact"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("collective", "algorithm"),
-    [("all_reduce", "ring"), ("all_gather", "bruck"), ("all_to_all", "direct"), ("broadcast", "binomial")],
-)
-def test_a_changed_number_is_found_on_the_rank_that_got_it(ranks3: Ranks, collective: str, algorithm: str) -> None:
-    found = ranks3.run(jobs.spoiled, collective, algorithm, 2)
-    assert found[2] is not None
-    assert "of rank 2 are wrong" in found[2]
-    assert f"{collective} of 12: " in found[2]
 
 
 @pytest.mark.distributed
@@ -191,7 +181,7 @@ def test_each_rank_has_its_own_stamps(ranks3: Ranks) -> None:
 
 @pytest.mark.distributed
 def test_the_warm_up_finds_a_wrong_result(ranks3: Ranks) -> None:
-    spec = _spec(Workload.from_sizes([40]), 3)
+    spec = _spec(Workload.from_sizes([48], "scatter"), 3, algorithm="direct")  # nobody passes on what it gets
     found: list[str] = ranks3.run(jobs.trials_of, spec, 1, jobs.Spoiling(1))
     assert len(set(found)) == 1
-    assert "numbers of rank" in found[0]
+    assert "1 of 4 numbers of rank 1 are wrong after scatter" in found[0]

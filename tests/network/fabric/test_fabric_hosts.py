@@ -26,7 +26,8 @@ pytestmark = [
 
 TIMES = {"min", "p50", "p90", "p99", "p999", "max", "mean"}
 OF_A_TRANSFER = {
-    "name", "bytes", "collective", "algorithm", "trials", "time_s", "algbw_GBps", "busbw_GBps", "ideal_percent",
+    "name", "bytes", "collective", "algorithm", "trials", "time_s", "mean_interval", "intervals", "algbw_GBps",
+    "busbw_GBps", "ideal_percent",
 }  # fmt: skip
 
 

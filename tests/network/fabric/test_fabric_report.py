@@ -21,7 +21,7 @@ from penstock.cli import app
 from penstock.network.fabric.compare import compare
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.views import facts, nccl
+from penstock.network.fabric.views import nccl
 from penstock.network.fabric.views.chart import Scale
 from penstock.network.fabric.views.numbers import seconds
 from penstock.network.fabric.views.page import page, write_page
@@ -62,14 +62,6 @@ def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
     assert "p99 needs 368, p99.9 needs 3,688" in " ".join(text.split())
     assert "n/a:" not in shown(made_run(4500, steps=False))
-
-
-def test_transfers_are_in_order_of_execution():
-    workload = Workload("mixed", (Transfer("z", 4000), Transfer("a", 400, "all_gather"), Transfer("m", 8000)))
-    lines = shown(made_run(10, workload=workload), 140).splitlines()
-    heads = [line.split()[0] for line in lines if line.split()[:1] in (["z"], ["a"], ["m"], ["step"])]
-    assert heads[:4] == ["z", "a", "m", "step"]
-    assert row("\n".join(lines), "a")[1] == "all_gather"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -215,31 +207,6 @@ def test_a_message_in_the_shape_of_nccl_tests_leaves_out_what_its_receiver_waite
     run = made_run(30, workload=workload)
     both = run.start_ns[:, 0, [SLOW_RANK, 0]].max(1)
     assert float(nccl_rows(run, average)[0][5]) == pytest.approx((run.end_ns[:, 0].max(1) - both).mean() / 1e3, 1e-4)
-
-
-def test_bandwidths_in_the_shape_of_nccl_tests_are_of_the_mean_and_by_its_convention():
-    workload = Workload("mixed", (Transfer("a", 80_000_000, "all_gather"), Transfer("b", 80_000_000)))
-    gather, reduce = nccl_rows(made_run(30, workload=workload, slower=0.01))
-    assert (gather[1:4], gather[9:]) == (["5000000", "float", "none"], ["N/A"] * 4)
-    assert (reduce[1:4], reduce[5:9]) == (["20000000", "float", "sum"], ["N/A"] * 4)
-    for (time, algbw, busbw, wrong), factor in ((gather[5:9], 3 / 4), (reduce[9:], 6 / 4)):
-        assert float(algbw) == pytest.approx(80_000_000 / float(time) / 1e3, abs=0.006)
-        assert float(busbw) == pytest.approx(float(algbw) * factor, abs=0.02)
-        assert wrong == "0"
-
-
-def test_times_are_of_one_of_the_iterations_in_a_row_and_lateness_is_not():
-    once, often = results(made_run(60)), results(made_run(60, iterations=4))
-    for one, other in zip(once["transfers"], often["transfers"], strict=True):
-        for name in ("time_s", "transfer_s"):
-            assert other[name]["p50"] == pytest.approx(one[name]["p50"] / 4)
-        assert other["arrival_skew_s"] == one["arrival_skew_s"]
-        assert other["busbw_GBps"] == pytest.approx(4 * one["busbw_GBps"])
-    run = made_run(60, iterations=4, workload=Workload.from_sizes([2600]))
-    assert results(run)["step"]["time_s"]["p50"] == pytest.approx(
-        results(made_run(60, workload=Workload.from_sizes([2600])))["step"]["time_s"]["p50"] / 4
-    )
-    assert any("per iteration, of 4 in a row" in note for note in facts.notes(run, results(run)))
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

@@ -14,12 +14,11 @@ from penstock.network.fabric.results import saturation
 from penstock.network.fabric.statistics import (
     PERCENTILES,
     Summary,
-    correlation_time,
     effective_counts,
     mean_interval,
     min_samples,
-    order_interval,
     outliers,
+    quantile_interval,
 )
 
 times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=49)
@@ -28,17 +27,15 @@ times = st.lists(st.floats(1e-6, 10), min_size=1, max_size=49)
 @pytest.mark.parametrize(("q", "count"), [(0.5, 6), (0.9, 36), (0.99, 368), (0.999, 3688)])
 def test_how_many_samples_bound_a_percentile(q: float, count: int) -> None:
     assert min_samples(q) == count
-    assert order_interval(count - 1, q) is None
-    low, high = order_interval(count, q) or (0, 0)
-    assert 1 <= low < high == count
+    assert quantile_interval(np.arange(count - 1.0), q, count - 1) is None
+    low, high = quantile_interval(np.arange(float(count)), q, count) or (0, 0)
+    assert 0 <= low < (count - 1) * q < high <= count - 1
 
 
 @given(st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(0, 4000))
 def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> None:
     count = min_samples(q) + more
-    found = order_interval(count, q)
-    assert found is not None
-    low, high = found
+    low, high = quantile_interval(np.arange(1.0, count + 1), q, count) or (0, 0)
     below = scipy.stats.binom(count, q)
     # Each is wrong in 2.5 % of cases at most, and its neighbor further in would be in more.
     assert below.cdf(low - 1) <= 0.025 * (1 + 1e-6)
@@ -85,24 +82,6 @@ def test_the_mean_is_where_the_interval_says(sigma: float, count: int, least: fl
     assert hits >= plain - 10  # Student's t alone is never better, and of skewed samples worse
 
 
-def test_samples_that_depend_on_each_other_bound_the_mean_less_well() -> None:
-    draw = np.random.default_rng(2)
-    noise = draw.normal(0, 1, 4000)
-    assert correlation_time(noise) < 1.5
-    dependent = np.empty(4000)
-    dependent[0] = noise[0]
-    for place in range(1, 4000):
-        dependent[place] = 0.8 * dependent[place - 1] + noise[place]
-    assert correlation_time(dependent) == pytest.approx((1 + 0.8) / (1 - 0.8), rel=0.35)
-    assert correlation_time(dependent[:49]) == 1
-
-    def width(samples: np.ndarray) -> float:
-        low, high = mean_interval(samples) or (0, 0)
-        return high - low
-
-    assert width(dependent) > 2 * width(draw.permutation(dependent))
-
-
 # -- trials that depend on each other ---------------------------------------------------------------------------------
 
 HEAVY = {"lognormal": (np.exp, math.exp(0.5)), "pareto": (lambda x: scipy.stats.norm.sf(x) ** (-1 / 3), 1.5)}
@@ -141,8 +120,8 @@ def test_intervals_cover_what_they_say(
             true = mean if name == "mean" else float(heavy(scipy.stats.norm.ppf(PERCENTILES[name])))
             if interval is not None:
                 hits[name].append(interval[0] <= true <= interval[1])
-        low, high = order_interval(count, 0.5) or (1, count)
-        naive.append(np.sort(samples)[low - 1] <= float(heavy(0.0)) <= np.sort(samples)[high - 1])
+        low, high = quantile_interval(np.sort(samples), 0.5, count) or (1, 0)
+        naive.append(low <= float(heavy(0.0)) <= high)
     for name, found in hits.items():
         assert len(found) >= 0.9 * repetitions, name
         assert 0.93 <= np.mean(found) <= 0.97, (name, np.mean(found))

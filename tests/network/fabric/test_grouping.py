@@ -77,16 +77,6 @@ def test_a_row_is_of_all_microbatches_and_replicas_of_a_cut_and_direction() -> N
     assert {**made["transfers"][-1], "times": 1} == alone, "one transfer is a group of its own"
 
 
-def test_a_slow_message_is_an_outlier_and_the_maximum_of_its_row() -> None:
-    run, _ = drawn()
-    place = next(n for n, one in enumerate(pipeline()) if one.name == "F5 stage 1->2 of replica 1")
-    run.end_ns[31, place, [RANKS + 1, RANKS + 2]] += 10**9
-    found = next(one for one in results(run)["groups"] if one["name"] == "stage 1->2")
-    assert found["time_s"]["max"] > 1
-    assert 31 in found["outliers"]
-    assert all(0 <= trial < TRIALS for trial in found["outliers"])
-
-
 def test_samples_of_one_trial_count_as_one() -> None:
     """Or sixty trials of sixteen messages would bound a p99 that one slow trial in fifty makes."""
     draw_ = np.random.default_rng(1)

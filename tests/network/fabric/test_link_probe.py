@@ -8,16 +8,11 @@ from dataclasses import replace
 
 import fabric_jobs as jobs
 import pytest
-from made_network import Tcp, TwoHosts
+from made_network import TwoHosts
 
 from penstock.network.fabric.emulation import probe
 from penstock.network.fabric.emulation.probe import (
-    CHUNKS,
-    FIRST_BYTES,
     LinkMeasurement,
-    compute_pace,
-    is_long,
-    next_chunk,
     split_round_trip,
 )
 from penstock.network.fabric.emulation.spec import Spec
@@ -27,24 +22,6 @@ from penstock.network.topology import Topology
 from scaffolding.ranks import Ranks
 
 SPEC = Spec(Workload.from_sizes([4]), 2)
-
-
-def _stream(tcp: Tcp, chunk_bytes: int) -> list[float]:
-    return [tcp.send(chunk_bytes) + tcp.delay for _ in range(CHUNKS)]
-
-
-@pytest.mark.parametrize("mbit", [10, 100, 1000])
-@pytest.mark.parametrize("delay", [0.0, 0.001, 0.01, 0.05])
-def test_a_stream_is_measured_once_it_is_steady(mbit: float, delay: float) -> None:
-    rate = mbit * 125e3
-    tcp, chunk = Tcp(rate, delay), FIRST_BYTES // CHUNKS
-    while True:
-        found = compute_pace(_stream(tcp, chunk), chunk)
-        if is_long(found, 2 * delay) and found.steady:
-            break
-        assert tcp.now < 5, "it has to come to an end"
-        chunk = next_chunk(chunk, found, 2 * delay)
-    assert found.bytes_per_second == pytest.approx(rate, rel=0.01)
 
 
 @pytest.mark.parametrize(

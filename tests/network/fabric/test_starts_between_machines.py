@@ -14,13 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.distributed import host_clock
-from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Signals
-from penstock.network.fabric.samples import Run, TransferTimes
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
 
@@ -88,70 +85,7 @@ def test_what_was_lost_does_not_hold_up_every_trial_after_it(starts_ns: np.ndarr
     assert np.median(between) < 15 * MS, "there and back, and no more"
 
 
-def test_a_late_start_is_skew_and_not_the_collectives_time(starts_ns: np.ndarray) -> None:
-    workload = Workload.from_sizes([400])
-    end_ns = np.broadcast_to(starts_ns.max(1, keepdims=True) + TOOK_NS, starts_ns.shape)
-    run = Run({"workload": workload.to_dict(), "hosts": len(AHEAD_NS)}, starts_ns[:, None], end_ns[:, None])
-    times = TransferTimes.from_run(run, workload, 0)
-    assert times.transfer == pytest.approx(TOOK_NS / 1e9, abs=1e-12)
-    assert times.arrival_skew == pytest.approx(np.ptp(starts_ns, axis=1) / 1e9, abs=1e-12)
-    assert np.quantile(times.completion[1:], 0.94) == pytest.approx(TOOK_NS / 1e9, abs=1e-12)
-
-
 # -- clocks that differ -----------------------------------------------------------------------------------------------
-
-
-class Server:
-    """Rank 0 as rank 1 asks it for its clock; stands for `torch.distributed` and for `time`."""
-
-    def __init__(self, ahead_ns: int, ways_ns: list[tuple[int, int]]) -> None:
-        self._ahead_ns, self._ways_ns = ahead_ns, ways_ns
-        self._now_ns = self._said_ns = 0
-        self._asked = 0
-
-    def monotonic_ns(self) -> int:
-        return self._now_ns + self._ahead_ns
-
-    def get_rank(self) -> int:
-        return 1
-
-    def get_world_size(self) -> int:
-        return 2
-
-    def all_gather_object(self, found: list[str], mine: str, group: None) -> None:
-        found[:] = ["another kernel", mine]
-
-    def send(self, stamp: Tensor, to: int) -> None:
-        self._now_ns += self._ways_ns[self._asked % len(self._ways_ns)][0]
-        self._said_ns = self._now_ns
-
-    def recv(self, stamp: Tensor, source: int) -> None:
-        stamp[0] = self._said_ns
-        self._now_ns += self._ways_ns[self._asked % len(self._ways_ns)][1]
-        self._asked += 1
-
-
-@pytest.mark.parametrize("ahead_ns", [0, 10**12, -(10**12)])
-def test_the_shortest_exchange_tells_the_clock_and_bounds_the_error(
-    ahead_ns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Server(
-        ahead_ns, [(40 * MS, 5 * MS), (6 * MS, 9 * MS), (5 * MS, 5 * MS), (5 * MS, 30 * MS), (8 * MS, 5 * MS)]
-    )
-    monkeypatch.setattr(clock, "dist", server)
-    monkeypatch.setattr(host_clock, "now_ns", server.monotonic_ns)
-    found = clock.estimate()
-    assert found.offset_ns == -ahead_ns
-    assert found.uncertainty_ns == 5 * MS + clock.DRIFT * clock.CLOCK_SECONDS * 1e9
-
-
-@pytest.mark.distributed
-def test_stamps_are_of_one_clock_whatever_the_hosts_own_read(ranks2: Ranks) -> None:
-    spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
-    ahead_ns = 1000 * 10**9
-    (began, ended, stamps, _), *_ = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, 0.0)
-    assert (stamps > began - 10 * 10**9).all()
-    assert (stamps < ended + 10 * 10**9).all()
 
 
 @pytest.mark.distributed
@@ -163,3 +97,6 @@ def test_clocks_are_measured_again_where_they_differ_and_time_has_gone_by(
     spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
     found: list[Any] = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, passes)
     assert [one[3] for one in found] == [estimates] * 2
+    began, ended, stamps, _ = found[0]
+    assert (stamps > began - 10 * 10**9).all(), "they are of one clock, whatever a host's own reads"
+    assert (stamps < ended + 10 * 10**9).all()

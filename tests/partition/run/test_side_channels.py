@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
 from penstock.partition import Partitioner, partitioner
+from penstock.partition.recorder import attempts
 
 WIDTH = 6
 
@@ -231,3 +233,28 @@ def test_a_parameter_of_the_model_itself_is_refused_with_a_remedy_that_can_be_fo
         inspect(Scaled(), (torch.randn(4, 4),), stages=2)
     within = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4))  # as the message says
     assert inspect(within, (torch.randn(4, 4),), stages=2, leaf_modules=["1"])
+
+
+class Gated(nn.Linear):
+    """Takes its gate from an iterator, out of which a recording can't take it."""
+
+    def forward(self, x: Tensor, gates: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * next(gates)
+
+
+class Gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, iter([x.tanh()]))
+        return x
+
+
+def test_blocks_that_take_what_cannot_be_taken_apart_are_opened_together() -> None:
+    with mock.patch.object(attempts, "_record", wraps=attempts._record) as recorded:
+        recording = attempts.record(Gates(), (torch.randn(3, 4),), {})
+    assert recording.unit_spec.opened == {f"blocks.{number}" for number in range(4)}
+    assert recorded.call_count == 2

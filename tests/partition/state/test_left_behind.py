@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PartitionError, inspect
 from penstock._base.compat import FakeTensor
+from penstock.partition.recorder import attempts
 from penstock.partition.recorder.attempts import record
 from scaffolding.proofs import proven
 
@@ -64,6 +66,21 @@ def from_nested(model: Any) -> Tensor:
 def from_list(model: Any) -> Tensor:
     assert len(LOSSES) == len(model.blocks)
     return torch.stack(LOSSES).sum()
+
+
+class SummedExperts(Experts):
+    """Adds up itself what the blocks leave."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), from_attributes(self)
+
+
+def test_blocks_that_leave_losses_are_opened_together() -> None:
+    """The model is recorded twice, however many blocks it has."""
+    with mock.patch.object(attempts, "_record", wraps=attempts._record) as recorded:
+        recording = record(SummedExperts(), (torch.randn(4, WIDTH),), {})
+    assert recording.unit_spec.opened == {f"blocks.{number}" for number in range(4)}
+    assert recorded.call_count == 2
 
 
 def batch() -> tuple[Tensor, Tensor]:

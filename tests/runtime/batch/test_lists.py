@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock import Microbatches, ShapeError, pipeline, verify
 from penstock._base.errors import ArgumentError
+from penstock._base.pytree import leaf_tensors
 from scaffolding.models import squared_error
 from scaffolding.proofs import close
 from scaffolding.small import mlp
@@ -246,6 +247,64 @@ class Pictured(nn.Module):
     def forward(self, images: list[Tensor]) -> Tensor:
         output: Tensor = self.last(self.first(torch.stack([image.mean((1, 2)) for image in images])))
         return output
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda image: image,
+        lambda image: {"image": image, "height": 4},
+        lambda image: {"image": (100 * image).to(torch.uint8)},
+        lambda image: (image, 1),
+        lambda image: [image, image],
+    ],
+    ids=["pictures", "dicts", "bytes", "tuples", "lists"],
+)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_pictures_without_other_rows_are_asked_for(wrap: Callable[[Tensor], Any], rows: int) -> None:
+    """Their first dimension, the three colors, is not the batch."""
+
+    def forward(images: list[Any]) -> Tensor:
+        means = torch.stack([leaf_tensors(image)[0].float().mean((1, 2)) for image in images])
+        output: Tensor = model.last(model.first(means)).square().mean()
+        return output
+
+    model, images = Pictured(), [wrap(random(3, 4, 5 + n)) for n in range(rows)]
+    model.forward = forward  # type: ignore[assignment]
+    options: dict[str, Any] = {"ranks": 2, "microbatches": rows}
+    with pytest.raises(ShapeError, match=rf"is a list of {rows} \w+.*: is each one row of the batch\?"):
+        pipeline(model, (images,), **options)
+    with pipeline(model, (images,), **options, batch_dims={"args": [0]}) as pipe:
+        result = pipe.step(images)
+    assert result.sizes == (1,) * rows
+    torch.testing.assert_close(result.loss, forward(images).detach())
+
+
+class Boxed(nn.Module):
+    """Its loss looks at each row's objects, as those of DETR and Mask2Former do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, objects: list[Tensor]) -> Tensor:
+        rows = self.last(self.first(x))
+        losses = [squared_error(row.expand_as(boxes), boxes) for row, boxes in zip(rows, objects, strict=True)]
+        return torch.stack(losses).mean()
+
+
+def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
+    """In a later batch, or as `batch_dims` says; and the objects of a single row have no rows."""
+    model = Boxed()
+    batches = [(random(2, 5), [random(n, 4) for n in counts]) for counts in ((1, 3), (2, 2))]
+    batches.append((random(1, 5), [random(3, 4)]))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2}
+    with pipeline(model, batches[0], **options) as pipe, pipeline(model, batches[2], **options) as single:
+        for batch in batches:
+            torch.testing.assert_close(pipe.step(*batch).loss, model(*batch).detach())
+        torch.testing.assert_close(single.step(*batches[2]).loss, model(*batches[2]).detach())
+    with pipeline(model, batches[1], **options, batch_dims={"args": (0, 0)}) as pipe:
+        torch.testing.assert_close(pipe.step(*batches[1]).loss, model(*batches[1]).detach())
 
 
 def test_features_that_look_like_pictures_are_cut_as_stated() -> None:

@@ -176,21 +176,6 @@ def test_bigbird() -> None:
     ).raise_if_failed()
 
 
-@pytest.mark.long  # test_bigbird draws with numpy inside of a model, test_layer_drop.py drops layers of this one
-def test_spec_augment_and_layer_drop() -> None:
-    """Wav2Vec2 as it comes: masks of numpy over time and features, layers dropped by torch."""
-    torch.manual_seed(0)
-    config = transformers.Wav2Vec2Config(
-        **SMALL, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_feat_extract_layers=2, num_labels=5,
-        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.3, mask_time_length=3,
-        mask_feature_prob=0.3, mask_feature_length=2,
-    )  # fmt: skip
-    model = transformers.Wav2Vec2ForSequenceClassification(config).train()
-    model.freeze_feature_encoder()
-    inputs = {"input_values": torch.randn(4, 400), "labels": torch.randint(5, (4,))}
-    verify(model, (), kwargs=inputs, ranks=4, microbatches=2).raise_if_failed()
-
-
 def test_a_bit_generator_of_the_users_own_is_looked_at() -> None:
     """numpy's legacy form of the state is a dict then, whose keys never change."""
     before = np.random.get_bit_generator()

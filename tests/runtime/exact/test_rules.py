@@ -49,12 +49,16 @@ def break_in_step(monkeypatch: pytest.MonkeyPatch) -> Break:
     return break_it
 
 
+def verify(model: nn.Module, x: Tensor, y: Tensor, ranks: int, **options: Any) -> penstock.VerificationReport:
+    given = {"loss_fn": squared_error, "microbatches": MICROBATCHES, "exact": True, **options}
+    return penstock.verify(model, (x,), target=y, ranks=ranks, **given)
+
+
 def verify_skips(**options: Any) -> penstock.VerificationReport:
     """The first value is used twice on stage 1 and once on stage 2; stage 0 returns two values."""
     torch.manual_seed(0)
     model, x, y = SkipsTwice(WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    given = {"ranks": 3, "cuts": ("layers.2", "layers.4"), "microbatches": MICROBATCHES, **options}
-    return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **given)
+    return verify(model, x, y, 3, cuts=("layers.2", "layers.4"), **options)
 
 
 def wrong_gradients(report: penstock.VerificationReport) -> list[str]:
@@ -222,17 +226,7 @@ def test_received_tensors_at_another_address(break_in_step: Break, lie: Lie) -> 
         torch.manual_seed(rows)
         model = Product(lambda x: lie(x, len(x), inner), inner + 3, layer(inner, outer))
         x, y = torch.randn(rows * MICROBATCHES, 7), torch.randn(rows * MICROBATCHES, outer)
-        return penstock.verify(
-            model,
-            (x,),
-            target=y,
-            loss_fn=squared_error,
-            ranks=2,
-            cuts=["second"],
-            microbatches=MICROBATCHES,
-            exact=True,
-            full_batch=False,  # `lie` mixes rows
-        )
+        return verify(model, x, y, 2, cuts=["second"], full_batch=False)  # `lie` mixes rows
 
     def aligned(layout: Layout, device: torch.device) -> Buffer:
         return allocate(layout._replace(misalignment=0), device)
@@ -250,9 +244,7 @@ def test_microbatches_that_are_slices_of_the_batch(break_in_step: Break) -> None
         torch.manual_seed(rows)
         model = nn.Sequential(layer(inner, outer), nn.Linear(outer, 3))
         x, y = torch.randn(rows * MICROBATCHES, inner), torch.randn(rows * MICROBATCHES, 3)
-        return penstock.verify(
-            model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=MICROBATCHES, exact=True
-        )
+        return verify(model, x, y, 2)
 
     cases = sensitive(
         lambda values, rows, width: values.flatten()[rows * width % 16 :][: rows * width].view(rows, width)
@@ -270,10 +262,7 @@ def test_received_tensors_with_other_strides(break_in_step: Break) -> None:
 
     def run() -> penstock.VerificationReport:
         torch.manual_seed(0)
-        model, x, y = ChannelsLast(), torch.randn(ROWS, 3, 9, 9), torch.randn(ROWS, 3)
-        return penstock.verify(
-            model, (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=MICROBATCHES, exact=True
-        )
+        return verify(ChannelsLast(), torch.randn(ROWS, 3, 9, 9), torch.randn(ROWS, 3), 3)
 
     assert run().ok
 
@@ -296,10 +285,7 @@ def receive_as_leaf(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor
 
 def verify_in_place() -> penstock.VerificationReport:
     torch.manual_seed(0)
-    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    return penstock.verify(
-        InPlace(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=MICROBATCHES, exact=True
-    )
+    return verify(InPlace(), torch.randn(ROWS, 6), torch.randn(ROWS, 6), 3)
 
 
 def test_received_leaves_cannot_be_updated_in_place(break_in_step: Break) -> None:
@@ -320,15 +306,7 @@ def test_gradients_of_received_leaves_lose_their_strides(break_in_step: Break) -
     def run() -> penstock.VerificationReport:
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(7, WIDTH), Turned(12, 5)), torch.randn(12 * MICROBATCHES, 7)
-        return penstock.verify(
-            model,
-            (x,),
-            target=x,
-            loss_fn=lambda y, _: y.square().mean(),
-            ranks=2,
-            microbatches=MICROBATCHES,
-            exact=True,
-        )
+        return verify(model, x, x, 2, loss_fn=lambda y, _: y.square().mean())
 
     assert run().ok
     break_in_step(exact, "receive", receive_as_leaf)
@@ -351,19 +329,10 @@ def test_views_of_what_is_received_cannot_be_updated_in_place(break_in_step: Bre
 # -- 7. random streams ------------------------------------------------------------------------------------------------
 
 
-def verify_dropout(ranks: int = 3) -> penstock.VerificationReport:
+def verify_dropout() -> penstock.VerificationReport:
     torch.manual_seed(0)
     layers = [m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))]
-    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    return penstock.verify(
-        nn.Sequential(*layers),
-        (x,),
-        target=y,
-        loss_fn=squared_error,
-        ranks=ranks,
-        microbatches=MICROBATCHES,
-        exact=True,
-    )
+    return verify(nn.Sequential(*layers), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), 3)
 
 
 def test_all_draws_from_one_stream(break_in_step: Break) -> None:
@@ -397,10 +366,10 @@ def test_products_that_are_added_in_place(break_in_step: Break) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))).double()
     x, y = torch.randn(2, 4 * 600, 40, dtype=torch.float64)
-    given = {"target": y, "loss_fn": squared_error, "ranks": 2, "microbatches": 4, "schedule": "zb-h1"}
-    assert penstock.verify(copy.deepcopy(model), (x,), exact=True, **given).ok
+    given: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "zb-h1"}
+    assert verify(copy.deepcopy(model), x, y, **given).ok
     break_in_step(exact, "computes_apart", lambda device: False)
-    assert "0.weight" in wrong_gradients(penstock.verify(model, (x,), exact=True, **given))
+    assert "0.weight" in wrong_gradients(verify(model, x, y, **given))
 
 
 class Memory(nn.Module):
@@ -422,9 +391,7 @@ def test_a_result_that_waits_in_memory_which_its_module_writes_into(break_in_ste
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
 
     def report() -> penstock.VerificationReport:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Memory())
-        options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "cuts": ["1"]}
-        return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **options)
+        return verify(nn.Sequential(nn.Linear(WIDTH, WIDTH), Memory()), x, y, 2, cuts=["1"])
 
     assert report().ok
     break_in_step(

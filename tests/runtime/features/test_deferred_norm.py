@@ -69,10 +69,25 @@ def assert_as_one_forward(model: nn.Module, x: Tensor, y: Tensor, **options: Any
     return found
 
 
-def test_images() -> None:
+class Own(nn.BatchNorm1d):
+    """A class of somebody's own, with an activation behind it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input))
+
+
+@pytest.mark.parametrize(
+    ("layers", "shapes"),
+    [
+        (lambda: (nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3)), [(ROWS, 2, 6, 6), (ROWS, 2, 2, 2)]),
+        (lambda: (nn.Linear(WIDTH, WIDTH), Own(WIDTH), nn.Linear(WIDTH, WIDTH)), [(ROWS, WIDTH)] * 2),
+    ],
+    ids=["images", "a class that derives from batch norm"],
+)
+def test_other_norms(layers: Any, shapes: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3))
-    assert_as_one_forward(model, torch.randn(ROWS, 2, 6, 6), torch.randn(ROWS, 2, 2, 2))
+    x, y = map(torch.randn, shapes)
+    assert_as_one_forward(nn.Sequential(*layers()), x, y)
 
 
 @pytest.mark.parametrize(
@@ -115,19 +130,6 @@ def test_norms_in_evaluation_mode_and_without_statistics_are_left_alone() -> Non
     assert torch.equal(found["4.running_var"], torch.ones(WIDTH))
 
 
-class Own(nn.BatchNorm1d):
-    """A class of somebody's own, with an activation behind it."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.relu(super().forward(input))
-
-
-def test_a_class_that_derives_from_batch_norm() -> None:
-    torch.manual_seed(0)
-    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
-    assert_as_one_forward(model, x, y)
-
-
 def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise ValueError("not today")
@@ -144,22 +146,34 @@ def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:
 class Uneven(nn.Module):
     """Calls its norm once more where values ask for it."""
 
+    even = False
+
     def __init__(self) -> None:
         super().__init__()
         self.before, self.norm, self.after = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.before(x * 1.0))
-        return self.after(self.norm(x) if float(x.detach()[0, 0]) > 0 else x)
+        return self.after(self.norm(x) if not self.even and float(x.detach()[0, 0]) > 0 else x)
 
 
-def test_a_norm_that_is_called_another_number_of_times_is_refused_and_nothing_is_committed() -> None:
-    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
-    before = buffers(model)
+def test_a_norm_that_is_called_another_number_of_times_is_refused_and_nothing_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither buffers nor gradients. The refusal goes through `Control.fail`, which tells other ranks."""
+    uneven, (x, y) = Uneven(), batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), uneven, nn.Linear(WIDTH, WIDTH))
+    before, told = buffers(model), list[BaseException]()
     with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error, deferred_batch_norm=True) as pipe:
-        with pytest.raises(ArgumentError, match="called 2 times in one microbatch and 1 in another"):
+        monkeypatch.setattr(pipe.session.control, "fail", lambda error: told.append(error) or error)
+        with pytest.raises(ArgumentError, match="called 2 times in one microbatch and 1 in another") as raised:
             pipe.step(x, target=y)
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+        assert told == [raised.value]
+        assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+        assert all(p.grad is None for p in model.parameters())
+        uneven.even = True
+        pipe.step(x, target=y)
+        assert int(uneven.norm.num_batches_tracked) == 1
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -189,9 +203,30 @@ class Holder(nn.Module):
         return self.inner(x)
 
 
+class Splitting(nn.BatchNorm1d):
+    """As timm's SplitBatchNorm2d: another norm takes a part of the batch."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.aux_bn = nn.ModuleList([nn.BatchNorm1d(features)])
+
+    def forward(self, input: Tensor) -> Tensor:
+        own, other = input.chunk(2)
+        return torch.cat([super().forward(own), self.aux_bn[0](other)])
+
+
+def compiled() -> nn.Sequential:
+    model = normed()
+    model[1].compile()
+    return model
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        (compiled, "'1' is compiled"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Splitting(WIDTH)), r"'1' \(Splitting\) has other batch norms"),
         (lambda: nn.Sequential(*mlp(1), Functional()), r"'1' \(Functional\) keeps running statistics of its own"),
         (lambda: Holder(Functional("a", "b")), "is a call of batch norm as a function"),
         (
@@ -226,33 +261,6 @@ def test_a_step_in_evaluation_mode_leaves_the_statistics() -> None:
         assert all(torch.equal(buffer, before[name]) for name, buffer in pipe.named_buffers())
 
 
-@pytest.mark.filterwarnings("default")  # torch.compile's own
-def test_a_compiled_norm_is_refused() -> None:
-    model = normed()
-    model[1].compile()
-    with pytest.raises(ArgumentError, match="deferred_batch_norm=True: '1' is compiled"):
-        pipeline(model, batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True)
-
-
-class Splitting(nn.BatchNorm1d):
-    """As timm's SplitBatchNorm2d: another norm takes a part of the batch."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__(features)
-        self.aux_bn = nn.ModuleList([nn.BatchNorm1d(features)])
-
-    def forward(self, input: Tensor) -> Tensor:
-        own, other = input.chunk(2)
-        return torch.cat([super().forward(own), self.aux_bn[0](other)])
-
-
-def test_a_norm_that_gives_a_part_to_another_is_refused() -> None:
-    model = normed()
-    model[1] = Splitting(WIDTH)
-    with pytest.raises(ArgumentError, match=r"'1' \(Splitting\) has other batch norms take a part"):
-        train(model, *batch(), microbatches=2)
-
-
 def test_a_norm_that_stops_tracking_keeps_its_statistics() -> None:
     model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
@@ -262,14 +270,3 @@ def test_a_norm_that_stops_tracking_keeps_its_statistics() -> None:
         pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model[1]).values()))
         assert not torch.equal(last["running_mean"], model[-1].running_mean)
-
-
-def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes through `Control.fail`, which tells the others."""
-    model, (x, y) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Uneven(), nn.Linear(WIDTH, WIDTH)), batch()
-    told: list[BaseException] = []
-    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, deferred_batch_norm=True) as pipe:
-        monkeypatch.setattr(pipe.session.control, "fail", lambda error: told.append(error) or error)
-        with pytest.raises(ArgumentError) as raised:
-            pipe.step(x, target=y)
-    assert told == [raised.value]

@@ -7,19 +7,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import pytest
-from torch import Tensor
 
-from penstock import pipeline, verify
+from penstock import verify
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features import registry
 from penstock.runtime.features.feature import Feature, StageContext, contexts, within
 from penstock.runtime.features.recompute import RecomputedStage
 from penstock.schedule import Op
+from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
-
-
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 class Notes(Feature):
@@ -90,12 +86,6 @@ def test_a_kind_of_recomputation_is_a_class_and_a_line(monkeypatch: pytest.Monke
     assert said in report.notes
     stages, steps = 2, 3
     assert sorted(EverySecond.ran_again) == sorted([1, 3] * stages * steps)
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    x, _ = batch()
-    with pytest.raises(ArgumentError, match="recompute='sometimes': expected 'never', 'except_last', 'always'"):
-        pipeline(mlp(), (x,), ranks=2, loss=squared_error, recompute="sometimes")
 
 
 def test_a_hook_that_nothing_has_costs_no_context() -> None:

@@ -12,9 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock import pipeline, verify
 from penstock._base.errors import ArgumentError
-from penstock.runtime.features import offload
 from penstock.runtime.features.offload import HostCopy, Offload
-from penstock.schedule import generate, split_backward
 from scaffolding.everything import WIDTH, everything, everything_goes, inputs_alive
 from scaffolding.models import ConvNet, squared_error
 from scaffolding.proofs import proven
@@ -131,23 +129,6 @@ def test_batch_norm_and_channels_last() -> None:
     net = ConvNet().to(memory_format=torch.channels_last)
     x, y = torch.randn(8, 3, 6, 6).to(memory_format=torch.channels_last), torch.randn(8, 3)
     proven(net, x, y, ranks=2, microbatches=4, offload=True, exact=True)
-
-
-def test_a_split_backward_stays_split() -> None:
-    model, (x, y) = mlp(8), batch()
-    order, shares = split_backward(generate("gpipe", 2, 6)), []
-    for choice in (False, {1: True}, True):
-        given: dict[str, Any] = {"schedule": order, "ranks": 2, "microbatches": 6, "offload": choice}
-        with pipeline(model, (x,), loss=squared_error, **given) as pipe:
-            pipe.step(x, target=y)
-            shares.append(pipe.deferred_weight_grad_fraction)
-    assert shares[0] == shares[1] == shares[2]
-    assert min(shares[0].values()) > 0.8
-
-
-def test_what_cannot_go_stays() -> None:
-    assert offload.can_offload(torch.randn(3))
-    assert not offload.can_offload(torch.randn(3).to_sparse())
 
 
 class Mixes(nn.Module):

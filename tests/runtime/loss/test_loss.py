@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -13,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
-from penstock.runtime.exact.streams import Streams
-from penstock.runtime.loss.loss import LossHead, model_loss, weighted_sum, weights
+from penstock.runtime.loss.loss import model_loss, weights
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -64,33 +62,3 @@ SCALAR = torch.tensor(1.5)
 )
 def test_own_loss(output: Any, found: bool) -> None:
     assert (model_loss(output) is SCALAR) == found
-
-
-def head(loss: Any, *, required: bool = True, microbatches: int = 2) -> LossHead:
-    def leaving(leaves: Any) -> Any:
-        return nullcontext()
-
-    partition: Any = SimpleNamespace(
-        build_output=lambda leaves: leaves[0], leaving=leaving, elsewhere={}, stages=(), left=()
-    )
-    return LossHead(loss, [partition] * microbatches, Streams(0), required=required)
-
-
-def test_head_without_a_target_has_a_loss_only_if_the_model_has() -> None:
-    made = head(lambda output, target: output.sum(), required=False)
-    made.start(None, [1.0], keep_outputs=True)
-    assert made(0, [torch.ones(2)]) is None
-    own = head(None, required=False)
-    own.start(None, [1.0], keep_outputs=False)
-    assert own(0, [SCALAR]) is SCALAR
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=9))
-def test_weighted_sum_adds_in_ascending_order(values: list[float]) -> None:
-    losses = [torch.tensor(value) for value in values]
-    expected = losses[0] * 0.3
-    for loss in losses[1:]:
-        expected = expected + loss * 0.3
-    found = weighted_sum(losses, [0.3] * len(losses))
-    assert found is not None
-    assert torch.equal(found, expected)

@@ -16,6 +16,7 @@ import penstock
 from penstock import checkpoint
 from penstock._base.compat import FakeTensor
 from scaffolding import models
+from scaffolding.refusals import refusal_of
 from scaffolding.stand_in import DEVICE
 
 STEPS = 3
@@ -212,13 +213,8 @@ def by_example() -> None:
 
 def one_buffer_two_devices() -> str:
     """What is said of a parameter that one process would have to hold on two devices."""
-    try:
-        penstock.pipeline(
-            Sharing(), (batch()[0],), ranks=2, microbatches=2, loss=F.mse_loss, cuts=["last"], devices=["cpu", DEVICE]
-        )
-    except penstock.ArgumentError as error:
-        return str(error)
-    return ""
+    options: dict[str, Any] = {"microbatches": 2, "loss": F.mse_loss, "cuts": ["last"], "devices": ["cpu", DEVICE]}
+    return refusal_of(penstock.pipeline, Sharing(), batch()[:1], ranks=2, **options)
 
 
 def option(given: dict[str, Any]) -> None:

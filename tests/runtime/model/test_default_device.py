@@ -30,6 +30,21 @@ def test_the_cpu_beside_an_accelerator_is_pointed_out(monkeypatch: pytest.Monkey
         _trains(devices="cpu")
 
 
+def test_a_meta_model_with_torch_for_cuda_and_no_gpu_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_built(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", as_built)
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    with penstock.pipeline(model, (x,), loss_fn=F.mse_loss, microbatches=2) as pipe:
+        assert pipe.device.type == "cpu"
+        pipe.step(x, target=x)
+
+
 def test_without_an_accelerator_nothing_is_said() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")

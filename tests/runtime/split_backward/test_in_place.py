@@ -101,25 +101,32 @@ def seen(watch: Watch) -> dict[str, int]:
     return {what: count for what, count in watch.seen.items() if count}
 
 
-def test_a_product_is_added_without_memory_for_it(watch: Watch, elsewhere: None) -> None:
-    trained(Products())
-    assert seen(watch) == {"in place": WEIGHTS * WAITING}
+TWICE = 2
+"""Of the weights, where the last two are used twice."""
 
 
-def test_the_first_product_becomes_the_gradient(watch: Watch, elsewhere: None) -> None:
-    trained(Products(), keeps=False)
-    assert seen(watch) == {"in place": WEIGHTS * (WAITING - 1), "made": WEIGHTS}
-
-
-def test_the_terms_of_one_microbatch_are_summed_first(watch: Watch, elsewhere: None) -> None:
-    trained(Products(twice=True), cuts=["layers.1"])
-    once, twice = WEIGHTS - 2, 2
-    assert seen(watch) == {"in place": once * WAITING, "made": 2 * twice * WAITING}
-
-
-def test_what_is_computed_in_lower_precision_is_not_cast_first(watch: Watch, elsewhere: None) -> None:
-    trained(Products(), autocast=True)
-    assert seen(watch) == {"made": WEIGHTS * WAITING}
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param({}, {"in place": WEIGHTS * WAITING}, id="no memory for a product"),
+        pytest.param(
+            {"keeps": False},
+            {"in place": WEIGHTS * (WAITING - 1), "made": WEIGHTS},
+            id="the first product becomes the gradient",
+        ),
+        pytest.param(
+            {"twice": True, "cuts": ["layers.1"]},
+            {"in place": (WEIGHTS - TWICE) * WAITING, "made": 2 * TWICE * WAITING},
+            id="the terms of one microbatch are summed first",
+        ),
+        pytest.param({"autocast": True}, {"made": WEIGHTS * WAITING}, id="lower precision is not cast first"),
+    ],
+)
+def test_products_are_added_in_place(
+    watch: Watch, elsewhere: None, options: dict[str, Any], expected: dict[str, int]
+) -> None:
+    trained(Products(twice=options.pop("twice", False)), **options)
+    assert seen(watch) == expected
 
 
 def test_a_hook_sees_every_term(watch: Watch, elsewhere: None) -> None:

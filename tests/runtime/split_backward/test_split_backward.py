@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from penstock._base.stages import StageMeta
 from penstock.runtime.execute.stage import _split_backwards
 from penstock.runtime.features.feature import Binding, StageContext
-from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op
 
@@ -232,6 +231,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
         noise(2, 3, 7, 7),
         None,
     ),
+    "a convolution with its bias": (
+        lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b), w=parameter(5, 3, 2), b=parameter(5)),
+        noise(2, 3, 9),
+        ALL,
+    ),
     "a bias used twice": (
         lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b) + m.b[:, None], w=parameter(5, 3, 2), b=parameter(5)),
         noise(2, 3, 9),
@@ -297,6 +301,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | N
         noise(7, 33),
         0.0,
     ),
+    "a backward inside of the forward": (
+        lambda: Forward(lambda m, x: x - torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)[0],
+                        a=nn.Linear(33, 33)),
+        noise(7, 33),
+        0.0,
+    ),
     "a gradient that is None": (
         lambda: Forward(lambda m, x: Lose.apply(m.a(x)) + m.b(x),  # type: ignore[no-untyped-call]
                         a=nn.Linear(33, 31, bias=False), b=nn.Linear(33, 31, bias=False)),
@@ -346,12 +356,6 @@ def test_an_order_of_i_that_is_not_that_of_w(name: str, order: str) -> None:
 
 
 # -- what cannot wait -------------------------------------------------------------------------------------------------
-
-
-def test_one_kernel_computes_the_gradients_of_weight_and_bias_of_a_convolution() -> None:
-    one = Forward(lambda m, x: F.conv1d(x, m.w, m.b), w=parameter(5, 3, 2), b=parameter(5))
-    assert put_off(one, noise(2, 3, 9)) == {"w", "b"}
-    assert put_off(MODELS["a bias used twice"][0](), noise(2, 3, 9)) == set()
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
@@ -485,50 +489,18 @@ def test_a_forward_that_raises_leaves_the_parameters_as_they_were() -> None:
     assert stage.split.share > 0.8
 
 
-class Descent(nn.Module):
-    """Takes a step down its own energy, by a backward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        value = self.linear(x).tanh()
-        return x - torch.autograd.grad(value.square().sum(), x, create_graph=True)[0]
-
-
-def test_a_weight_that_a_backward_inside_the_forward_uses_cannot_wait() -> None:
-    module, x = Descent(), torch.randn(3, 4, requires_grad=True)
-    uses = WeightUses(module.parameters())
-    with uses.learning():
-        value = module(x)
-    uses.decide([value.grad_fn])
-    assert not uses.can_wait
-
-
 def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    split = SplitBackward(lambda: dict(model.named_parameters()), model, torch.device("cpu"), in_order=True)
-
-    def until_i(microbatch: int) -> None:
-        with split.forward(microbatch):
-            loss = model(torch.ones(2, 3)).sum()
-        edge = get_gradient_edge(loss)
-        split.learn([edge])
-        with split.input_gradients(microbatch):
-            torch.autograd.backward((edge,), (torch.ones(()),))
-
-    split.begin_step()
-    until_i(0)  # whole, to learn what can wait
-    split.weight_gradients(0)
-    weight = model[0].get_parameter("weight")
-    assert weight.grad is not None
-    before = weight.grad.clone()
-    until_i(1)
-    assert torch.equal(weight.grad, before), "it waits"
-    split.begin_step()
-    split.weight_gradients(1)
-    assert torch.equal(weight.grad, before)
+    model = nn.Linear(3, 3)
+    stage = Stage(model, "F0 I0 W0", [torch.ones(2, 3)])
+    stage.step()
+    assert model.weight.grad is not None
+    before = model.weight.grad.clone()
+    stage.order = ["F0", "I0"]
+    stage.step()
+    assert torch.equal(model.weight.grad, before), "it waits"
+    stage.split.begin_step()
+    stage.split.weight_gradients(0)
+    assert torch.equal(model.weight.grad, before)
 
 
 class InScratch(torch.autograd.Function):

@@ -57,17 +57,8 @@ def verify(name: str, schedule: Schedule) -> penstock.VerificationReport:
     model, args, kwargs, target, loss = (EXAMPLES | TINY)[name](**sizes)
     if name in TINY:
         loss = None  # these compute their own
-    return penstock.verify(
-        model,
-        args,
-        target=target,
-        loss_fn=loss,
-        kwargs=kwargs,
-        ranks=schedule.ranks,
-        schedule=schedule,
-        seed=7,
-        exact=True,
-    )
+    options: dict[str, Any] = {"ranks": schedule.ranks, "schedule": schedule, "seed": 7, "exact": True}
+    return penstock.verify(model, args, target=target, loss_fn=loss, kwargs=kwargs, **options)
 
 
 # -- the proof --------------------------------------------------------------------------------------------------------
@@ -83,9 +74,8 @@ def test_bits_of_one_device(name: str, late: int | None, shares: list[dict[int, 
     assert all(share > 0.9 for share in shares[1].values())
 
 
-@pytest.mark.parametrize("name", ["mixtral", *(pytest.param(name, marks=pytest.mark.long) for name in ("vit", "bert"))])
-def test_tiny_models_of_transformers(name: str, shares: list[dict[int, float]]) -> None:
-    verify(name, with_late_weights(generate("gpipe", 2, 2), 1)).raise_if_failed()
+def test_a_tiny_model_of_transformers(shares: list[dict[int, float]]) -> None:
+    verify("mixtral", with_late_weights(generate("gpipe", 2, 2), 1)).raise_if_failed()
     assert all(share > 0.9 for share in shares[1].values())
 
 
@@ -107,13 +97,6 @@ def test_overlapping_pairs_run_one_after_the_other() -> None:
 def rows_of(*rows: str) -> Schedule:
     text = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
     return Schedule.parse(f"by hand: 3 microbatches, stages on ranks 0 1\n{text}")
-
-
-def test_input_gradients_in_another_order_than_weight_gradients() -> None:
-    order = rows_of("0F0 0F1 0F2 0I2 0I0 0I1 0W0 0W1 0W2", "1F0 1F1 1F2 1I2 1I0 1I1 1W0 1W1 1W2")
-    assert check(order) == []
-    for name in ("skips", "batch_norm"):
-        verify(name, order).raise_if_failed()
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import pipeline
-from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.by_hand import assert_steps_by_hand
 from scaffolding.models import squared_error
 
 
@@ -51,8 +51,5 @@ def test_a_layer_that_runs_otherwise_in_a_later_microbatch_waits_for_w_as_a_whol
     with pipeline(
         model, (ids, lengths), ranks=2, microbatches=4, schedule="zb-h1", loss=squared_error, cuts=["last"]
     ) as pipe:
-        for _ in range(2):
-            pipe.step(ids, lengths, target=target)
-            step_by_hand(reference, (ids, lengths), target, squared_error, 4)
-            assert_same_gradients(model, reference)
+        assert_steps_by_hand(pipe, reference, [(ids, lengths, target)] * 2, squared_error, 4)
         assert pipe.deferred_weight_grad_fraction[0] > 0.9

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 import penstock.runtime.step.bound_schedules
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
-from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.by_hand import assert_same_gradients, assert_steps_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.small import WIDTH, Retrieval, batch, mlp, retrieval_error
 
@@ -33,18 +33,13 @@ def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
     reference, names = copy.deepcopy(model), [name for name, _ in model.named_parameters()]
     options = {"ranks": 2, "microbatches": 8, "loss": squared_error, "schedule": schedule, "chunks": chunks}
     with pipeline(model, batch()[:1], **options) as pipe:
-        for rows in (11, 2, 5, 3):
-            x, y = batch(rows)
-            model.zero_grad()
-            reference.zero_grad()
-            expected = step_by_hand(reference, (x,), y, squared_error, min(8, rows))
-            result = pipe.step(x, target=y)
-            assert torch.equal(result.loss, expected.total)
-            assert len(result.losses) == len(result.sizes) == min(8, rows)
-            assert_same_gradients(model, reference, but=names if copies else ())
+        but = names if copies else ()
+        assert_steps_by_hand(pipe, reference, map(batch, (11, 2, 5, 3)), squared_error, 8, but=but)
+        result = pipe.step(batch(5)[0], target=batch(5)[1])
+        assert len(result.losses) == len(result.sizes) == 5
         if copies:
             with pytest.raises(ArgumentError, match="1 row, but the schedule needs at least 2"):
-                pipe.step(x[:1], target=y[:1])
+                pipe.step(*batch(1)[:1], target=batch(1)[1])
 
 
 def test_a_first_batch_of_fewer_rows_than_microbatches() -> None:
@@ -54,13 +49,7 @@ def test_a_first_batch_of_fewer_rows_than_microbatches() -> None:
     for example, first in ((batch(3)[0], 3), (for_two, 2)):
         with pipeline(model, (example,), ranks=2, microbatches=4, loss=squared_error) as pipe:
             assert pipe.schedule.microbatches == first
-            for rows in (3, 11, 2):
-                x, y = batch(rows)
-                model.zero_grad()
-                reference.zero_grad()
-                expected = step_by_hand(reference, (x,), y, squared_error, min(4, rows))
-                assert torch.equal(pipe.step(x, target=y).loss, expected.total)
-                assert_same_gradients(model, reference)
+            assert_steps_by_hand(pipe, reference, map(batch, (3, 11, 2)), squared_error, 4)
 
 
 @pytest.mark.parametrize("first", [8, 3])
@@ -73,11 +62,7 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
         assert pipe.schedule.microbatches == min(4, first // 2)
         for rows, microbatches in ((8, 4), (7, 3), (2, 1), (5, 2), (8, 4)):
             x, y = torch.randn(rows, 4), torch.randn(rows, 4)
-            expected = step_by_hand(reference, (x,), y, squared_error, microbatches)
-            assert torch.equal(pipe.step(x, target=y).loss, expected.total)
-            for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
-                assert torch.equal(a, b), name
-        assert_same_gradients(model, reference)
+            assert_steps_by_hand(pipe, reference, [(x, y)], squared_error, microbatches)
         with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has one"):
             pipe.step(x[:1], target=y[:1])
 
@@ -99,11 +84,7 @@ def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
         for rows, size in ((9, 6), (4, 8), (2, 6), (9, 6)):
             images, target = torch.randn(rows, 3, size, size), torch.randn(rows, 3)
             pipe.evaluate(images, target=target)
-            pipe.step(images, target=target)
-            step_by_hand(reference, (images,), target, squared_error, min(3, rows))
-            for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
-                assert torch.equal(a, b), name
-        assert_same_gradients(model, reference)
+            assert_steps_by_hand(pipe, reference, [(images, target)], squared_error, 3)
 
 
 def test_masks_of_a_step_do_not_depend_on_what_came_before() -> None:
@@ -134,12 +115,8 @@ def test_a_transposed_batch_is_of_another_kind() -> None:
     reference = copy.deepcopy(model)
     x, y = batch()
     with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        for given in (x, x.t().contiguous().t(), x):
-            model.zero_grad()
-            reference.zero_grad()
-            expected = step_by_hand(reference, (given,), y, squared_error, 3)
-            assert torch.equal(pipe.step(given, target=y).loss, expected.total)
-            assert_same_gradients(model, reference)
+        given = [(x, y), (x.t().contiguous().t(), y), (x, y)]
+        assert_steps_by_hand(pipe, reference, given, squared_error, 3)
 
 
 # -- cut already ------------------------------------------------------------------------------------------------------
@@ -288,12 +265,8 @@ def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
     full, holes = torch.ones(6, dtype=torch.int64), torch.tensor([1, 0, 1, 0, 0, 1])
     one = torch.tensor([1, 1, 1, 0, 1, 1])
     with pipeline(model, (x, full), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        for mask in (full, holes, full, holes, one, full, one):
-            model.zero_grad()
-            reference.zero_grad()
-            pipe.step(x, mask, target=y)
-            step_by_hand(reference, (x, mask), y, squared_error, 3)
-            assert_same_gradients(model, reference)
+        masks = (full, holes, full, holes, one, full, one)
+        assert_steps_by_hand(pipe, reference, [(x, mask, y) for mask in masks], squared_error, 3)
         assert len(list(pipe.session.bound_schedules)) == 3
 
 

@@ -88,40 +88,6 @@ CASES = {
 }
 
 
-class Twice(nn.Module):
-    """Calls its norm once more in a microbatch with a long sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.scale = nn.BatchNorm1d(5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        out: Tensor = self.scale(self.norm(x))
-        return self.norm(out) if int(lengths.max()) == LONG else out
-
-
-class Deferring(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.last = Twice(), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        out: Tensor = self.last(self.block(x, lengths))
-        return out
-
-
-def test_a_refusal_at_the_end_of_a_step_leaves_no_gradients() -> None:
-    model, x, short = Deferring(), torch.randn(16, 5), torch.ones(16, dtype=torch.long)
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss_fn": F.mse_loss, "deferred_batch_norm": True}
-    with pipeline(model, (x, short), leaf_modules=["block"], **options) as pipe:
-        with pytest.raises(ArgumentError, match="is called 2 times in one microbatch and 1 in another"):
-            pipe.step(x, torch.tensor([1] * 8 + [LONG] * 8), target=x)
-        assert all(p.grad is None for p in model.parameters())
-        assert int(model.block.norm.num_batches_tracked) == 0
-        pipe.step(x, short, target=x)
-        assert int(model.block.norm.num_batches_tracked) == 1
-
-
 @pytest.mark.parametrize("how", CASES)
 @pytest.mark.parametrize("accumulated", [False, True], ids=["first", "accumulated"])
 def test_a_step_that_raises_leaves_everything_as_it_was(how: str, accumulated: bool) -> None:

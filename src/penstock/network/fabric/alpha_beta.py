@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -175,12 +176,9 @@ def forecast(
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(transfer["collective"] for transfer in results["transfers"]):
-        try:
-            fitted = _fit(record, results, collective)
-        except ArgumentError:
-            continue
-        if fitted["source"] == "times":
-            yield _extrapolate(fitted, [max(point["bytes"] for point in fitted["sizes"])], HOSTS)
+        with suppress(ArgumentError):
+            if (fitted := _fit(record, results, collective))["source"] == "times":
+                yield _extrapolate(fitted, [max(point["bytes"] for point in fitted["sizes"])], HOSTS)
 
 
 def _extrapolate(fitted: dict[str, Any], sizes: Sequence[int], hosts: Sequence[int]) -> dict[str, Any]:

@@ -117,23 +117,19 @@ def _find_fault(table: NDArray[np.int64], takes_part: NDArray[np.bool_]) -> str 
     order, until it ends."""
     transfers, hosts = takes_part.shape
     trial, transfer, rank, start, end = table.T
-    inside = (
-        (trial >= 0) & (trial < len(table)) & (transfer >= 0) & (transfer < transfers) & (rank >= 0) & (rank < hosts)
-    )
+    limits = (trial, len(table)), (transfer, transfers), (rank, hosts)
+    inside = np.all([(values >= 0) & (values < limit) for values, limit in limits], axis=0)
     inside[inside] = takes_part[transfer[inside], rank[inside]]
+    repeats = np.ones(len(table), bool)
+    repeats[np.unique((trial * transfers + transfer) * hosts + rank, return_index=True)[1]] = False
     for mask, text in (
         (~inside, "names a trial, transfer or rank that this run does not have"),
         (end < start, "ends before it starts"),
+        (repeats, "repeats a trial, transfer and rank"),
     ):
         if mask.any():
             first = int(mask.argmax())
             return f"line {first + 2}, {','.join(map(str, table[first]))}, {text}"
-    key = (trial * transfers + transfer) * hosts + rank
-    _, firsts = np.unique(key, return_index=True)
-    if len(firsts) < len(key):
-        second = int(np.setdiff1d(np.arange(len(key)), firsts)[0])
-        row_text = f"trial {trial[second]}, transfer {transfer[second]}, rank {rank[second]}"
-        return f"line {second + 2} repeats {row_text}"
     counts = np.bincount(trial)
     short = np.flatnonzero(counts[:-1] < takes_part.sum())
     if len(short):
@@ -195,10 +191,6 @@ class TransferTimes:
             arrival_skew=(last - first)[:, 0] * 1e-9,
             transfer=(end.max(1) - last[:, 0]) * scale,
         )
-
-    def rated(self, collective: str) -> Seconds:
-        """Return the times that a transfer's bandwidths are based on."""
-        return self.transfer if rate_key(collective) == "transfer_s" else self.completion
 
 
 def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:

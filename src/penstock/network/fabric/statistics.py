@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -183,41 +182,28 @@ class Summary:
         )
 
 
-@lru_cache(maxsize=256)
-def order_interval(count: int, q: float) -> tuple[int, int] | None:
-    """Return the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
-
-    Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
-    independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1). None if even the smallest or the
-    largest sample is no bound, which is when q^count is above 2.5%.
-    """
-    stats, _ = scipy()
-    side = (1 - CONFIDENCE) / 2
-    if count < 1 or max(q, 1 - q) ** count > side:
-        return None
-    low, high = stats.binom.ppf((side * (1 + 1e-9), 1 - side * (1 + 1e-9)), count, q)
-    return max(int(low), 1), min(int(high) + 1, count)
-
-
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
     """Return the 95% confidence interval of a quantile of ascending samples that are worth `effective` independent
-    ones; None if these are too few to bound it."""
-    if effective >= len(ordered):
-        ranks = order_interval(len(ordered), q)
-        return ranks and (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
-    if max(q, 1 - q) ** effective > (1 - CONFIDENCE) / 2:
+    ones; None if not even the smallest or the largest sample would bound it, which is when q^effective is above 2.5%.
+
+    The number of independent samples below the quantile is binomial, whatever their distribution (David and Nagaraja,
+    Order Statistics, 7.1). Of dependent samples, ranks are fractional and mapped to positions among the samples (A.
+    Hutson, Calculating nonparametric confidence intervals for quantiles using fractional order statistics, 1999).
+    """
+    _, special = scipy()
+    side = (1 - CONFIDENCE) / 2
+    if max(q, 1 - q) ** effective > side:
         return None
-    # Order statistics of fractional rank (A. Hutson, Calculating nonparametric confidence intervals for quantiles using
-    # fractional order statistics, 1999), mapped to positions among the samples.
-    below = (1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2  # how likely the order statistic is below the quantile
-    ranks_among = [float(scipy()[1].bdtrik(1 - side, effective, q)) + 1 for side in below]
-    positions = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks_among]
+    ranks = [float(special.bdtrik(below, effective, q)) + 1 for below in (side, 1 - side)]
+    positions = [rank / (effective + 1) * (len(ordered) + 1) - 1 for rank in ranks]
+    if effective >= len(ordered):  # between two samples it would not hold for delays that have several modes
+        positions = [math.floor(positions[0]), math.ceil(positions[1])]
     low, high = np.interp(positions, np.arange(len(ordered)), ordered)
     return float(low), float(high)
 
 
 def min_samples(q: float) -> int:
-    """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
+    """Return the fewest independent samples for which `quantile_interval` bounds a q-quantile."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 

@@ -69,6 +69,17 @@ class Transfer:
         """Return how long a host computes before this transfer, in seconds."""
         return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
 
+    def fits(self, hosts: int) -> bool:
+        """Whether ranks, compute times and shares go together, among so many hosts (0: any number)."""
+        ranks, shares = self.ranks, self.shares
+        return (
+            len(set(ranks)) == len(ranks) != 1
+            and (not hosts or all(0 <= rank < hosts for rank in ranks))
+            and len(self.compute_by_rank) in (0, len(ranks))
+            and (not shares or self.collective == "all_to_all")
+            and (not shares or (len(shares) == (len(ranks) or hosts) and min(shares) >= 0 and any(shares)))
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -124,28 +135,11 @@ class Workload:
             for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
                 if not 0 <= seconds <= MAX_SECONDS:
                     raise ArgumentError(f"{transfer.name}: compute time {seconds:g} s: expected 0 to {MAX_SECONDS:g} s")
-            if (times := len(transfer.compute_by_rank)) not in (0, len(transfer.ranks)):
+            if not transfer.fits(self.hosts):
                 raise ArgumentError(
-                    f"{transfer.name}: compute_by_rank has {times} times for {len(transfer.ranks)} ranks: pass one for "
-                    "each, or none"
-                )
-            if (shares := transfer.shares) and (
-                transfer.collective != "all_to_all"
-                or len(shares) != (len(transfer.ranks) or self.hosts)
-                or min(shares) < 0
-                or not any(shares)
-            ):
-                raise ArgumentError(
-                    f"{transfer.name} has the shares {shares}: only an all_to_all takes shares, an "
-                    "integer >= 0 for each rank, not all 0"
-                )
-            if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
-                raise ArgumentError(
-                    f"{transfer.name} is between the ranks {transfer.ranks}: pass two or more, each once"
-                )
-            if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
-                raise ArgumentError(
-                    f"{transfer.name} is between the ranks {transfer.ranks}: pass 0 to {self.hosts - 1}"
+                    f"{transfer.name} is between the ranks {transfer.ranks} of {self.hosts or 'any'} hosts, with the "
+                    f"shares {transfer.shares} and compute times {transfer.compute_by_rank}: pass two or more ranks, "
+                    "each once; a time for each, or none; and only for an all_to_all shares, integers >= 0, not all 0"
                 )
 
     @property

@@ -32,7 +32,7 @@ from penstock.costs import CutProblem, best_cuts
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
 from penstock.partition.units.chain import Chain, unwrapped
-from penstock.partition.units.units import canonical_names, real_name, resolve
+from penstock.partition.units.units import canonical_names, named_module, real_name, resolve
 
 _LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
 
@@ -52,7 +52,7 @@ class CallSite(NamedTuple):
 
 def find_call(model: nn.Module, name: str) -> CallSite:
     """Return what a cut of this name stands for. Raise PartitionError if the model has no such module."""
-    match = _LATER.fullmatch(name) if name not in dict(model.named_modules(remove_duplicate=False)) else None
+    match = _LATER.fullmatch(name) if named_module(model, name) is None else None
     path, sign, number = match.groups() if match else (name, ":", "1")
     owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
     module = resolve(model, owner, "cuts") if owner else model
@@ -189,7 +189,9 @@ def _find_positions(recording: Recording, model: nn.Module, balance: Measure, *,
     blocks_only = balance == "layers" and bool(recording.blocks)
     positions, first, only_held = dict[str, int](), dict[str, int](), False
     for node, name in named_calls(recording, model):
-        fact, begin = recording.facts[node], _first_index(recording, node)
+        fact, held = recording.facts[node], [n for n in node.all_input_nodes if recording.facts[n].kind in HELD]
+        # a parameter or buffer goes with the first call that uses it
+        begin = min(recording.facts[n].index for n in (node, *(n for n in held if next(iter(n.users)) is node)))
         kinds = {recording.facts[argument].kind for argument in node.all_input_nodes}
         first = first or {name: begin}
         is_eligible = not blocks_only or fact.scope in recording.blocks
@@ -201,13 +203,6 @@ def _find_positions(recording: Recording, model: nn.Module, balance: Measure, *,
             positions[name] = begin
         only_held = bool(kinds) and kinds <= {*HELD}
     return positions
-
-
-def _first_index(recording: Recording, node: fx.Node) -> int:
-    """Return the index of a call, or of the first parameter or buffer that it is the first to use."""
-    facts = recording.facts
-    held = (arg for arg in node.all_input_nodes if facts[arg].kind in HELD and next(iter(arg.users)) is node)
-    return min(facts[n].index for n in (node, *held))
 
 
 def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Measure) -> int:

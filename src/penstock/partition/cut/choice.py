@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
@@ -69,7 +70,7 @@ class BalanceChoice:
             case Profile():
                 return cls(profile=value)
             case _ if callable(value) and not isinstance(value, type):
-                return cls(weight=value)
+                return cls(weight=_checked_weight(value))
         if isinstance(value, (list, tuple)) and all(isinstance(layers, int) for layers in value):  # torchgpipe
             cuts = [str(layers) for layers in accumulate(value)][:-1]
             raise ArgumentError(f"balance={value!r}: pass cuts={cuts}, the layers at which stages begin")
@@ -91,6 +92,18 @@ class BalanceChoice:
                 "0 or more"
             )
         return float(weight)
+
+
+def _checked_weight(function: Weight) -> Weight:
+    try:
+        signature(function).bind("name", None)
+    except TypeError as error:
+        name = named(function).__qualname__
+        message = f"balance={name}: expected a function of a module's name and the module, but {error}"
+        raise ArgumentError(message) from None
+    except ValueError:  # functions written in C have no signature
+        pass
+    return function
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -61,13 +61,28 @@ def extend_opening(model: nn.Module, opening: Opening, profile: Profile) -> Open
 
 
 def choose_opening(
-    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Measure
+    recording: Recording,
+    model: nn.Module,
+    leaves: Sequence[str],
+    stages: int,
+    balance: Measure,
+    seconds: Mapping[str, float] | None = None,
 ) -> Opening:
-    """Return what to open now that weights are known: the recording's own opening if nothing else is worth opening."""
+    """Return what to open now that weights are known: the recording's own opening if nothing else is worth opening.
+
+    Args:
+        seconds: what was measured of each unit, by name, to weigh them by instead of `balance`.
+    """
     opening = recording.opening
     current_units = find_units(model, leaves, recording.unit_spec, opening.names).values()
     units = {unwrapped(unit.name): unit for unit in current_units}
     pieces = candidates(recording, model, balance)
+    if seconds is not None:
+        sums, name = dict[str, float](), pieces[0].name  # units may be finer than pieces
+        for unit, unit_seconds in seconds.items():
+            name = unit if any(unit == piece.name for piece in pieces) else name
+            sums[name] = sums.get(name, 0.0) + unit_seconds
+        pieces = [replace(piece, weight=round(1e9 * sums[piece.name])) for piece in pieces if piece.name in sums]
     if sum(is_mark(p.name) for p in pieces) >= stages - 1:
         return opening
     modules = dict(model.named_modules())

@@ -26,6 +26,7 @@ from penstock._base.pytree import flatten
 from penstock._base.stages import TensorMeta
 from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
+from penstock.partition.recording.recording import tensor_meta
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
 from penstock.partition.watch.work import OpCall, argument_names, count_operations, find_group, list_tensors
@@ -121,11 +122,12 @@ def _run(
 ) -> tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]:
     """Run a module on fake tensors: return its bytes, and what the forward and the backward do. `inputs_only`: compute
     gradients of these alone."""
-    state = {name: _empty_copy(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    state = {name: _empty_like(tensor_meta(tensor)) for name, tensor in tensors}
     for tensor in state.values():
         if tensor.requires_grad:  # so that backward adds to it, as in any microbatch but the first
             tensor.grad = torch.empty_like(tensor)
-    leaves = [_empty_from_meta(meta).requires_grad_(meta.requires_grad) for meta in inputs]
+    leaves = [_empty_like(meta) for meta in inputs]
     uncounted = [*state.values(), *(t.grad for t in state.values() if t.grad is not None), *leaves]
     with MemoryMonitor(uncounted) as memory:
         copies = [leaf.clone() for leaf in leaves]  # which may be updated in place
@@ -211,14 +213,9 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **host_kwargs)
 
 
-def _empty_copy(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    return empty.requires_grad_(tensor.requires_grad)
-
-
-def _empty_from_meta(meta: TensorMeta) -> Tensor:
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return torch.empty_strided(meta.shape, meta.stride, dtype=dtype)
+def _empty_like(meta: TensorMeta) -> Tensor:
+    empty = torch.empty_strided(meta.shape, meta.stride, dtype=getattr(torch, meta.dtype))
+    return empty.requires_grad_(meta.requires_grad)
 
 
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")

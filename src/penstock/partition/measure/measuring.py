@@ -29,7 +29,7 @@ from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
 
-BUDGET_SECONDS = 1.0
+BUDGET_SECONDS = 0.5
 """The default of `budget_seconds`. One run of each kind of unit is made even if it takes longer."""
 
 MAX_ROUNDS = 21

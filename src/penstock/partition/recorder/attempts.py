@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.recorder.branches import merge_branches
-from penstock.partition.recorder.functions import autograd_functions, mapped_functions
+from penstock.partition.recorder.functions import following_functions
 from penstock.partition.recorder.recorder import Attempt, Recorder
 from penstock.partition.recording.recording import Constant, Recording, is_readable
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
@@ -42,7 +42,17 @@ from penstock.partition.source import Obstacle, raising_line
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import ALL_UNITS, Left, Remembered
 from penstock.partition.units.chain import Chain
-from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, RecordAgain, UnitSpec, find_units, intercept
+from penstock.partition.units.units import (
+    NO_SPEC,
+    NOTHING,
+    Opening,
+    RecordAgain,
+    Unit,
+    UnitSpec,
+    find_units,
+    intercept,
+    replaced,
+)
 from penstock.partition.values.objects import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.watch.observer import SEED
 
@@ -83,6 +93,8 @@ def record(
                     fallback = replace(fallback or spec, shut=spec.shut | retry.additions.opened)
                 try:
                     reason, spec = retry.refusal, _extend_spec(spec, retry, leaves)
+                    if likely := retry.likely - {*leaves} - spec.opened - spec.whole - spec.shut:
+                        fallback, spec = fallback or spec, spec | UnitSpec(opened=likely)
                 except PartitionError:
                     if fallback is None:
                         raise
@@ -153,7 +165,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[in
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             for generator in (torch.default_generator, device_generator(device)):
                 generator.manual_seed(SEED)
-            _refuse_backward_hooks(model, attempt.units)
+            _refuse_backward_hooks(model, attempt.units.values())
             loan = Loan(model, fake_mode(), device)
             reach = Reach(model)
             recorder = Recorder(attempt, loan, reach, choices, unknown)
@@ -181,9 +193,22 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
         additions = error.additions if isinstance(error, RecordAgain) else None
         if additions is None or additions.opened or additions.whole or additions.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
+        if isinstance(error, RecordAgain) and error.additions.opened:
+            error.likely |= _will_be_opened(recorder, spec, error.additions.opened).opened
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result
+
+
+def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) -> UnitSpec:
+    """Return the units of the same classes that would be opened for what they have left, one attempt after another."""
+    model, channels = recorder.model, recorder.side_channels
+    try:
+        channels.collect_left(recorder.is_seen, spec, recorder.ran_for_real)
+    except RecordAgain as retry:
+        kinds = {type(model.get_submodule(name)) for name in names}
+        return UnitSpec(opened=frozenset(n for n in retry.additions.opened if type(model.get_submodule(n)) in kinds))
+    return NO_SPEC
 
 
 def _make_inputs(recorder: Recorder, flat: Flat) -> list[Any]:
@@ -220,14 +245,20 @@ def _blame_opened_module(recorder: Recorder) -> Iterator[None]:
         raise
 
 
+_HOOKS_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""Compiled blocks warn about the hooks that follow modules."""
+
+
 def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
     args, kwargs = unflatten(inputs, structure)
     mode, observer = recorder.loan.mode, recorder.observer
     modules = [u.module for u in recorder.units.values()]
+    changes = [(Distribution, "_validate_args", False)]  # checks of arguments, which read values, unless told to
     try:
-        with mode, observer, observer.following_modules(), autograd_functions(recorder), quiet():
-            with _without_argument_checks(), intercept(modules, recorder.call_unit), recorder:
-                with mapped_functions(), calling_at_marks(recorder.mark):
+        with mode, observer, observer.following_modules(), following_functions(recorder), quiet():
+            with replaced(changes), warnings.catch_warnings(), intercept(modules, recorder.call_unit), recorder:
+                warnings.filterwarnings("ignore", _HOOKS_WARNING)
+                with calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
@@ -364,35 +395,17 @@ def _input_name(model: nn.Module, path: str) -> str:
     return "_".join(keys)
 
 
-@contextmanager
-def _without_argument_checks() -> Iterator[None]:
-    """Keep distributions from checking arguments, which reads values, unless told to; and compiled blocks from warning
-    about the global hooks that follow modules."""
-    checks = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-            yield
-    finally:
-        Distribution.set_default_validate_args(checks)
-
-
-def _refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
+def _refuse_backward_hooks(model: nn.Module, units: Iterable[Unit]) -> None:
     """Raise Obstacle if a module that does not run as a whole has hooks on its gradients: nothing would call them."""
-    if has_global_backward_hooks() and id(model) not in units:
+    if has_global_backward_hooks():
         raise PartitionError(
             "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "
             "does not call modules that it records call by call, the model itself among them, so that nothing would "
             "call the hooks for those. Register them on the blocks: block.register_full_backward_hook(...)"
         )
-    pending = [("", model)]
-    while pending:
-        name, module = pending.pop(0)
+    for name, module in model.named_modules(memo={unit.module for unit in units}):
         if module._backward_hooks or module._backward_pre_hooks:
             subject = f"module {name!r}" if name else "the model"
             raise Obstacle(
                 f"{subject} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
             )
-        children = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
-        pending += [(n, child) for n, child in children if id(child) not in units]

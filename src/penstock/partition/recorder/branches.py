@@ -1,13 +1,16 @@
 """Records a forward that skips modules at random (layer drop, stochastic depth) as one recording with branches.
 
 With several decisions there are too many paths to record them all. So the path on which most runs is the base, and
-enough others are recorded to see any two decisions in all four combinations: two for each binary digit of a decision's
-number, and one with all decisions inverted. Each must be the base minus the nodes that it leaves out: these are the
-decision's region, which becomes one node.
+others are recorded: one with all decisions inverted, and two for each of the first two binary digits of a decision's
+number, on which those are inverted whose digit is 0, or 1. Each must be the base minus the nodes that it leaves out:
+these are the decision's region, which becomes one node.
 
-Fewer would not do. What replaces a skipped layer's result shows only where the layer before it and the one that reads
-it both run, whether these are one or s layers away. Numbers that differ by s differ in the digit of the largest power
-of 2 that divides s, so on one path the layer is inverted and neither of the others is.
+Fewer would not do. Layers one or two apart meet in all four ways on no less: U-Nets and layers that look at the one
+before the last would be wrong. And if all layers are skipped, what replaces a layer's result may be that of the layer
+before it, or what entered the first: that shows only where the layer before it runs, and one that reads it. If that is
+another than the next, if regions that read each other never differ, or if a decision leaves nothing out, more paths are
+recorded: two for each further digit. Numbers that differ by s differ in the digit of
+the largest power of 2 that divides s, so on one path a layer is inverted and neither of those s away from it is.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ def merge_branches(first: Recording, record: Callable[[Mapping[int, bool]], Reco
     Raises PartitionError if the paths differ in more than what some leave out.
     """
     try:
-        return _Merger(*_paths(first, record)).merge()
+        mergers = (_Merger(base, paths) for base, paths in _paths(first, record))
+        for merger in mergers:
+            if merger.is_certain:
+                break
+        return merger.merge()
     except MismatchError as error:
         ask = first.asks[error.number or 0]
         scope = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
@@ -81,8 +88,8 @@ class _Path:
         return cls(recording, answers, segments)
 
 
-def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> tuple[_Path, list[_Path]]:
-    """Return the base, and as many other paths as needed."""
+def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Iterator[tuple[_Path, list[_Path]]]:
+    """Yield the base, and the other paths so far: after those that differ in the first digit, and after each more."""
     count, recorded = len(first.asks), dict[Answers, _Path]()
 
     def get_path(answers: Answers) -> _Path:
@@ -93,10 +100,11 @@ def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) 
     all_false = recorded[(False,) * count] = _Path.from_recording(first, (False,) * count)
     all_true = get_path((True,) * count)
     base = get_path(tuple(len(b) > len(a) for a, b in zip(all_false.segments[1:], all_true.segments[1:], strict=True)))
-    for digit in range((count - 1).bit_length()):
+    for digit in range(max(1, (count - 1).bit_length())):
         for side in (0, 1):
             get_path(tuple(a != ((number >> digit & 1) == side) for number, a in enumerate(base.answers)))
-    return base, [path for path in recorded.values() if path is not base]
+        if digit or count <= 2:
+            yield base, [path for path in recorded.values() if path is not base]
 
 
 class _Merger:
@@ -105,6 +113,8 @@ class _Merger:
     Attributes:
         regions: for each decision, the nodes of the base that run only on its side of it; `region_of` the inverse.
         fallback: for a node in a region that is used after it, what is used instead if the region did not run.
+        is_certain: whether every decision leaves something out, and each fallback was seen where nothing between it
+            and the region was left out, too.
     """
 
     def __init__(self, base: _Path, paths: Sequence[_Path]) -> None:
@@ -125,11 +135,24 @@ class _Merger:
             pairs = zip(self.path.answers, path.answers, strict=True)
             flipped = frozenset(number for number, (a, b) in enumerate(pairs) if a != b)
             comparisons.append((flipped, self._align(path, flipped)))
+        unseen = set[fx.Node]()
+        starts = {number: facts[nodes[0]].index for number, nodes in self.regions.items() if nodes}
         for flipped, values in comparisons:
             for expected, used in values:
-                old = self.fallback.get(expected)
-                if self.region_of.get(expected) in flipped and (old is None or facts[old].index < facts[used].index):
+                number, old, found = self.region_of.get(expected), self.fallback.get(expected), facts[used].index
+                if number in flipped and (old is None or facts[old].index < found):
                     self.fallback[expected] = used  # for an earlier one the others were left out too
+                    between = any(found < starts[other] < starts[number] for other in flipped & starts.keys())
+                    (unseen.add if between else unseen.discard)(expected)
+        reads = {
+            (self.region_of[a], number)
+            for number, nodes in self.regions.items()
+            for node in nodes
+            for a in node.all_input_nodes
+            if self.region_of.get(a, number) != number
+        }
+        shown = all(any(a in flipped and b not in flipped for flipped, _ in comparisons) for a, b in reads)
+        self.is_certain = shown and not unseen and len(starts) == len(self.base.asks)
         for flipped, values in comparisons:
             for expected, used in values:
                 node = expected

@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import numpy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder import foreign
 from penstock.partition.recorder.writer import Writer
-from penstock.partition.recording.recording import Ask
+from penstock.partition.recording.recording import Ask, walk
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.units.units import RecordAgain
 from penstock.partition.values.objects import NodeValue
@@ -59,7 +60,7 @@ class Drawn(NodeValue):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = next(_iter_drawn((args, kwargs)))
+        number = _drawn_in((args, kwargs))[0]
         number.chance.refuse(f"{number.subject}, {number.node.name!r}, inside of a module that runs as a whole")
 
     __hash__ = None  # type: ignore[assignment]
@@ -161,16 +162,9 @@ class Chance:
 
     def _is_chance(self, node: fx.Node) -> bool:
         """Whether a value depends on draws alone: not on inputs, parameters or what blocks compute."""
-        facts, draws, stack, seen = self._writer.facts, False, [node], {node}
-        while stack:
-            current = stack.pop()
-            fact = facts[current]
-            if fact.kind not in ("call", "constant") or fact.writes or fact.takes_gradient:
-                return False
-            draws |= fact.draws
-            stack += [a for a in current.all_input_nodes if a not in seen]
-            seen.update(current.all_input_nodes)
-        return draws
+        facts = [self._writer.facts[n] for n in walk([node])]
+        acting = (f.kind not in ("call", "constant") or f.writes or f.takes_gradient for f in facts)
+        return any(fact.draws for fact in facts) and not any(acting)
 
     def decide(self, node: fx.Node) -> bool:
         """Return the outcome that this recording must follow."""
@@ -310,16 +304,10 @@ def replace_drawn(tree: Any) -> Any:
 
 def holds_drawn(tree: Any) -> bool:
     """Whether a random number or array is among the leaves."""
-    return next(_iter_drawn(tree), None) is not None
+    return bool(_drawn_in(tree))
 
 
-def _iter_drawn(tree: Any) -> Iterator[Drawn]:
-    if isinstance(tree, Drawn):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _iter_drawn(value)
-    elif isinstance(tree, dict):
-        yield from _iter_drawn(tuple(tree.values()))
-    elif isinstance(tree, slice):
-        yield from _iter_drawn((tree.start, tree.stop, tree.step))
+def _drawn_in(tree: Any) -> list[Drawn]:
+    leaves: list[Any] = []
+    map_aggregate(tree, leaves.append)
+    return [leaf for leaf in leaves if isinstance(leaf, Drawn)]

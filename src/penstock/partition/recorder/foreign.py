@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from penstock.partition.source import is_ours
+from penstock.partition.units.units import replaced
 
 Handler = Callable[..., Any]
 """Takes the name of a function that draws, the function, and its arguments."""
@@ -58,19 +59,12 @@ def redirect_draws(
     new: dict[int, Any] = {id(function): value for function, value in swaps.items()}
     for name, function in drawing_functions().items():
         new[id(function)] = partial(handler, name, function)
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for namespace in _namespaces(model, swaps):
-            for name, value in list(namespace.items()):
-                if id(value) in new:
-                    changed.append((namespace, name, value))
-                    namespace[name] = new[id(value)]
-        changed.append((torch.__dict__, "from_numpy", torch.from_numpy))
-        torch.__dict__["from_numpy"] = from_numpy
+    namespaces = _namespaces(model, swaps)
+    changes = [
+        (names, name, new[id(value)]) for names in namespaces for name, value in list(names.items()) if id(value) in new
+    ]
+    with replaced([*changes, (torch, "from_numpy", from_numpy)]):
         yield
-    finally:
-        for namespace, name, value in changed:
-            namespace[name] = value
 
 
 def _namespaces(model: nn.Module, functions: Mapping[FunctionType, Any]) -> Iterator[dict[str, Any]]:

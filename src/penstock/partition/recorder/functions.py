@@ -21,11 +21,13 @@ from penstock._base.errors import PartitionError
 from penstock.partition import source
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recording.calls import called
+from penstock.partition.units.units import replaced
 
 
 @contextmanager
-def autograd_functions(recorder: Recorder) -> Iterator[None]:
-    """Send `Function.apply` to the recorder, so that a custom function is one call."""
+def following_functions(recorder: Recorder) -> Iterator[None]:
+    """Send `Function.apply` to the recorder, so that a custom function is one call; and show function modes what
+    `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
     torch_apply, older = torch.autograd.Function.__dict__["apply"], OlderCheckpoints(recorder)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -33,31 +35,23 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
             return older.run(*args)
         return recorder.call_autograd_function(torch_apply.__get__(None, cls), cls, args, kwargs)
 
-    bound_applies = list(_find_bound_applies(torch_apply, recorder))
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    for names, name, method in bound_applies:
-        names[name] = MethodType(apply, method.__self__)
-    try:
+    bound_applies = [
+        (names, name, MethodType(apply, method.__self__))
+        for names, name, method in _find_bound_applies(torch_apply, recorder)
+    ]
+    vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return partial(called, vmap(*args, **kwargs))
+
+    maps = (
+        (torch, "vmap", mapped),
+        (torch.func, "vmap", mapped),
+        (flex, "create_mask", partial(called, flex.create_mask)),
+    )
+    with replaced([(torch.autograd.Function, "apply", classmethod(apply)), *bound_applies, *maps]):
         yield
         older.check()
-    finally:
-        torch.autograd.Function.apply = torch_apply  # type: ignore[method-assign]
-        for names, name, method in bound_applies:
-            names[name] = method
-
-
-@contextmanager
-def mapped_functions() -> Iterator[None]:
-    """Show function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
-    vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
-    create_mask = flex.create_mask
-    torch.vmap = torch.func.vmap = lambda *args, **kwargs: partial(called, vmap(*args, **kwargs))
-    flex.create_mask = partial(called, create_mask)
-    try:
-        yield
-    finally:
-        torch.vmap = torch.func.vmap = vmap
-        flex.create_mask = create_mask
 
 
 def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from penstock._base.closures import replace_functions
@@ -29,7 +30,7 @@ from penstock.partition import source
 from penstock.partition.recorder.chance import Chance, holds_drawn, replace_drawn
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
-from penstock.partition.recording.recording import Guard, ancestors, make_guard
+from penstock.partition.recording.recording import Guard, walk
 from penstock.partition.recording.result_checks import ResultChecks
 from penstock.partition.run.known_values import CallResult, KnownValues, find_drawing_modules, run_for_real
 from penstock.partition.run.loan import Loan
@@ -39,6 +40,9 @@ from penstock.partition.state.remembered import find_attributes, taken
 from penstock.partition.units.units import Opening, RecordAgain, Unit, UnitCall, UnitSpec
 from penstock.partition.values.objects import MutableArguments, hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Call
+
+Blanks = dict[fx.Node, list[fx.Node]]
+"""Nodes whose values do not matter, only their shapes, each with an earlier value that has as many rows, if any."""
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """What `tensor.data = other` calls."""
@@ -61,6 +65,11 @@ class Attempt:
     unit_spec: UnitSpec
 
 
+def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like: Tensor) -> Tensor:
+    """Return zeros that take no memory, with as many rows as `like`."""
+    return torch.zeros((), dtype=dtype, device=device).expand(*map(len, like), *shape)
+
+
 class Recorder(Writer, TorchFunctionMode):
     """Writes the calls of one forward. Use `record`."""
 
@@ -77,7 +86,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.notes: list[str] = []
         self.guards: list[Guard] = []
         self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
-        self.blanks: dict[fx.Node, list[fx.Node]] = {}  # see `make_guard`
+        self.blanks: Blanks = {}
         self._sized_by_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
         self.reads: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
@@ -144,10 +153,9 @@ class Recorder(Writer, TorchFunctionMode):
 
     def _guard(self, target: calls.Target, result: Any, args: Any, kwargs: Any) -> None:
         """Write guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
-        make = partial(make_guard, facts=self.facts, inputs=self.inputs, device=self.entry.device, blanks=self.blanks)
         if not holds_tensors(result):
             target = calls.Target(*target[:2], *self.arguments(*target[2:]))
-            self.guards.append(make(target, result, source_line=source.current_line()))
+            self.guards.append(self._make_guard(target, result, self.blanks))
             return
         for tensor in self.known_values.unknown(args, kwargs):
             node, earlier = self.get_node(tensor), self._sized_by_rows.get(tensor.shape[:1])
@@ -157,22 +165,62 @@ class Recorder(Writer, TorchFunctionMode):
             node = self._sized_by_rows[tensor.shape[:1]] = self.get_node(tensor)
             self.sized[node] = len(self.guards)
             target = calls.Target("call_function", getattr, (node, "shape"), {})
-            self.guards.append(make(target, tensor.shape, source_line=source.current_line()))
+            self.guards.append(self._make_guard(target, tensor.shape, self.blanks))
+
+    def _make_guard(
+        self, target: calls.Target, result: object, blanks: Blanks, tensors: Mapping[str, object] | None = None
+    ) -> Guard:
+        """Make a guard for a call that the graph leaves out because its result is not a tensor; `tensors`: the buffers
+        and constants that it reads. It makes its constants where its inputs are: values on the host can be read before
+        they travel, without waiting for a device."""
+        needed_nodes, device = self._ancestors(target, blanks), self.entry.device
+        graph = fx.Graph()
+        input_nodes = [node for node in self.inputs if node in needed_nodes and node not in blanks]
+        device_node = graph.placeholder("device")
+        new = {node: graph.placeholder(node.name) for node in input_nodes}
+
+        def to_device_node(value: Any) -> Any:
+            return device_node if isinstance(value, torch.device) and value == device else value
+
+        for node, fact in self.facts.items():
+            if node in needed_nodes and node in blanks and fact.meta is not None:
+                dtype, like = getattr(torch, fact.meta.dtype), [new[earlier] for earlier in blanks[node]]
+                new[node] = graph.call_function(_blank, (fact.meta.shape[len(like) :], dtype, device_node, *like))
+            elif node in needed_nodes and node not in new:
+                new[node] = graph.node_copy(node, new.__getitem__)
+                new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), to_device_node)
+        args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), to_device_node)
+        graph.output(graph.create_node(target.op, target.function, args, kwargs))
+        module = fx.GraphModule(dict(tensors or {}), graph, "guard")
+        indices = tuple(self.inputs[node] for node in input_nodes)
+        return Guard(module, indices, result, source.current_line(), device)
+
+    def _ancestors(self, target: calls.Target, blanks: Blanks) -> set[fx.Node]:
+        """Return the nodes that the call's arguments depend on, including those that update them in place."""
+
+        def needed_by(node: fx.Node) -> Sequence[fx.Node]:
+            if node in blanks:
+                return blanks[node]
+            storages = self.facts[node].storages
+            return [*node.all_input_nodes, *(n for n, fact in self.facts.items() if fact.writes & storages)]
+
+        arguments: list[fx.Node] = []
+        fx.map_arg((target.args, target.kwargs), arguments.append)
+        return walk(arguments, needed_by)
 
     def _read_held(self, target: calls.Target, error: Exception) -> Any:
         """Return what a call reads from buffers and constants alone, such as whether a mask is causal
         (`nn.TransformerEncoder` asks). Raise `error` for anything else."""
         target = calls.Target(*target[:2], *self.arguments(*target[2:]))
-        nodes = ancestors(target, self.facts, {})
+        nodes = self._ancestors(target, {})
         facts = [self.facts[node] for node in nodes]
         if any(fact.kind in ("input", "parameter", "unit") or fact.draws or fact.writes for fact in facts):
             raise error
         tensors = {**self.constants, **{name: self.loan.originals[id(fake)] for name, fake in self.loan.fakes.items()}}
         tensors = {str(node.target): tensors[str(node.target)] for node in nodes if node.op == "get_attr"}
-        device = self.entry.device
-        guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, tensors)
+        guard = self._make_guard(target, None, {}, tensors)
         with unset_fake_temporarily(), self.observer.trial(), suppress(RuntimeError):  # on the meta device
-            guard = replace(guard, expected=guard.module.forward(device))
+            guard = replace(guard, expected=guard.module.forward(guard.device))
         if type(result := guard.expected) not in (bool, int, float):
             raise error
         self.guards.append(guard)
@@ -203,7 +251,10 @@ class Recorder(Writer, TorchFunctionMode):
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
                 if (refusal := self._hidden_refusal(leaf)) is not None:
-                    raise RecordAgain(refusal, opened=[unit.name])
+                    parent = unit.name.rpartition(".")[0]
+                    siblings = (u for u in self.units.values() if u.name.rpartition(".")[0] == parent)
+                    opened = [u.name for u in siblings if type(u.module) is type(module)]  # they would be next
+                    raise RecordAgain(refusal, opened=[unit.name], likely=opened)
             self.known_values.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             mutable = MutableArguments(args, kwargs, self._model_objects)
             self.chance.check_generators()
@@ -224,7 +275,8 @@ class Recorder(Writer, TorchFunctionMode):
                 target = calls.Target("call_module", unit.name, *self.arguments(args, kwargs))
                 node = self._write(target, "unit", result, False, writes)
             fact = self.facts[node]
-            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
+            inner_calls = self.observer.calls[first_call:]  # nodes for its arguments come before it
+            self.observer.calls[first_call:] = [(inner, fact.index) for inner, _ in inner_calls]
             fact.depends_on_values = unit.name in self.ran_for_real
             self.result_checks.note(fact, result)
             if fact.depends_on_values:

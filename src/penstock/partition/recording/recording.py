@@ -6,18 +6,16 @@ forward read from its inputs' values, since it holds only for inputs that give t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 
 from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
-from penstock.partition.recording.calls import Target
 from penstock.partition.state.remembered import Left, Remembered
 from penstock.partition.units.units import NO_SPEC, NOTHING, Opening, UnitSpec
 
@@ -180,67 +178,15 @@ class Guard:
             return self.module.forward(device, *(leaf.clone() for leaf in leaves))
 
 
-def make_guard(
-    target: Target,
-    result: object,
-    facts: Mapping[fx.Node, Fact],
-    inputs: Mapping[fx.Node, int],
-    source_line: str,
-    device: torch.device,
-    blanks: Mapping[fx.Node, Sequence[fx.Node]],
-    tensors: Mapping[str, object] = MappingProxyType({}),
-) -> Guard:
-    """Make a guard for a call that the graph will leave out because its result is not a tensor.
-
-    `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
-    `tensors`: the buffers and constants that it reads.
-    `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
-    be read before they travel, without waiting for a device.
-    """
-    needed_nodes = ancestors(target, facts, blanks)
-    graph = fx.Graph()
-    input_nodes = [node for node in inputs if node in needed_nodes and node not in blanks]
-    device_node = graph.placeholder("device")
-    new = {node: graph.placeholder(node.name) for node in input_nodes}
-
-    def to_device_node(value: Any) -> Any:
-        return device_node if isinstance(value, torch.device) and value == device else value
-
-    for node, fact in facts.items():
-        if node in needed_nodes and node in blanks and fact.meta is not None:
-            dtype, like = getattr(torch, fact.meta.dtype), [new[earlier] for earlier in blanks[node]]
-            new[node] = graph.call_function(_blank, (fact.meta.shape[len(like) :], dtype, device_node, *like))
-        elif node in needed_nodes and node not in new:
-            new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), to_device_node)
-    args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), to_device_node)
-    graph.output(graph.create_node(target.op, target.function, args, kwargs))
-    module = fx.GraphModule(dict(tensors), graph, "guard")
-    return Guard(module, tuple(inputs[node] for node in input_nodes), result, source_line, device)
-
-
-def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like: Tensor) -> Tensor:
-    """Return zeros that take no memory, with as many rows as `like`."""
-    return torch.zeros((), dtype=dtype, device=device).expand(*map(len, like), *shape)
-
-
-def ancestors(
-    target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
+def walk(
+    starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
 ) -> set[fx.Node]:
-    """Return the nodes that the call's arguments depend on, including those that update them in place."""
-    visited: set[fx.Node] = set()
-    stack: list[fx.Node] = []
-    fx.map_arg((target.args, target.kwargs), stack.append)
+    """Return the nodes that can be reached from some, themselves included. `following`: the next ones of a node."""
+    visited, stack = set[fx.Node](), [*starts]
     while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if node in blanks:
-            stack += blanks[node]
-            continue
-        stack += node.all_input_nodes
-        stack += [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
+        if (node := stack.pop()) not in visited:
+            visited.add(node)
+            stack += following(node)
     return visited
 
 

@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from penstock._base.compat import FakeTensor, FakeTensorMode, quiet, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
-from penstock.partition.run.loan import Loan, Snapshot, fake_value
+from penstock.partition.run.loan import Loan, Snapshot, fake_value, made_by_call
 from penstock.partition.state.remembered import find_attributes
 from penstock.partition.units.units import RecordAgain, Unit, UnitCall, has_forward
 from penstock.partition.values.memory import extent, same_bits
@@ -167,7 +167,7 @@ class KnownValues:
         for tensor in tensors:
             if id(tensor) in self._real:
                 fake = self._stand_ins[id(tensor)] = self._mode.from_tensor(tensor)
-                self._observer.stands_in(fake, tensor)
+                self._observer.alias(fake, self._observer.root(tensor))
                 self._origins.setdefault(storage_id(fake), self._origins[storage_id(tensor)])
         self._observer.take_effects()
 
@@ -256,7 +256,9 @@ def run_for_real(
             ) from error
         finally:
             keep = {id(value) for attribute, value in find_attributes(unit.module, unit.name, taken_names)}
-            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in keep or _has_grad(value))
+            # what requires a gradient, such as a loss term, stays, so that its finder can be told where it came from
+            keep |= {id(value) for *_, value in snapshot.changed() if any(t.requires_grad for t in tensors_in(value))}
+            snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in keep)
     drew, writes = observer.take_effects(keep=False)
     written = set[int]()
     for (original_fake, stand_in), version in zip(pairs.values(), versions, strict=True):
@@ -280,12 +282,6 @@ def _install_real(unit: nn.Module, make_real: Callable[[Tensor], Tensor]) -> Non
             slots.update({k: make_real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-
-
-def _has_grad(value: Any) -> bool:
-    """Whether an attribute was set to something that requires a gradient, such as a loss term. It stays, so that code
-    that finds it can be told where it came from."""
-    return any(t.requires_grad for t in tensors_in(value))
 
 
 def find_drawing_modules(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
@@ -336,8 +332,5 @@ def _make_stand_in(fake: Tensor, original: Tensor | None, device: torch.device) 
         else:
             memory.fill_(fake.dtype == torch.bool)  # a mask that is all False would leave nothing to attend to
         tensor = memory.as_strided(fake.size(), fake.stride()).detach()
-    if fake.is_leaf or not fake.requires_grad:
-        return tensor.requires_grad_(fake.requires_grad)
-    with torch.enable_grad():
-        value = tensor.requires_grad_().clone()  # not a leaf, so that it may be updated in place
-        return value if value.stride() == tensor.stride() else tensor.view_as(tensor)
+    tensor.requires_grad_(fake.requires_grad)
+    return tensor if fake.is_leaf or not fake.requires_grad else made_by_call(tensor)

@@ -13,34 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from penstock.partition.state.reach import is_container, refill
+from penstock.partition.state.reach import Holder, is_container
 
 
 class Snapshot:
     """The attributes of every module, and the contents of containers there, for comparing and restoring."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._attributes = [dict(m.__dict__) for m in self._modules]
-        self._contents = [{k: (v, v.copy()) for k, v in m.__dict__.items() if is_container(v)} for m in self._modules]
+        modules = list(model.modules())
+        self._modules = [(m, Holder("", vars(m), vars(m).copy(), attributes=True, module=True)) for m in modules]
+        self._contents = [Holder("", v, v.copy()) for m in modules for v in vars(m).values() if is_container(v)]
 
     def restore(self, keep_if: Callable[[Any], bool] = lambda value: False) -> None:
         """Restore everything except attributes whose new value `keep_if` accepts."""
         kept_values = [(vars(module), name, value) for module, name, value in self.changed() if keep_if(value)]
-        for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, copy in contents.values():
-                refill(container, copy)
+        for holder in (*(holder for _, holder in self._modules), *self._contents):
+            holder.put(holder.before)
         for entries, name, value in kept_values:
             entries[name] = value
 
     def changed(self) -> Iterator[tuple[nn.Module, str, object]]:
         """Module, attribute and new value of each plain attribute that has changed."""
-        for module, attributes in zip(self._modules, self._attributes, strict=True):
-            for name, value in module.__dict__.items():
-                if name not in attributes or attributes[name] is not value:
-                    yield module, name, value
+        return ((module, name, value) for module, holder in self._modules for name, value in holder.changes())
 
 
 class Loan:
@@ -94,11 +88,15 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 def fake_value(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Return a fake of a value that a call made: like `fake_like`, but not a leaf if it requires a gradient."""
     fake = _fake_memory(tensor, mode, device)
-    if not tensor.requires_grad:
-        return fake
-    with mode, torch.enable_grad():
-        copy = fake.requires_grad_().clone()  # unlike a view of a leaf, it may be updated in place
-        return copy if copy.stride() == fake.stride() else fake.view_as(fake)
+    with mode:
+        return made_by_call(fake.requires_grad_()) if tensor.requires_grad else fake
+
+
+def made_by_call(leaf: Tensor) -> Tensor:
+    """Return a leaf that requires a gradient as a value that a call made."""
+    with torch.enable_grad():
+        copy = leaf.clone()  # unlike a view of a leaf, it may be updated in place
+        return copy if copy.stride() == leaf.stride() else leaf.view_as(leaf)
 
 
 def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
-from penstock.partition.recording.recording import Fact, Recording
+from penstock.partition.recording.recording import Fact, Recording, walk
 from penstock.partition.state.remembered import Remembered, refuse_apart
 
 HELD = ("parameter", "buffer", "constant")
@@ -141,15 +141,8 @@ class CutRecording:
 
         Drawing random numbers does not count: each call draws from its own stream.
         """
-        nodes: set[fx.Node] = set()
-        stack = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes]
-        stack += self.recording.outputs
-        while stack:
-            node = stack.pop()
-            if node not in nodes:
-                nodes.add(node)
-                stack += node.all_input_nodes
-        return nodes
+        acting = [n for n, f in self.facts.items() if f.kind == "unit" or f.writes]
+        return walk([*acting, *self.recording.outputs])
 
     @cached_property
     def repeatable(self) -> set[fx.Node]:
@@ -185,22 +178,16 @@ class CutRecording:
 
     def _needs(self, stage: int) -> tuple[set[fx.Node], set[fx.Node]]:
         """Return what a stage receives and what it runs."""
-        received: set[fx.Node] = set()
-        run: set[fx.Node] = set()
-        stack = [*self.local_calls[stage]]
-        if stage == self.count - 1:
-            stack += self.recording.outputs
-        while stack:
-            node = stack.pop()
+
+        def is_local(node: fx.Node) -> bool:
             fact = self.facts[node]
-            is_local = fact.kind in (*HELD, "object") or node in self.repeatable
-            if is_local or (fact.kind != "input" and self.find_stage(fact.index) == stage):
-                if node not in run:
-                    run.add(node)
-                    stack += node.all_input_nodes
-            else:
-                received.add(node)
-        return received, run
+            is_anywhere = fact.kind in (*HELD, "object") or node in self.repeatable
+            return is_anywhere or (fact.kind != "input" and self.find_stage(fact.index) == stage)
+
+        results = self.recording.outputs if stage == self.count - 1 else ()
+        nodes = walk([*self.local_calls[stage], *results], lambda n: n.all_input_nodes if is_local(n) else ())
+        run = {*filter(is_local, nodes)}
+        return nodes - run, run
 
     def _ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=lambda n: self.facts[n].index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock._base.stages import StageMeta
-from penstock.partition.recording.recording import Branch, Fact, Modes, RandomSource
+from penstock.partition.recording.recording import Fact, Modes, RandomSource
 from penstock.partition.recording.result_checks import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.remembered import Remembered
@@ -206,10 +206,15 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
     extra = {**recording.constants, streams_name: streams}
     for node in plan.run:
         if (branch := split.facts[node].branch) is not None:
-            code, runs_if = _branch_graph(branch, streams_name, recording.device), branch.runs_if
-            inside = _module(model, extra, code, "branch")
-            extra[str(node.target)] = Gate(inside, len(branch.outputs), runs_if, streams, branch.calls)
-    module = _module(model, extra, _graph(split, plan, streams_name), f"submod_{index}")
+            values = branch.inputs, branch.nodes, branch.outputs, branch.facts
+            inside = _module(model, extra, _write_code(*values, streams_name, recording.device)[0], "branch")
+            extra[str(node.target)] = Gate(inside, len(branch.outputs), branch.runs_if, streams, branch.calls)
+    graph, new = _write_code(plan.received, plan.run, plan.returned, split.facts, streams_name, recording.device)
+    for node in plan.run:
+        if split.facts[node].kind == "unit":
+            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
+            new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
+    module = _module(model, extra, graph, f"submod_{index}")
     _keep_persistence(model, module)
     uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
     may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
@@ -253,36 +258,19 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
             holder._non_persistent_buffers_set.add(field)
 
 
-def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
-    """Build the stage's code: recorded calls in program order, in their recorded modes. Draws come from their own
-    streams."""
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
-    _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)
-    for node in plan.run:
-        if split.facts[node].kind == "unit":
-            new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
-            new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
-    graph.output(tuple(new[node] for node in plan.returned))
-    return graph
-
-
-def _branch_graph(branch: Branch, streams_name: str, device: torch.device) -> fx.Graph:
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in branch.inputs}
-    _write_calls(graph, branch.nodes, branch.facts, new, streams_name, device)
-    graph.output(tuple(new[node] for node in branch.outputs))
-    return graph
-
-
-def _write_calls(
-    graph: fx.Graph,
-    nodes: Iterable[fx.Node],
+def _write_code(
+    inputs: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
     facts: Mapping[fx.Node, Fact],
-    new: dict[fx.Node, fx.Node],
     streams_name: str,
     device: torch.device,
-) -> None:
+) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
+    """Write recorded calls in program order, in their recorded modes. Draws come from their own streams. Return the
+    code, and its node for each of these."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
+
     def copy(node: fx.Node) -> None:
         if facts[node].draws:
             streams = graph.create_node("get_attr", streams_name)
@@ -301,6 +289,8 @@ def _write_calls(
             copy(node)
         for function, arguments in reversed(leave):
             graph.call_function(function, arguments)
+    graph.output(tuple(new[node] for node in outputs))
+    return graph, new
 
 
 def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tuple[Any, tuple[Any, ...]]]:

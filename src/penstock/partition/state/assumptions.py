@@ -61,12 +61,11 @@ class Assumptions:
     chances: Collection[tuple[str, nn.Module, str]] = ()
     _values_before: Values = field(default_factory=dict)  # values that steps change, as they were before
 
-    def find_modules(self, model: nn.Module, opened: Collection[nn.Module], unit_ids: Collection[int]) -> None:
-        """Find the modules whose forward is recorded call by call, and the units, of which `unit_ids` are the `id`s."""
-        opened_ids = {id(module) for module in opened}
-        self.opened = {name: module for name, module in model.named_modules() if id(module) in opened_ids}
-        self.units = {name: module for name, module in model.named_modules() if id(module) in unit_ids}
-        self.words = frozenset[str]().union(*map(find_words, {type(module) for module in opened}))
+    def find_modules(self, model: nn.Module, units: Collection[nn.Module]) -> None:
+        """Find the modules whose forward is recorded call by call: those that are neither a unit nor part of one."""
+        self.opened = dict(model.named_modules(memo={*units}))
+        self.units = {name: module for name, module in model.named_modules() if module in units}
+        self.words = frozenset[str]().union(*map(find_words, {type(module) for module in self.opened.values()}))
         self.chances = find_chances(model)
 
     def read(self) -> Attributes:

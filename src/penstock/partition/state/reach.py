@@ -93,15 +93,10 @@ class Holder:
             for key, value in entries.items():
                 if key not in current or current[key] is not value:
                     current[key] = value
+            if [*current] != [*entries]:  # in another order
+                refill(current, entries)
         else:
             refill(current, entries)
-
-    def replace(self, key: Any, value: Any) -> None:
-        """Replace one entry; all of them if `key` is None."""
-        if key is None:
-            self.put(value)
-        else:
-            self.entries[key] = value
 
     def copied(self) -> Any:
         """Return the entries as they are now."""

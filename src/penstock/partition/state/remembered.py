@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import PartitionError
-from penstock._base.pytree import Flat, flatten, unflatten
+from penstock._base.pytree import flatten, unflatten
 from penstock.partition.source import iter_functions, package_name
 from penstock.partition.state.reach import Holder
 from penstock.partition.values.objects import tensors_in
@@ -262,16 +262,13 @@ def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
     snapshots = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
-            entry.place.replace(entry.key, _fill_template(entry.value, outputs))
+            leaves = [outputs[leaf.index] if isinstance(leaf, Carried) else leaf for leaf in entry.value.leaves]
+            value = unflatten(leaves, entry.value.structure)
+            entry.place.put(value if entry.key is None else {**entry.place.entries, entry.key: value})
         yield
     finally:
         for holder, entries in reversed(snapshots):
             holder.put(entries)
-
-
-def _fill_template(template: Flat, outputs: Sequence[Tensor]) -> Any:
-    leaves = [outputs[leaf.index] if isinstance(leaf, Carried) else leaf for leaf in template.leaves]
-    return unflatten(leaves, template.structure)
 
 
 class Attribute:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -97,10 +98,12 @@ class RecordAgain(BaseException):
         needed: bool = True,
         keep_whole: str | None = None,
         unknown: frozenset[int] | None = None,
+        likely: Iterable[str] = (),
         **additions: Iterable[Any],
     ) -> None:
         super().__init__(refusal)
         self.refusal, self.needed, self.keep_whole, self.unknown = refusal, needed, keep_whole, unknown
+        self.likely = frozenset(likely)
         self.additions = UnitSpec(**{name: frozenset(added) for name, added in additions.items()})
 
 
@@ -131,7 +134,8 @@ def find_units(
             is_torch_layer = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             is_whole = (in_block or container or is_torch_layer) and not _is_opened(child, parent)
             is_opened = id(child) in opened_ids or name in spec.opened
-            is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
+            if spec.exposed:
+                is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
             if id(child) in leaf_ids or (is_whole and not is_opened):
                 units[id(child)] = Unit(name, child, block=container)
             else:
@@ -206,18 +210,31 @@ def public_name(model: nn.Module, name: str) -> str:
 
 def real_name(model: nn.Module, name: str) -> str:
     """Return the name in `named_modules()` of what has this name without the wrappers around it."""
-    names = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    if named_module(model, name) is not None:
+        return name
     plain = public_name(model, name)
-    return name if name in names else next((path for path in names if path and unwrapped(path) == plain), plain)
+    names = (path for path, _ in model.named_modules(remove_duplicate=False))
+    return next((path for path in names if path and unwrapped(path) == plain), plain)
+
+
+def named_module(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module with this name in `named_modules()`, without going through all of them; None if there is
+    none."""
+    module: nn.Module | None = model
+    for key in name.split(".") if name else ():
+        if module is None or key not in module._modules:
+            return None
+        module = module._modules[key]
+    return module
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
     """Return the module with this name. Raise PartitionError with the closest name if there is none."""
-    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     name = real_name(model, name)
-    if name and name in modules:
-        return modules[name]
-    matches = get_close_matches(name, [k for k in modules if k], n=1)
+    if name and (module := named_module(model, name)) is not None:
+        return module
+    names = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    matches = get_close_matches(name, names, n=1)
     children = [child for child, _ in model.named_children()]
     listed = f"{', '.join(map(repr, children[:_MAX_LISTED]))}{' and more' if len(children) > _MAX_LISTED else ''}"
     hint = f"; the nearest is {matches[0]!r}" if matches else f"; it begins with {listed}" if children else ""
@@ -227,15 +244,24 @@ def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
 
 
 @contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, or entries of dicts, within a context. A change is an object or dict, a name and a value."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            is_dict = type(owner) is dict
+            put, names = (owner.__setitem__, owner) if is_dict else (partial(setattr, owner), vars(owner))
+            stack.callback(*((put, name, names[name]) if name in names else (delattr, owner, name)))
+            put(name, value)
+        yield
+
+
+@contextmanager
 def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
 
     This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
     (gradient checkpointing in `transformers`) and the modules' hooks stay inside the unit.
     """
-    classes = list(dict.fromkeys(type(m) for m in modules))
-    originals = {cls: cls.__call__ for cls in classes}  # looked up before any is replaced
-    own_calls = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
 
     def replacement(original: UnitCall) -> UnitCall:
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it stands in for the method
@@ -243,16 +269,9 @@ def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Modu
 
         return __call__
 
-    try:
-        for cls in classes:
-            cls.__call__ = replacement(originals[cls])  # type: ignore[method-assign]
+    # looked up before any is replaced
+    with replaced([(cls, "__call__", replacement(cls.__call__)) for cls in dict.fromkeys(map(type, modules))]):
         yield
-    finally:
-        for cls in classes:
-            if cls in own_calls:
-                cls.__call__ = own_calls[cls]  # type: ignore[method-assign]
-            elif "__call__" in cls.__dict__:
-                del cls.__call__
 
 
 @dataclass(frozen=True, slots=True)

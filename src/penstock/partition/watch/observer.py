@@ -198,7 +198,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield
         self._written[root] = memory
         self._makers.pop(storage_id(tensor), None)
-        self._alias(tensor, root)
+        self.alias(tensor, root)
 
     def _keep_contents(self, tensor: Tensor) -> None:
         """Keep what a tensor that is older than the forward holds, before an operator writes to it."""
@@ -252,10 +252,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note a tensor that enters the model."""
         self._makers[storage_id(tensor)] = Location(OUTSIDE)
 
-    def stands_in(self, fake: Tensor, real: Tensor) -> None:
-        """Note that the mode uses `fake` wherever `real` is meant."""
-        self._alias(fake, self.root(real))
-
     def maker(self, tensor: Tensor) -> Location | None:
         """Return what made a tensor during this forward; None for others."""
         return self._makers.get(self.root(tensor))
@@ -291,7 +287,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
         """Note what an operator that took `roots` returned."""
         fixed = not traits.draws and self._fixed.issuperset(roots)
-        steady = not traits.draws and (traits.takes_shapes or all(map(self._is_steady_source, roots)))
+        known = (self.is_steady(root) or root in self.held or root in self._real for root in roots)
+        steady = not traits.draws and (traits.takes_shapes or all(known))
         for tensor in results:
             root = self.root(tensor)
             (self._fixed.add if fixed else self._fixed.discard)(root)
@@ -299,17 +296,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if root in roots:
                 continue
             if (roots and traits.aliases) or self._is_cached_cast(operator, roots):
-                self._alias(tensor, roots[0])
+                self.alias(tensor, roots[0])
                 continue
             number = storage_id(tensor)
             self._roots.pop(number, None)
             self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
             self._alive.append(WeakStorage(tensor))
 
-    def _is_steady_source(self, root: int) -> bool:
-        return self.is_steady(root) or root in self.held or root in self._real
-
-    def _alias(self, tensor: Tensor, root: int) -> None:
+    def alias(self, tensor: Tensor, root: int) -> None:
+        """Note that a tensor stands for other memory, such as that of a real tensor for which the mode uses it."""
         number = storage_id(tensor)
         if number != root:
             self._roots[number] = root
@@ -364,10 +359,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._inside_function = before
-
-    def place_calls(self, first: int, position: int) -> None:
-        """Attribute the calls from number `first` on to the node at that index."""
-        self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:

@@ -60,7 +60,9 @@ def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price,
     """
     name, _, chunks = text.partition("/")
     if chunks and not chunks.isdigit():
-        raise ArgumentError(f"schedule {text!r}: expected a name, or a name and a number of chunks, as in zb-v/2")
+        raise ArgumentError(
+            f"schedule {text!r}: expected a name, or a name and a number of stages per rank, as in zb-v/2"
+        )
     entry, current = schedule_spec(name), replay.schedules[0]
     per_rank = current.placement.stages // current.placement.ranks
     if current.placement.pipelines > 1 or entry.placement == "bidirectional":

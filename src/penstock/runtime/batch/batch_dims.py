@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
-from penstock._base.pytree import Flat, Leaf, flatten
+from penstock._base.pytree import Flat, Leaf, flatten, leaf_tensors
 
 Dim = int | str | None
 """A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of
@@ -254,9 +254,17 @@ def count_rows(
 
 
 def _is_image_list(value: Any) -> bool:
-    """Whether this is a list of images [3, H, W], as torchvision's detection models take it."""
-    return type(value) in (list, tuple) and all(
-        isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point() and x.shape[0] == 3 for x in value
+    """Whether each entry of this list is, or holds, images [3, H, W] and no other tensors: a list of images is what
+    torchvision's detection models take, of dicts with one detectron2's, of lists NaViT of vit_pytorch."""
+    if type(value) not in (list, tuple):
+        return False
+    entries = [leaf_tensors(entry) for entry in value]
+    if any(type(entry) is tuple and len(tensors) > 1 for entry, tensors in zip(value, entries, strict=True)):
+        return False  # keys and values, or states, of three rows
+    return all(entries) and all(
+        x.ndim == 3 and x.shape[0] == 3 and (x.is_floating_point() or x.dtype == torch.uint8)
+        for tensors in entries
+        for x in tensors
     )
 
 
@@ -265,7 +273,7 @@ def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: s
 
     Raise ShapeError if `batch_dims` does not state that, or the batch dimension of Qwen2-VL's positions [3, 3, S]."""
     images = [pair for pair in pairs if _is_image_list(pair[0])]
-    if sum(len(leaf) for leaf, _ in images) == num_tensors:
+    if sum(len(leaf_tensors(leaf)) for leaf, _ in images) == num_tensors:
         for leaf, path in images:
             _check_stated(leaf, path, f"{label}{path}", dims)
         return True
@@ -344,12 +352,16 @@ def is_column(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
     """
     if not may_be_column(value, path, dims):
         return False
-    if len(value) != rows or (rows == 1 and not (dims.is_stated(path) and _is_image_list(value))):
+    if len(value) != rows:
         if rows > 1 and dims.is_stated(path) and not holds_tensors(value):
             raise ShapeError(f"{label} has {len(value)} entries; expected {rows}, one for each row, as the example has")
         return False
     inner = flatten(value)
     counts = {count for count, _ in tensor_rows(inner, label, dims, path)}
+    if rows == 1:  # as it is, or with the several objects of one picture
+        return bool(counts - {1})
+    if counts and dims.is_stated(path) and dims.get(path) == 0:
+        return True
     are_numbers = not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value)
     are_dicts = counts == {rows} and all(isinstance(x, dict) for x in value)
     are_images = counts == {rows} and _is_image_list(value)

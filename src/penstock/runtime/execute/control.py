@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from penstock._base.errors import RankFailedError
 from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.failure import OUTSIDE, Failure, Position
 from penstock.distributed.failure_detector import Timeouts
-from penstock.distributed.groups import GroupOptions, Groups
+from penstock.distributed.groups import GroupOptions, Groups, Role
 from penstock.distributed.joining import meeting_store
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World, backend_for, check_same_backend, is_accelerator
@@ -42,7 +41,6 @@ class Control:
     Attributes:
         groups: the process groups; None if this process is alone.
         staging: where the device's tensors leave for the host, and come back from; None if their groups take them.
-        sends_late: whether losses leave from a device, by `send_late`.
         watchdog: the whole mesh's watchdog.
         pipeline_peers, mesh_peers: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
@@ -84,12 +82,6 @@ class Control:
                 self._departures = Staging(device)
                 self.staging = self._departures if backend == "gloo" else None
 
-    def share_with_all(self, value: T) -> T:
-        """Return the first process's object on every process of the mesh."""
-        if self.groups is None:
-            return value
-        return self._share(value, self.groups["everyone"], 0, self.mesh_peers if self.world.is_first else (0,))
-
     @property
     def failed(self) -> bool:
         """Whether this or another rank has failed, so that nothing can run any more."""
@@ -101,17 +93,20 @@ class Control:
             with self.waiting_for("equal parameters", self.world.partners):
                 copy_from_first(tensors, self.groups["column"], self.staging)
 
+    def share_with_all(self, value: T) -> T:
+        """Return the first process's object on every process of the mesh."""
+        return self._share(value, "everyone", 0, self.mesh_peers)
+
     def share(self, value: T, source_rank: int = 0) -> T:
         """Return one rank's object on every rank of the pipeline. Each process calls it once."""
+        return self._share(value, "control", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
+
+    def _share(self, value: T, role: Role, source: int, peers: tuple[int, ...], group_source: int = 0) -> T:
         if self.groups is None:
             return value
-        peers = self.pipeline_peers if self.world.rank == source_rank else (self.world.numbers[source_rank],)
-        return self._share(value, self.groups["control"], source_rank, peers)
-
-    def _share(self, value: T, group: dist.ProcessGroup, source: int, peers: tuple[int, ...]) -> T:
         box = [value]
-        with self.waiting_for("broadcast", peers):
-            dist.broadcast_object_list(box, group=group, group_src=source)
+        with self.waiting_for("broadcast", peers if self.world.number == source else (source,)):
+            dist.broadcast_object_list(box, group=self.groups[role], group_src=group_source)
         return box[0]
 
     def transfer(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
@@ -129,40 +124,28 @@ class Control:
         return box[0]
 
     @property
-    def sends_late(self) -> bool:
-        return self._departures is not None
+    def sums_losses(self) -> bool:
+        """Whether a loss has terms on several replicas, or on a device: it comes to all ranks by `sum_loss`."""
+        return self._departures is not None or self.world.data_parallel > 1
 
-    def broadcast_sum(self, value: Tensor) -> Arrival:
-        """Start to sum a small CPU tensor, in place, over all processes."""
-        assert self.groups is not None
-        self._limit_in_flight()
-        return self._track(all_reduce([value], self.groups["everyone"]), self.mesh_peers)
+    def sum_loss(self, terms: Message, fill: Callable[[Message], Tensor]) -> Arrival:
+        """Start to sum what `fill` makes of a loss's terms on the host, over all processes that share the loss. The
+        host does not wait for terms on the device: a thread does."""
+        self.end_losses(BROADCASTS_IN_FLIGHT - 1)
 
-    def send_late(self, terms: Message, start: Callable[[Groups, Message], Pending], peers: tuple[int, ...]) -> Arrival:
-        """Send a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
-        on the host.
+        def start(on_host: Message) -> Pending:
+            assert self.groups is not None
+            return all_reduce([fill(on_host)], self.groups["losses"])
 
-        Args:
-            start: starts what all ranks do together in the group "losses".
-            peers: the numbers of the others in that group: a sum ends once all of them have come.
-        """
-        assert self.groups is not None
-        assert self._departures is not None
-        self._limit_in_flight()
-        return self._track(HostOperation(self._departures, terms, partial(start, self.groups)), peers)
-
-    def end_losses(self) -> None:
-        """Wait for the losses that are under way."""
-        while self._losses:
-            self._losses.popleft()()
-
-    def _track(self, pending: Pending, sources: tuple[int, ...]) -> Arrival:
-        self._losses.append(Arrival(self, "the loss", sources, (pending,)))
+        pending = start(terms) if self._departures is None else HostOperation(self._departures, terms, start)
+        peers = self.mesh_peers if self.world.data_parallel > 1 else self.pipeline_peers
+        self._losses.append(Arrival(self, "the loss", peers, (pending,)))
         return self._losses[-1]
 
-    def _limit_in_flight(self) -> None:
-        while len(self._losses) >= BROADCASTS_IN_FLIGHT:
-            self._losses.popleft()()  # finished long ago, but pending work must not be dropped
+    def end_losses(self, remaining: int = 0) -> None:
+        """Wait for the losses that are under way, but for the last ones: pending work must not be dropped."""
+        while len(self._losses) > remaining:
+            self._losses.popleft()()
 
     @contextmanager
     def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
@@ -232,20 +215,18 @@ class Control:
         Args:
             activity: the name of the wait, for reports of a rank that hangs.
         """
-        if self.groups is None:
-            return [value]
-        return self._gather(value, self.groups["everyone"], activity, self.mesh_peers)
+        return self._gather(value, "everyone", activity, self.mesh_peers)
 
     def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
+        return self._gather(value, "control", activity, self.pipeline_peers)
+
+    def _gather(self, value: Any, role: Role, activity: str, peers: tuple[int, ...]) -> list[Any]:
         if self.groups is None:
             return [value]
-        return self._gather(value, self.groups["control"], activity, self.pipeline_peers)
-
-    def _gather(self, value: Any, group: dist.ProcessGroup, activity: str, peers: tuple[int, ...]) -> list[Any]:
         values: list[Any] = [None] * (len(peers) + 1)
         with self.waiting_for(activity, peers):
-            dist.all_gather_object(values, value, group=group)
+            dist.all_gather_object(values, value, group=self.groups[role])
         return values
 
     @contextmanager

@@ -7,6 +7,7 @@ arguments rule that out.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,12 @@ def compile_arguments(compile: Compile) -> dict[str, Any] | None:
     if compile is False:
         return None
     arguments = {} if compile is True else dict(compile)
+    known = inspect.signature(torch.compile).parameters.keys() - {"model"}
+    if unknown := arguments.keys() - known:
+        raise ArgumentError(
+            f"compile={compile!r}: torch.compile has no argument {min(unknown, key=str)!r}, only "
+            f"{', '.join(sorted(known))}"
+        )
     if arguments.get("disable"):
         raise ArgumentError("compile={'disable': True}: leave compile= out")
     _check_no_cuda_graphs(arguments, f"compile={compile!r}")

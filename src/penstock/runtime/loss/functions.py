@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, PenstockError
-from penstock._base.formatting import one_line
+from penstock._base.formatting import named, one_line
 from penstock._base.pytree import leaf_tensors
 
 Loss = Callable[[Any, Any], Tensor]
@@ -47,6 +47,11 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
     except (TypeError, ValueError):
         signature = _BOTH  # functions written in C have no signature
     if _accepts(signature, 2):
+        if _torch_options(function).get("reduction") == "none":
+            raise ArgumentError(
+                f"loss_fn={named(_plain_function(function)[0]).__qualname__} with reduction='none' returns a loss for "
+                "each sample; expected a scalar: use reduction='mean' or 'sum'"
+            )
         return cast(Loss, function)
     if _accepts(signature, 1):
         return OutputLoss(function)
@@ -158,17 +163,22 @@ def _remedy(rule: _Reduction) -> str:
 
 def _find_reduction(loss: Callable[..., Any] | None) -> _Reduction | None:
     """Return how a loss of torch's reduces; None for others."""
-    if loss is None or may_draw(loss):
-        return None
-    function, options = _plain_function(loss)
-    if isinstance(function, nn.Module):
-        options = {**vars(function), **function._buffers}
-    else:
-        options = _defaults(function) | options
+    options = _torch_options(loss)
     if options.get("reduction") not in ("mean", "batchmean", "sum"):
         return None
+    function, _ = _plain_function(loss)
     has_classes = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (F.cross_entropy, F.nll_loss)
     return _Reduction(options["reduction"], *((options["weight"], options["ignore_index"]) if has_classes else ()))
+
+
+def _torch_options(loss: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return the arguments of a loss of torch's; none of others."""
+    if loss is None or may_draw(loss):
+        return {}
+    function, options = _plain_function(loss)
+    if isinstance(function, nn.Module):
+        return {**vars(function), **function._buffers}
+    return _defaults(function) | options
 
 
 @cache

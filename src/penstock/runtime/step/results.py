@@ -2,7 +2,7 @@
 
 The loss goes to every rank: a step starts that, and only those who read the loss wait for it. On the CPU it is there at
 the end of a step, and travels as other small values do. A device computes it later, so it travels once it has been
-copied to the host (`Control.send_late`).
+copied to the host (`Control.sum_loss`).
 
 All ranks know all rows of the schedule, so of a timeline only times travel, as integers in one array: actions that were
 pickled took longer than noting the times, and a tensor takes longer than an array.
@@ -22,13 +22,11 @@ from torch import Tensor
 from penstock._base.errors import ArgumentError
 from penstock._base.process import cores
 from penstock._base.pytree import map_tensors
-from penstock.distributed.groups import Groups
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arrival
 from penstock.runtime.execute.engine import BoundSchedule, Engine
-from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -259,16 +257,8 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, broad
     shared = SharedLoss(terms, replicas, head.names)
     if not broadcast or world.is_local:
         return shared
-    if control.sends_late:
-
-        def begin(groups: Groups, terms: Message) -> Pending:
-            return all_reduce([shared.fill(terms)], groups["losses"])
-
-        shared.expect(
-            control.send_late(shared.terms, begin, control.mesh_peers if replicas > 1 else control.pipeline_peers)
-        )
-    elif replicas > 1:
-        shared.expect(control.broadcast_sum(shared.fill(shared.terms)))
+    if control.sums_losses:
+        shared.expect(control.sum_loss(shared.terms, shared.fill))
     else:
         for rank, rows in zip(microbatches_on, torch.split(shared.fill(shared.terms), lengths), strict=True):
             shared.expect(engine.broadcast(rows, rank))

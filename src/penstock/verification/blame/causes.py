@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,18 +58,8 @@ class Causes:
     ) -> Finding | None:
         """Return the first finding."""
         gradients, buffers = ([row for row in wrong if row.kind == kind] for kind in ("gradient", "buffer"))
-        causes: tuple[Callable[[], Finding | None], ...] = (
-            *(
-                self._find_structure,
-                lambda: data,
-                self._find_count,
-                self._find_value,
-                self._find_weights,
-                lambda: replica,
-            ),
-            *(lambda: self._find_sum(gradients), lambda: update, lambda: self._find_buffer(buffers)),
-        )
-        return next(filter(None, (cause() for cause in causes)), None)
+        inner = self._find_structure() or data or self._find_count() or self._find_value() or self._find_weights()
+        return inner or replica or self._find_sum(gradients) or update or self._find_buffer(buffers)
 
     def _part_step(self, part: Part) -> Step:
         return part.steps[self.step]

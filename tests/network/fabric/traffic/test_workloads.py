@@ -287,12 +287,6 @@ def test_each_rank_finds_its_transfers_in_the_order_of_its_row(name, microbatche
         assert seen == sends
 
 
-def test_nobody_waits_for_what_is_made_later():
-    """1F1B's first rank sends its second forward before the first gradient comes back, as its row has it."""
-    workload = of(models.mlp(), hosts=2, ranks=2, traffic="pipeline", schedule="1f1b", microbatches=4)
-    assert [t.name[:2] for t in workload.transfers] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
-
-
 # -- computation ------------------------------------------------------------------------------------------------------
 
 
@@ -338,14 +332,6 @@ def test_measured_seconds(name, options):
     assert all(torch.equal(value, before[key]) for key, value in case.model.state_dict().items())
     assert all(parameter.grad is None for parameter in case.model.parameters())
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_measured_layers_take_their_own_time():
-    model = nn.Sequential(nn.Linear(8, 1200), nn.Linear(1200, 1200), nn.Linear(1200, 1))
-    workload = from_model(model, (torch.randn(512, 8),), hosts=2, compute="measure")
-    last, middle, _ = (t.compute_seconds for t in workload.transfers)
-    assert last > 0
-    assert middle > 0
 
 
 # -- wrong arguments --------------------------------------------------------------------------------------------------
@@ -484,11 +470,7 @@ def test_sharded_traffic_is_that_of_sharded_gradients():
     sharded = of(models.mlp(), hosts=4, traffic="sharded")
     assert sharded.transfers == of(models.mlp(), hosts=4, sharded=True).transfers
     assert {t.collective for t in sharded.transfers} == {"all_gather", "reduce_scatter"}
-
-
-def test_sharded_traffic_is_not_called_gradients_alone():
-    assert of(models.mlp(), hosts=4, traffic="sharded").name.startswith("parameters and gradients of ")
-    assert of(models.mlp(), hosts=4).name.startswith("gradients of ")
+    assert sharded.name.startswith("parameters and gradients of ")
 
 
 class Scored(nn.Module):

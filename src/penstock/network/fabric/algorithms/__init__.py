@@ -40,13 +40,9 @@ def _log(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _one_pass(n: int) -> Terms:
+def _ring(n: int, passes: int = 1) -> Terms:
     """Return the terms of rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
-    return Terms(n - 1, (n - 1) / n)
-
-
-def _two_passes(n: int) -> Terms:
-    return Terms(2 * (n - 1), 2 * (n - 1) / n)
+    return Terms(passes * (n - 1), passes * (n - 1) / n)
 
 
 def _single_round(n: int) -> Terms:
@@ -102,63 +98,51 @@ def _tree(n: int) -> Terms:
     return Terms(2 * height + k - 1, int(slots) / (2 * k))
 
 
-def _all_to_all_bruck(n: int) -> Terms:
-    """Round k sends the parts whose distance has bit k set (Bruck and others, 1997)."""
-    return Terms(_log(n), sum(map(int.bit_count, range(n))) / n)
-
-
 def _binomial(n: int) -> Terms:
     return Terms(_log(n), _log(n))
-
-
-def _scatter_allgather(n: int) -> Terms:
-    """Van de Geijn's algorithm (Barnett and others, 1994): a binomial scatter, then a ring."""
-    return Terms(_log(n) + n - 1, 2 * (n - 1) / n)
 
 
 def _chain(n: int) -> Terms:
     return Terms(n - 2 + PIECES, (n - 2 + PIECES) / PIECES)
 
 
-def _send(_: int) -> Terms:
-    return Terms(1, 1.0)
-
-
 _ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]] = {
     "all_reduce": {
-        "ring": (make.all_reduce_ring, _two_passes),
-        "ring2": (partial(make.all_reduce_ring, directions=2), _two_passes),
+        "ring": (make.all_reduce_ring, partial(_ring, passes=2)),
+        "ring2": (partial(make.all_reduce_ring, directions=2), partial(_ring, passes=2)),
         "halving-doubling": (make.all_reduce_halving_doubling, _halving_doubling),
         "recursive-doubling": (make.all_reduce_doubling, _doubling),
         "tree": (make.all_reduce_tree, _tree),
     },
     "all_gather": {
-        "ring": (make.all_gather_ring, _one_pass),
-        "ring2": (partial(make.all_gather_ring, directions=2), _one_pass),
+        "ring": (make.all_gather_ring, _ring),
+        "ring2": (partial(make.all_gather_ring, directions=2), _ring),
         "recursive-doubling": (make.all_gather_doubling, _halving),
         "bruck": (make.all_gather_bruck, _log_rounds),
     },
     "reduce_scatter": {
-        "ring": (make.reduce_scatter_ring, _one_pass),
-        "ring2": (partial(make.reduce_scatter_ring, directions=2), _one_pass),
+        "ring": (make.reduce_scatter_ring, _ring),
+        "ring2": (partial(make.reduce_scatter_ring, directions=2), _ring),
         "halving": (make.reduce_scatter_halving, _halving),
-        "pairwise": (make.reduce_scatter_pairwise, _one_pass),
+        "pairwise": (make.reduce_scatter_pairwise, _ring),
     },
     "all_to_all": {
-        "pairwise": (make.all_to_all_pairwise, _one_pass),
+        "pairwise": (make.all_to_all_pairwise, _ring),
         "direct": (make.all_to_all_direct, _single_round),
-        "bruck": (make.all_to_all_bruck, _all_to_all_bruck),
+        # Round k sends the parts whose distance has bit k set (Bruck and others, 1997).
+        "bruck": (make.all_to_all_bruck, lambda n: Terms(_log(n), sum(map(int.bit_count, range(n))) / n)),
     },
     "broadcast": {
         "binomial": (make.broadcast_binomial, _binomial),
-        "scatter-allgather": (make.broadcast_scattered, _scatter_allgather),
+        # Van de Geijn's (Barnett and others, 1994): a binomial scatter, then a ring.
+        "scatter-allgather": (make.broadcast_scattered, lambda n: Terms(_log(n) + n - 1, 2 * (n - 1) / n)),
         "chain": (make.broadcast_chain, _chain),
     },
     "reduce": {"binomial": (make.reduce_binomial, _binomial), "chain": (make.reduce_chain, _chain)},
     "gather": {"direct": (make.gather_direct, _single_round), "binomial": (make.gather_binomial, _log_rounds)},
     "scatter": {"direct": (make.scatter_direct, _single_round), "binomial": (make.scatter_binomial, _log_rounds)},
-    "sendrecv": {"direct": (make.sendrecv, _send)},
-    "send": {"direct": (make.send, _send)},
+    "sendrecv": {"direct": (make.sendrecv, lambda _: Terms(1, 1.0))},
+    "send": {"direct": (make.send, lambda _: Terms(1, 1.0))},
 }
 """The generator of each algorithm's steps, and its cost; a collective's default comes first."""
 

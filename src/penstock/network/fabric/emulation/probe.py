@@ -150,18 +150,6 @@ def compute_pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
     return Pace(half * chunk_bytes / gap if gap > 0 else float("inf"), took, steady)
 
 
-def next_chunk(chunk_bytes: int, pace: Pace, trip_seconds: float) -> int:
-    """Return the chunk size of the next stream, which must be long enough for its later half to become steady."""
-    target_seconds = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
-    factor = 8.0 if pace.seconds <= 0 else min(max(target_seconds / pace.seconds, 1.0), 8.0)
-    return min(int(chunk_bytes * factor), MAX_BYTES // CHUNKS)
-
-
-def is_long(pace: Pace, trip_seconds: float) -> bool:
-    """Whether the later half of a stream took long enough."""
-    return pace.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
-
-
 def _trips(is_first: bool, peer: int, wire: Wire, count: int) -> list[float]:
     """Return the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
@@ -183,19 +171,21 @@ def _trips(is_first: bool, peer: int, wire: Wire, count: int) -> list[float]:
 
 
 def _rate(sends: bool, peer: int, wire: Wire, trip_seconds: float) -> float:
-    """Return the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
-    began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
+    """Return the bytes per second of a steady stream, on both ranks. The receiver decides how to continue: with a
+    longer stream, until its later half takes long enough and is steady."""
+    began, long_streams, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
+    least_seconds = max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     while True:
-        stamps = _stream(sends, peer, wire, chunk)
-        if sends:
-            pace = Pace(0.0, 0.0, False)
-        else:
+        stamps, pace = _stream(sends, peer, wire, chunk), Pace(0.0, 0.0, False)
+        if not sends:
             pace = compute_pace(stamps, chunk)
-            is_long_enough = is_long(pace, trip_seconds) or chunk >= MAX_BYTES // CHUNKS
-            unsteady += is_long_enough and not pace.steady
-            is_done = is_long_enough and (pace.steady or unsteady == UNSTEADY_STREAMS)
+            is_long = pace.seconds >= least_seconds or chunk >= MAX_BYTES // CHUNKS
+            long_streams += is_long
+            factor = min(max(1.2 * least_seconds / pace.seconds, 1.0), 8.0) if pace.seconds > 0 else 8.0
+            chunk = min(int(chunk * factor), MAX_BYTES // CHUNKS)
             is_late = time.monotonic() - began > BUDGET_SECONDS
-            chunk = 0 if is_done or is_late else next_chunk(chunk, pace, trip_seconds)
+            if is_late or (is_long and (pace.steady or long_streams == UNSTEADY_STREAMS)):
+                chunk = 0
         chunk = int(_share_value(chunk, peer, decides=not sends))
         rate = _share_value(pace.bytes_per_second, peer, decides=not sends)
         if not chunk:

@@ -109,10 +109,6 @@ class Panel:
         path = "".join(f"M{x:g} {y:g}h0" for x, y in np.unique(points, axis=0).tolist())
         self.drawn.append(_stroke(path, color, width, extra="stroke-linecap='round'"))
 
-    def band(self, xs: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
-        path = "L".join([*self._points(xs, low), *self._points(xs, high)[::-1]])
-        self.drawn.append(f"<path d='M{path}z' fill='{color}' opacity='.18'/>")
-
     def bars(self, starts: ArrayLike, ends: ArrayLike, row: int, color: str, opacity: float = 1.0) -> None:
         """Draw bars in a row of the vertical axis, as one path."""
         top, bottom = float(self.y.at(row - 0.36)), float(self.y.at(row + 0.36))

@@ -51,13 +51,13 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
         return {}
     workload = Workload.from_dict(run.record["workload"])
     all_groups = groups(workload)
-    by_group = [[TransferTimes.from_run(run, workload, index) for index in group.indices] for group in all_groups]
-    times = [np.stack([timing.completion for timing in members], axis=1) for members in by_group]
+    times = [
+        np.stack([TransferTimes.from_run(run, workload, index).completion for index in group.indices], axis=1)
+        for group in all_groups
+    ]
     drawn = {"cdf": _cdf([group.name for group in all_groups], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
-        pairs = zip(results["groups"], by_group, strict=True)
-        rated = [np.stack([timing.rated(group["collective"]) for timing in members]) for group, members in pairs]
-        drawn["busbw"] = _busbw(results, rated)
+        drawn["busbw"] = _busbw(results)
     return {**drawn, "timeline": _timeline(run)}
 
 
@@ -144,41 +144,36 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
 # -- by size ----------------------------------------------------------------------------------------------------------
 
 
-def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
+def _busbw(results: dict[str, Any]) -> str:
     """Draw each collective's bus bandwidth by size, and what the links and any algorithm could reach."""
-    entries, (scale, unit) = results["groups"], rate_unit(results)
+    entries, (scale, unit) = [entry for entry in results["groups"] if entry["busbw_GBps"]], rate_unit(results)
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     slowest = min(speeds) / 1e9 * scale if speeds else 0.0  # an algorithm that avoids this link may be faster
-    curves = []
-    kinds = [*dict.fromkeys(entry["collective"] for entry in entries)]
-    for kind, color in zip(kinds, colors(len(kinds)), strict=True):
-        points = sorted((t["bytes"], n) for n, t in enumerate(entries) if t["collective"] == kind and t["busbw_GBps"])
-        if not points:
-            continue
-        bands, ideal = [], []
-        for size, n in points:
-            # The bandwidth at a percentile is the size over that percentile of the time.
-            factor = entries[n]["busbw_GBps"] / (entries[n]["algbw_GBps"] or 1)
-            bands.append(size * factor / 1e9 * scale / np.percentile(times[n], (10, 50, 90)))
-            if percent := entries[n].get("ideal_percent"):
-                ideal.append((size, float(bands[-1][1]) * 100 / percent))
-        curves.append((kind, color, [size for size, _ in points], np.array(bands), ideal))
-    sizes = sorted({entry["bytes"] for entry in entries})
-    highest = max([slowest, *(max(rates.max(), *(value for _, value in ideal), 0.0) for *_, rates, ideal in curves)])
+    measured: dict[str, list[tuple[int, float]]] = {}  # (size, rate) by collective
+    ideal: dict[str, list[tuple[int, float]]] = {}
+    for entry in sorted(entries, key=lambda entry: int(entry["bytes"])):
+        kind, size, rate = entry["collective"], entry["bytes"], entry["busbw_GBps"] * scale
+        measured.setdefault(kind, []).append((size, rate))
+        if entry["ideal_percent"]:
+            ideal.setdefault(kind, []).append((size, rate * 100 / entry["ideal_percent"]))
+    highest = max([slowest, *(rate for points in (*measured.values(), *ideal.values()) for _, rate in points)])
+    sizes = sorted({entry["bytes"] for entry in results["groups"]})
     panel = Panel(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
-    panel.title("Bus bandwidth by size", f"{unit}; band: p10 to p90, dashed: ideal")
+    panel.title("Bus bandwidth by size", f"{unit}, of the median; dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
     ticks = keep_apart(sizes, lambda size: float(panel.x.at(size)), 56)
     panel.x_ticks([(size, _size_label(size)) for size in ticks], "size")
     if slowest:
         panel.level(slowest, dash="1 2", text=f"slowest link, {slowest:.3g} {unit}")
-    for _, color, of_sizes, rates, ideal in curves:
-        panel.band(of_sizes, rates[:, 2], rates[:, 0], color)
-        panel.line(of_sizes, rates[:, 1], color)
-        panel.dots(of_sizes, rates[:, 1], color, 5)
-        if ideal:
-            panel.line([size for size, _ in ideal], [value for _, value in ideal], color, 1.2, "4 2")
-    return svg(290, [panel, *legend([(color, f"{kind}, p50") for kind, color, *_ in curves], _BESIDE, 60)])
+    by_color = list(zip(colors(len(measured)), measured, strict=True))
+    for color, kind in by_color:
+        xs, ys = np.array(measured[kind]).T
+        panel.line(xs, ys, color)
+        panel.dots(xs, ys, color, 5)
+        if kind in ideal:
+            xs, ys = np.array(ideal[kind]).T
+            panel.line(xs, ys, color, 1.2, "4 2")
+    return svg(290, [panel, *legend([(color, f"{kind}, p50") for color, kind in by_color], _BESIDE, 60)])
 
 
 def _size_label(size: int) -> str:

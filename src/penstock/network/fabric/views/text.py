@@ -35,6 +35,7 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
 
 
 def _print_tables(results: dict[str, Any], console: Console) -> None:
+    """Print one table; if it does not fit, two, of times and of rates, in which long names are cut."""
     full_table = _table(results, tuple(TIMES), rates=True)
     if table_width(full_table, console) <= console.width:
         print_unbroken(console, full_table)
@@ -42,16 +43,14 @@ def _print_tables(results: dict[str, Any], console: Console) -> None:
     longest = max(len(group["name"]) for group in results["groups"])
     times = tuple(TIMES)
     if table_width(_table(results, times, rates=False), console) > console.width:
-        times = tuple(name for name in TIMES if name != "min")
-    for number, part in enumerate((times, ())):
+        times = times[1:]  # without the least
+    for part in (times, ()):
         part_table = _table(results, part, rates=not part)
-        if table_width(part_table, console) > console.width:
-            part_table.padding = (0, 1, 0, 0)
-        if (excess := table_width(part_table, console) - console.width) > 0:  # names that are too long are cut
+        if (excess := table_width(part_table, console) - console.width) > 0:
             part_table = _table(results, part, rates=not part, name_width=max(longest - excess, 12))
-        if number:
-            console.print()
         print_unbroken(console, part_table)
+        if part:
+            console.print()
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
