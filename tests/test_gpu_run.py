@@ -65,6 +65,7 @@ ON_CPU = [
 """The stand-in has no kernels for these, or takes no part."""
 
 
+@pytest.mark.long
 def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
     assert_ok(rows(tmp_path, "standin", *SHORT), len(SHORT))
 
@@ -234,7 +235,8 @@ with mock.patch.object(penstock, "verify", uncompared):
 """
 
 
-@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["some", "all"])
 def test_each_case_sees_what_is_broken(tmp_path: Path, which: str) -> None:
     lines = lines_of_script(BROKEN, FOLDER, tmp_path, which, seconds=120)
     by_rank, gate, several, watched, uncompared = (json.loads(line) for line in lines if line.startswith(("[", "{")))

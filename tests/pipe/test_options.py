@@ -202,7 +202,7 @@ def shows_check_finite() -> None:
 def shows_gradient_dtype() -> None:
     model = mlp().bfloat16()
     with made(model=model, args=(X.bfloat16(),), gradient_dtype=torch.float32) as pipe:
-        pipe.step(X.bfloat16(), target=Y)
+        pipe.step(X.bfloat16(), target=Y.bfloat16())
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     refused(ArgumentError, "grad_dtype='float32': expected torch.float32", gradient_dtype="float32")
 

@@ -27,7 +27,7 @@ CPU_SECONDS = {
     "tests/distributed/test_staged.py": 45,
     "tests/distributed/test_mesh.py": 50,
     "tests/distributed/test_cluster_examples.py": 70,
-    "tests/test_gpu_run.py": 370,
+    "tests/test_gpu_run.py": 430,
     "tests/distributed/test_plan_ranks.py": 5,
     "tests/distributed/test_recorded_ranks.py": 10,
     "tests/cli/test_run.py": 5,

@@ -13,6 +13,8 @@ import penstock
 from penstock.runtime.execute import program
 from scaffolding.small import batch, mlp
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's
+
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb-h1", 2)])
 def test_a_profile_names_each_action_once(schedule: str, ranks: int) -> None:
