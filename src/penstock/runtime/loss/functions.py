@@ -150,8 +150,15 @@ def padding_advice(loss: Callable[..., Any] | None, targets: Sequence[Any], size
     return (
         f"targets of {rule.ignored} are ignored, and the microbatches have {counts} others: the mean of their losses "
         f"is not that of the batch, and NaN for a microbatch without any; {_remedy(rule)}"
-        f"{'' if loss else ' (target[:, 1:] in both places, if the model shifts its labels)'}"
+        f"{'' if loss else _MODELS_OWN}"
     )
+
+
+_MODELS_OWN = (
+    " (target[:, 1:] in both places, if the model shifts its labels; leave it out if its loss is a mean over samples, "
+    "as that of CTC is with ctc_loss_reduction='mean')"
+)
+"""Advice on the loss of a model, whose reduction is not known."""
 
 
 def _remedy(rule: _Reduction) -> str:
