@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 
 import penstock
 from penstock import ArgumentError
+from penstock.pipe import run_recorder
 from penstock.plan import ParallelConfig, Plan
 from penstock.trace.runs import RecordedRun, RunConfig, StepRecord, is_run, read_run
 from penstock.trace.runs.writer import Writer, begin
@@ -335,3 +337,32 @@ def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="another run has begun in this folder"):
         train_both()
     assert [one.step for one in read_run(tmp_path).steps()] == [1]
+
+
+def test_steps_are_written_if_a_run_ends_while_they_are_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread meets the error of another rank, and hands over the last steps; another ends the process."""
+    x, y = batch(8)
+    folder = tmp_path / "run"
+    with penstock.pipeline(
+        mlp(), (x,), loss_fn=squared_error, ranks=2, microbatches=2, run_dir=RunConfig(str(folder), trace_every=100)
+    ) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=y)
+        recorder = pipe.session.recorder
+        assert recorder is not None
+        hands_over = threading.Event()
+
+        def late(pending: list[Any], losses: list[Any]) -> None:
+            if pending:
+                hands_over.set()
+                time.sleep(0.3)  # the losses are on their way
+
+        monkeypatch.setattr(run_recorder, "_read_quietly", late)
+        failing = threading.Thread(target=recorder.fail, args=(None,))
+        failing.start()
+        assert hands_over.wait(5)
+        recorder.end_now(2.0)
+        failing.join()
+        assert [step.step for step in read_run(folder).steps()] == [1, 2, 3]

@@ -89,6 +89,7 @@ class Recorder:
         self._started = False
         self._steps = 0
         self._pending: list[_PendingStep] = []
+        self._flushing = threading.RLock()
         self._began_seconds = self._start_seconds = self._read_seconds = 0.0
         self._has_warned = False
 
@@ -158,14 +159,15 @@ class Recorder:
     def _flush(self) -> None:
         """Hand over the steps that have ended, with the losses that arrive within `_LAST_LOSSES_SECONDS`. No other rank
         is asked for anything."""
-        pending, self._pending = self._pending, []
-        losses: list[float | None] = []
-        reader = threading.Thread(target=_read_quietly, args=(pending, losses), daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no threads any more
-            reader.start()
-            reader.join(_LAST_LOSSES_SECONDS)
-        for (record, _), loss in zip_longest(pending, losses[: len(pending)]):
-            self._hand_over(record, loss)
+        with self._flushing:  # or another thread would end the writer before the steps are handed over
+            pending, self._pending = self._pending, []
+            losses: list[float | None] = []
+            reader = threading.Thread(target=_read_quietly, args=(pending, losses), daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no threads any more
+                reader.start()
+                reader.join(_LAST_LOSSES_SECONDS)
+            for (record, _), loss in zip_longest(pending, losses[: len(pending)]):
+                self._hand_over(record, loss)
 
     def _start(self, step: int) -> None:
         now = time.perf_counter()
