@@ -90,7 +90,7 @@ def label_objects(
 
 def as_passed(label: str) -> str:
     """Return a label for messages, which name `stateful=`; files say `others`."""
-    return f"stateful{suffix}" if (suffix := label.removeprefix("others")) != label else label
+    return label.replace("others", "stateful", 1) if label.startswith("others") else label
 
 
 def _iterate_labeled(label: str, value: Any) -> Iterator[tuple[str, Any]]:

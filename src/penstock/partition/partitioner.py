@@ -186,11 +186,8 @@ class Partitioner:
     def divide(self, division: Division) -> None:
         """Replace this decision, and forget what was made of it."""
         recordings = dict(self._weighable) if division[1] == self._opening else {}
-        self._decision, self._opening = division
-        self.cuts = self._decision.cuts
-        self._refresh_modules()
-        self.forget()
-        self._weighable = recordings
+        self._go_on_from(*division, self._unit_spec, recordings)
+        self._is_settled = True
 
     def weigh(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Measure the units of what these inputs, or earlier ones, were recorded as, if times are to be even, and cut
@@ -225,7 +222,7 @@ class Partitioner:
             return recording, decision
         before = self._decision, self._opening, self._unit_spec
         recordings = dict(self._weighable)
-        self._restart(Decision(()), opening, self._unit_spec, {})
+        self._go_on_from(Decision(()), opening, self._unit_spec, {})
         self.cuts = None
         try:
             self(args, kwargs)
@@ -236,13 +233,13 @@ class Partitioner:
                     return finer, second
         except (PartitionError, ArgumentError):  # of parts that cannot be cut, or do not fit
             pass
-        self._restart(*before, recordings)
+        self._go_on_from(*before, recordings)
         return recording, decision
 
-    def _restart(
+    def _go_on_from(
         self, decision: Decision, opening: Opening, spec: UnitSpec, weighable: dict[Hashable, Recording]
     ) -> None:
-        """Go back to before `weigh`, with this decision and these recordings."""
+        """Take over a decision, and forget everything that was made of another, but for these recordings."""
         self.cuts, self._decision, self._opening, self._unit_spec = decision.cuts, decision, opening, spec
         self._refresh_modules()
         self.forget()

@@ -194,21 +194,21 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
         if additions is None or additions.opened or additions.whole or additions.exposed:
             recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         if isinstance(error, RecordAgain) and error.additions.opened:
-            error.likely |= _will_be_opened(recorder, spec, error.additions.opened).opened
+            error.likely |= _will_be_opened(recorder, spec, error.additions.opened)
         raise
     recorder.side_channels.check_units(recorder.on_memory)
     return result
 
 
-def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) -> UnitSpec:
+def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) -> frozenset[str]:
     """Return the units of the same classes that would be opened for what they have left, one attempt after another."""
     model, channels = recorder.model, recorder.side_channels
     try:
         channels.collect_left(recorder.is_seen, spec, recorder.ran_for_real)
     except RecordAgain as retry:
         kinds = {type(model.get_submodule(name)) for name in names}
-        return UnitSpec(opened=frozenset(n for n in retry.additions.opened if type(model.get_submodule(n)) in kinds))
-    return NO_SPEC
+        return frozenset(name for name in retry.additions.opened if type(model.get_submodule(name)) in kinds)
+    return frozenset()
 
 
 def _make_inputs(recorder: Recorder, flat: Flat) -> list[Any]:
