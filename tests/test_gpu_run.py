@@ -227,7 +227,7 @@ print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({
 
 def uncompared(*args, verify=penstock.verify, **options):
     report = verify(*args, **options)
-    return dataclasses.replace(report, full_batch=dataclasses.replace(report.whole_batch, verdict="missing"))
+    return dataclasses.replace(report, full_batch=dataclasses.replace(report.full_batch, verdict="missing"))
 
 with mock.patch.object(penstock, "verify", uncompared):
     found = verification.prove(setting, "mlp", "float32", "gpipe", ranks=2)

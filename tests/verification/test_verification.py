@@ -399,7 +399,7 @@ def test_trap_28_a_batch_in_dimension_1_does_not_pass_in_silence(kind: str, drop
     assert "batch_first=False" in report.summary()
     told = verified(lambda: Sequence(kind, dropout), x, tokens, y, batch_dims=1)
     assert told.ok, told.summary()
-    assert verified(lambda: Sequence(kind, dropout), x, tokens, y, whole_batch=False).ok
+    assert verified(lambda: Sequence(kind, dropout), x, tokens, y, full_batch=False).ok
 
 
 class Mixes(nn.Module):

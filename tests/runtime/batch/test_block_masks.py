@@ -139,7 +139,7 @@ class Maps(nn.Module):
 
 
 def test_vmap_in_the_models_own_forward_trains() -> None:
-    x, options = torch.randn(6, WIDTH), {"ranks": 2, "microbatches": 3, "whole_batch": False}
+    x, options = torch.randn(6, WIDTH), {"ranks": 2, "microbatches": 3, "full_batch": False}
     proven(Maps(), x, x, **options)
 
 
@@ -169,5 +169,5 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("in_block", [True, False])
 def test_cond_trains(in_block: bool) -> None:
     x = torch.randn(3, WIDTH)
-    options = {"ranks": 2, "microbatches": 3, "whole_batch": False}
+    options = {"ranks": 2, "microbatches": 3, "full_batch": False}
     proven(Branches(in_block), x, x, **options)
