@@ -75,7 +75,7 @@ def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
 def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
     found = rows(tmp_path, device, *LONG, *(ON_CPU if device == "cpu" else ()))
     statuses = {name: row["status"] for name, row in found.items() if row["status"] not in ("ok", "measured")}
-    assert statuses == ({} if device == "standin" else {"waits/read": "skipped"}), found
+    assert statuses == ({} if device == "standin" else dict.fromkeys(("waits/read", "waits/clip"), "skipped")), found
 
 
 def test_every_case_is_collected() -> None:
@@ -183,7 +183,7 @@ def nothing_held():
     return mock.patch.object(penstock.Pipeline, "named_parameters", lambda pipe: iter(()))
 
 def nothing_waits():
-    return mock.patch.object(penstock.Pipeline, "split_share", {0: 0.0})
+    return mock.patch.object(penstock.Pipeline, "deferred_weight_grad_fraction", {0: 0.0})
 
 def small():
     large = partial(over_nccl.proof, "wide", "float32", bytes_at_least=1 << 24)
@@ -217,6 +217,7 @@ def job(setting, rank):
 print(json.dumps(ranks.on_ranks(setting, 2, job)))
 
 def one_is_wrong(setting, rank, *more):
+    dist.barrier()  # a rank that leaves while another still connects makes that one raise
     return {"ok": rank == 0, "says": "so"}
 
 with mock.patch.object(nccl, "_exchanges", one_is_wrong):

@@ -278,7 +278,7 @@ def main() -> None:
         contest = Contest(size)
         equal = compare(contest)
         measured = measure(contest, size.rounds)
-        shares = contest.pipes["I+W"].split_share
+        shares = contest.pipes["I+W"].deferred_weight_grad_fraction
         found.append({**asdict(size), "equal": equal, **summary(measured, dict(shares))})
     results = {"environment": environment(torch=torch.__version__, threads=1), "sizes": found}
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
