@@ -99,7 +99,7 @@ class Contest:
         whole = generate("1f1b", STAGES, MICROBATCHES)
         split = split_backward(whole)
         self.pipes = {
-            name: penstock.pipeline(layers, (self.x,), ranks=STAGES, schedule=schedule, loss=F.mse_loss)
+            name: penstock.pipeline(layers, (self.x,), ranks=STAGES, schedule=schedule, loss_fn=F.mse_loss)
             for name, schedule in {"B": whole, "I+W": split, "I+W, late": with_late_weights(split)}.items()
         }
         self.stage = nn.Sequential(*layers[MEASURED * LAYERS_PER_STAGE : (MEASURED + 1) * LAYERS_PER_STAGE])
@@ -278,7 +278,7 @@ def main() -> None:
         contest = Contest(size)
         equal = compare(contest)
         measured = measure(contest, size.rounds)
-        shares = contest.pipes["I+W"].split_share
+        shares = contest.pipes["I+W"].deferred_weight_grad_fraction
         found.append({**asdict(size), "equal": equal, **summary(measured, dict(shares))})
     results = {"environment": environment(torch=torch.__version__, threads=1), "sizes": found}
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
