@@ -183,7 +183,7 @@ def nothing_held():
     return mock.patch.object(penstock.Pipeline, "named_parameters", lambda pipe: iter(()))
 
 def nothing_waits():
-    return mock.patch.object(penstock.Pipeline, "split_share", {0: 0.0})
+    return mock.patch.object(penstock.Pipeline, "deferred_weight_grad_fraction", {0: 0.0})
 
 def small():
     large = partial(over_nccl.proof, "wide", "float32", bytes_at_least=1 << 24)
