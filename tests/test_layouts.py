@@ -231,7 +231,7 @@ def test_graphs_are_cut_by_a_function() -> None:
 def test_other_graphs_are_recorded_anew_and_predictions_are_merged() -> None:
     args, _ = graphs()
     model = graph_net()
-    options: dict[str, Any] = {"loss": F.cross_entropy, "split": by_graphs, **M}
+    options: dict[str, Any] = {"loss": F.cross_entropy, "split_fn": by_graphs, **M}
     with pipeline(model, args, **options) as pipe:
         for sizes in (SIZES, (2, 2), SIZES[::-1], SIZES):
             args, target = graphs(sizes)

@@ -57,7 +57,7 @@ def error(output: Stream, target: Tensor) -> Tensor:
     "options",
     [
         {"schedule": "gpipe", "ranks": 4},
-        {"schedule": "interleaved-1f1b", "ranks": 2, "chunks": 2},
+        {"schedule": "interleaved-1f1b", "ranks": 2, "stages_per_rank": 2},
         {"schedule": "zb-h1", "ranks": 2},
         {"ranks": 2, "recompute": "always"},
         {"ranks": 2, "recompute": 1},

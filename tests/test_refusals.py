@@ -67,7 +67,7 @@ def test_descending_order_is_noted_as_inexact() -> None:
         ({"reduction": "median"}, "reduction='median'"),
         ({"cuts": "1"}, r"cuts='1': expected a list"),
         ({"cuts": 1}, "cuts=1: expected a list of names"),
-        ({"leaves": [1]}, r"leaf_modules=\[1\]: expected a list of names"),
+        ({"leaf_modules": [1]}, r"leaf_modules=\[1\]: expected a list of names"),
     ],
 )
 def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str) -> None:

@@ -136,7 +136,7 @@ def test_trap_18_updates_in_place_of_what_was_received(schedule: str, ranks: int
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2)])
 def test_trap_18_updates_in_place_of_what_a_stage_of_the_same_rank_made(ranks: int, chunks: int) -> None:
     x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
-    proven(InPlace(), x, y, ranks=ranks, chunks=chunks, microbatches=3, schedule="gpipe", exact=True)
+    proven(InPlace(), x, y, ranks=ranks, stages_per_rank=chunks, microbatches=3, schedule="gpipe", exact=True)
 
 
 # -- 7, 9, 13: schedules ----------------------------------------------------------------------------------------------

@@ -75,10 +75,10 @@ class Contestant:
         options: dict[str, Any] = {} if run.cuts is None else {"cuts": list(run.cuts)}
         schedule, _, chunks = run.schedule.partition("/")
         if chunks:
-            options["chunks"] = int(chunks)
+            options["stages_per_rank"] = int(chunks)
         self.batch, self.seconds = batch, list[float]()
         self.pipe = penstock.pipeline(
-            case.make(), batch[:1], loss=case.loss, schedule=schedule, microbatches=run.microbatches, **options
+            case.make(), batch[:1], loss_fn=case.loss, schedule=schedule, microbatches=run.microbatches, **options
         )
 
     def step(self) -> float:
@@ -138,7 +138,7 @@ def advised(
     run: Run, timelines: Sequence[penstock.Timeline], profile: penstock.Profile, starts: Sequence[str]
 ) -> list[tuple[str, Change, Run | None]]:
     """What explain says to change, of the timelines alone and with a profile."""
-    splits = schedule_spec(run.schedule).splits
+    splits = schedule_spec(run.schedule).splits_backward
     known = {"timeline": None, "profile": Prediction.of_profile(profile, 1 + len(starts), starts, splits=splits)}
     return [
         (source, change, followed(run, change, starts))

@@ -46,7 +46,7 @@ def pipeline(given: Mapping[str, Any], rank: int) -> penstock.Pipeline:
     return penstock.pipeline(
         model,
         (torch.zeros(MICROBATCHES, 4),),
-        loss=nn.functional.mse_loss,
+        loss_fn=nn.functional.mse_loss,
         microbatches=MICROBATCHES,
         schedule=given.get("schedule", "1f1b"),
         cuts=list(given["cuts"]),
@@ -81,7 +81,7 @@ def told(planted: list[penstock.Timeline], repaired: list[penstock.Timeline], ch
     (predicted,) = said.what_ifs
     before, after = (statistics.median(one.makespan_seconds for one in given) for given in (planted, repaired))
     return {
-        "first": said.changes[0].text if said.changes and said.changes[0].mends else "",
+        "first": said.changes[0].text if said.changes else "",
         "what_if": change,
         "planted_ms": round(1000 * before, 2),
         "repaired_ms": round(1000 * after, 2),

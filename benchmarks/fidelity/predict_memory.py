@@ -34,7 +34,7 @@ def simumax_memory() -> list[Result]:
         for row in csv.DictReader(file):
             layers, tp, pp, dp, sequence = (int(row[name]) for name in ("layers", "tp", "pp", "dp", "seq"))
             model = transformer(f"{row['model']},layers={layers},kv-heads={row['kv_heads']}")
-            kinds = {"fused_attention": True, "fused_loss": True, "keeps_dummies": True}
+            kinds = {"flash_attention": True, "fused_loss": True, "keeps_dummies": True}
             job = TrainingConfig(model, sequence, tp, tp > 1, optimizer_shards=dp, **kinds)
             for stage, mine in enumerate(
                 predict_step(job, ClusterSpec(device("b200")), ParallelLayout(dp, pp, 4)).memory_bytes

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from scaffolding import memory_held
 from scaffolding.ranks import Ranks
 
-SCHEDULES = (("gpipe", {}), ("1f1b", {}), ("interleaved-1f1b", {"chunks": 2}), ("zb-h1", {}))
+SCHEDULES = (("gpipe", {}), ("1f1b", {}), ("interleaved-1f1b", {"stages_per_rank": 2}), ("zb-h1", {}))
 KINDS = ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"grad_dtype": torch.float32}))
 
 

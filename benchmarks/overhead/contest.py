@@ -63,7 +63,7 @@ class Contest:
         stages = [Block() for _ in range(RANKS * case.chunks)]
         x, y = torch.randn(MICROBATCHES * ROWS, DIM), torch.randn(MICROBATCHES * ROWS, DIM)
         self.pipe = penstock.pipeline(
-            stages, (x,), schedule=case.schedule, microbatches=MICROBATCHES, loss=F.mse_loss, **_chunks(case)
+            stages, (x,), schedule=case.schedule, microbatches=MICROBATCHES, loss_fn=F.mse_loss, **_chunks(case)
         )
         placement = self.pipe.schedule.placement
         own = {index: stages[index] for index in placement.stages_on(rank)}
@@ -105,7 +105,13 @@ def one_process(case: Case) -> OneProcess:
     stages = [Block() for _ in range(RANKS * case.chunks)]
     x, y = torch.randn(MICROBATCHES * ROWS, DIM), torch.randn(MICROBATCHES * ROWS, DIM)
     pipe = penstock.pipeline(
-        stages, (x,), ranks=RANKS, schedule=case.schedule, microbatches=MICROBATCHES, loss=F.mse_loss, **_chunks(case)
+        stages,
+        (x,),
+        ranks=RANKS,
+        schedule=case.schedule,
+        microbatches=MICROBATCHES,
+        loss_fn=F.mse_loss,
+        **_chunks(case),
     )
     calls = [(a.op, a.stage, a.microbatch) for row in pipe.schedule.rows for a in row if a.op.is_compute]
     order = sorted(calls, key=lambda call: (call[2], call[0] is not Op.F))  # each forward before its backward
@@ -115,7 +121,7 @@ def one_process(case: Case) -> OneProcess:
 
 
 def _chunks(case: Case) -> dict[str, Any]:
-    return {"chunks": case.chunks} if case.schedule.startswith("interleaved") else {}
+    return {"stages_per_rank": case.chunks} if case.schedule.startswith("interleaved") else {}
 
 
 def _bare_step(

@@ -49,7 +49,7 @@ def main() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(options.width, options.width), nn.GELU()) for _ in range(8)))
     x = torch.randn(MICROBATCHES * options.rows, options.width)
-    given = {"loss": nn.functional.mse_loss, "microbatches": MICROBATCHES, "devices": options.device}
+    given = {"loss_fn": nn.functional.mse_loss, "microbatches": MICROBATCHES, "devices": options.device}
     with penstock.pipeline(layers, (x,), **given) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
         (folder,) = {*pipe.all_gather_object(tempfile.mkdtemp() if pipe.is_main_process else None)} - {None}

@@ -100,7 +100,7 @@ class Contest:
         layers = [Block(size.dim) for _ in range(LAYERS)]
         x = torch.randn(size.microbatches, size.seq, size.dim)
         y = torch.randn(size.microbatches, size.seq, size.dim)
-        self.pipe = penstock.pipeline(layers, (x,), schedule="1f1b", microbatches=size.microbatches, loss=F.mse_loss)
+        self.pipe = penstock.pipeline(layers, (x,), schedule="1f1b", microbatches=size.microbatches, loss_fn=F.mse_loss)
         per_stage = LAYERS // RANKS
         stage = nn.Sequential(*layers[rank * per_stage : (rank + 1) * per_stage])
         self.weights = Weights(self.pipe, [stage])

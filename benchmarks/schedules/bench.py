@@ -59,7 +59,7 @@ def layers() -> list[nn.Module]:
 
 
 def ours(name: str, x: Tensor, y: Tensor) -> tuple[Step, list[nn.Parameter], Any]:
-    pipe = penstock.pipeline(layers(), (x,), schedule=name, microbatches=SIZE.microbatches, loss=F.mse_loss)
+    pipe = penstock.pipeline(layers(), (x,), schedule=name, microbatches=SIZE.microbatches, loss_fn=F.mse_loss)
     return lambda: pipe.step(x, target=y), list(pipe.parameters()), pipe
 
 

@@ -99,7 +99,7 @@ class Contest:
         whole = generate("1f1b", STAGES, MICROBATCHES)
         split = split_backward(whole)
         self.pipes = {
-            name: penstock.pipeline(layers, (self.x,), ranks=STAGES, schedule=schedule, loss=F.mse_loss)
+            name: penstock.pipeline(layers, (self.x,), ranks=STAGES, schedule=schedule, loss_fn=F.mse_loss)
             for name, schedule in {"B": whole, "I+W": split, "I+W, late": with_late_weights(split)}.items()
         }
         self.stage = nn.Sequential(*layers[MEASURED * LAYERS_PER_STAGE : (MEASURED + 1) * LAYERS_PER_STAGE])

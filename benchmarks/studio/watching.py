@@ -33,7 +33,8 @@ from penstock.trace.runs import RunConfig
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[m for _ in range(8) for m in (torch.nn.Linear(512, 512), torch.nn.ReLU())])
 x, y = torch.randn(64, 512), torch.randn(64, 512)
-pipe = penstock.pipeline(model, (x,), loss_fn=torch.nn.functional.mse_loss, microbatches=8, run=RunConfig(sys.argv[1]))
+run = RunConfig(sys.argv[1])
+pipe = penstock.pipeline(model, (x,), loss_fn=torch.nn.functional.mse_loss, microbatches=8, run_dir=run)
 end = time.time() + float(sys.argv[2])
 going = torch.ones(())
 while going:

@@ -43,7 +43,7 @@ def main() -> None:
     with penstock.pipeline(
         layers,
         (x,),
-        loss=nn.functional.mse_loss,
+        loss_fn=nn.functional.mse_loss,
         microbatches=MICROBATCHES,
         schedule=options.schedule,
         devices=options.device,

@@ -20,7 +20,7 @@ from scaffolding.refusals import refusal_of
 
 def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
     """The gradients that this process holds after two steps without an optimizer."""
-    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "gradient_dtype": torch.float32} | options
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32} | options
     replica = 0
     if replicas > 1:
         options["mesh"] = mesh_of((replicas, torch.distributed.get_world_size() // replicas), ("dp", "pp"))
@@ -38,7 +38,7 @@ def in_turn(rank: int) -> list[Tensor]:
     """Gradients within `no_sync` and then averaged, against those of two steps that average."""
     found = []
     mesh = mesh_of((2, 1), ("dp", "pp"))
-    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "gradient_dtype": torch.float32, "mesh": mesh}
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32, "mesh": mesh}
     for waits in (True, False):
         with penstock.pipeline(Net(), part(batch()[:1], rank, 2), **options) as pipe:
             for step in range(2):
@@ -61,7 +61,7 @@ def divided_by_sequence(rank: int) -> dict[str, float]:
         torch.manual_seed(0)
         model = Blocks(dropout=0.0).bfloat16()
         sums: dict[str, Tensor] = {}
-        options = {"mesh": mesh, "parallelize": by_sequence(mesh["tp"]), "gradient_dtype": dtype}
+        options = {"mesh": mesh, "parallelize": by_sequence(mesh["tp"]), "grad_dtype": dtype}
         count = MICROBATCHES if dtype else 1
         parts = [(x, y)] if dtype else list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
         with penstock.pipeline(
@@ -85,11 +85,11 @@ def divided_by_sequence(rank: int) -> dict[str, float]:
 
 def refusal(rank: int, case: str) -> str:
     mesh = mesh_of((2, 1), ("dp", "pp"))
-    options: dict[str, Any] = {"mesh": mesh, "gradient_dtype": torch.float32}
+    options: dict[str, Any] = {"mesh": mesh, "grad_dtype": torch.float32}
     if case == "sharded":
         options["parallelize"] = every_block(mesh["dp"])
     elif rank == 1:
-        del options["gradient_dtype"]
+        del options["grad_dtype"]
     model, x = Blocks().bfloat16(), torch.randn(8, 8).bfloat16()
     return refusal_of(penstock.pipeline, model, (x,), loss_fn=squared_error, **options)
 

@@ -15,7 +15,7 @@ from test_layouts import DIMS, batch, by_graphs, entropy, graph_net, graphs, rec
 def verify_graphs(rank: int) -> tuple[bool, str, str]:
     """Whether all is equal, in words, and what the whole batch says."""
     args, target = graphs()
-    options: dict[str, Any] = {"split": by_graphs, "merge": torch.cat, "microbatches": 4}
+    options: dict[str, Any] = {"split_fn": by_graphs, "merge_fn": torch.cat, "microbatches": 4}
     report = penstock.verify(graph_net, args, target=target, loss_fn=F.cross_entropy, **options)
     assert report.full_batch is not None
     return report.ok, report.summary(), report.full_batch.verdict
@@ -57,7 +57,7 @@ def train_graphs(rank: int) -> list[Any]:
     """The same with a function that cuts, which looks at inputs and targets on both ends."""
     args, target = graphs()
     found: list[Any] = []
-    options: dict[str, Any] = {"loss": F.cross_entropy, "split": by_graphs, "microbatches": 4}
+    options: dict[str, Any] = {"loss": F.cross_entropy, "split_fn": by_graphs, "microbatches": 4}
     with penstock.pipeline(graph_net(), args, **options) as pipe:
         for sizes in ((3, 5, 2, 4, 4, 1, 6), (2, 2), (3, 5, 2, 4, 4, 1, 6)):
             args, target = graphs(sizes)

@@ -138,7 +138,7 @@ def steps(cell: Cell, **options: Any) -> list[str]:
     torch.manual_seed(0)
     model = MODELS[cell.model](cell.stages)
     reference = copy.deepcopy(model)
-    options |= {"schedule": cell.schedule, "chunks": cell.chunks, "transport": cell.transport}
+    options |= {"schedule": cell.schedule, "stages_per_rank": cell.chunks, "transport": cell.transport}
     example = torch.randn(KINDS_OF_BATCH[0], WIDTH)
     found = []
     with penstock.pipeline(model, (example,), loss=squared_error, microbatches=MICROBATCHES, **options) as pipe:

@@ -25,7 +25,7 @@ def test_traps_5_7_12_21_batches_that_change_have_the_bits_of_one_device(
 ) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
     chunks = 2 if schedule == "interleaved-1f1b" else 1
-    options = {"schedule": schedule, "transport": transport, "chunks": chunks}
+    options = {"schedule": schedule, "transport": transport, "stages_per_rank": chunks}
     assert ranks.run(jobs.train, max(4, p * chunks), options) == [[]] * p
 
 

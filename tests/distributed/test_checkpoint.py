@@ -19,7 +19,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {}),
     "two ranks": (2, {}),
     "two ranks, zero-bubble V": (2, {"schedule": "zb-v"}),
-    "two ranks, interleaved": (2, {"schedule": "interleaved-1f1b", "chunks": 2}),
+    "two ranks, interleaved": (2, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}),
     "four ranks": (4, {"schedule": "gpipe"}),
 }
 STEPS, SAVED = 4, 2

@@ -46,7 +46,7 @@ def test_activations_divided_by_a_plan(ranks4: Ranks) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 def test_a_run_sums_and_holds_as_many_bytes_as_predicted(ranks4: Ranks, dtype: torch.dtype | None) -> None:
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "gradient_dtype": dtype}
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "grad_dtype": dtype}
     rows = batch()[0].chunk(2)[0]
     seen = penstock.inspect(Net(), (rows,), stages=2, **options)
     sent = from_model(Net(), (rows.chunk(MICROBATCHES)[0],), hosts=4, ranks=2, traffic="pipeline", **options)

@@ -20,7 +20,7 @@ SAMPLE = [("zb-h1", "never", "gradients in float32")]
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {}),
-    "gradients in float32": (torch.bfloat16, {"gradient_dtype": torch.float32}),
+    "gradients in float32": (torch.bfloat16, {"grad_dtype": torch.float32}),
 }
 CASES = [*SAMPLE, ("gpipe", "always", "float32"), ("1f1b", "always", "bfloat16")]
 
@@ -52,7 +52,7 @@ PLANNED = [("gpipe", 1, "untied"), ("interleaved-1f1b", 2, "untied"), ("zb-v", 2
 def test_a_rank_needs_what_its_plan_says(ranks2: Ranks, case: tuple[str, int, str]) -> None:
     schedule, chunks, words = case
     plan, needed = memory_held.planned(torch.float32, 2, schedule, chunks, words)
-    options = {"schedule": schedule, "chunks": chunks, "cuts": list(plan.cuts)}
+    options = {"schedule": schedule, "stages_per_rank": chunks, "cuts": list(plan.cuts)}
     seen = memory_held.predicted(torch.float32, 2, options, words)
     measured = ranks2.run(memory_held.held, torch.float32, options, words)
     for rank, (ahead, by_inspect, other) in enumerate(zip(needed, seen, measured, strict=True)):

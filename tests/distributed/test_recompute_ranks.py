@@ -12,8 +12,8 @@ from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
-HERE = {"ranks": 1, "chunks": 4, "schedule": "gpipe"}
-TWO = {"schedule": "interleaved-1f1b", "chunks": 2}
+HERE = {"ranks": 1, "stages_per_rank": 4, "schedule": "gpipe"}
+TWO = {"schedule": "interleaved-1f1b", "stages_per_rank": 2}
 FOUR = {"schedule": "1f1b"}
 
 

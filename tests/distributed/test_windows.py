@@ -28,7 +28,8 @@ def run(ranks: Ranks, window: int | None, rows: Sequence[int] = (6, 6), **option
 
 
 def case(schedule: str, chunks: int, window: int, microbatches: int = 3, **more: Any) -> Any:
-    options = {"schedule": schedule, "chunks": chunks, "layers": 2 * chunks, "microbatches": microbatches, **more}
+    usual = {"schedule": schedule, "stages_per_rank": chunks, "layers": 2 * chunks, "microbatches": microbatches}
+    options = {**usual, **more}
     return pytest.param(options, window, id=f"{schedule}-{chunks}-{window}-{'-'.join(more)}")
 
 
@@ -65,8 +66,8 @@ def test_a_window_changes_no_bit_and_bounds_what_is_gathered(
         same_bits(one, other)
         assert all(stage in there and len(there) <= window for stage, there in other.gathered)
         assert other.left == one.left == frozenset()
-        assert max(len(there) for _, there in one.gathered) == options["chunks"], "without a window they stay"
-        for seen, room in ((one, options["chunks"]), (other, min(window, options["chunks"]))):
+        assert max(len(there) for _, there in one.gathered) == options["stages_per_rank"], "without a window they stay"
+        for seen, room in ((one, options["stages_per_rank"]), (other, min(window, options["stages_per_rank"]))):
             predicted, real = courses(seen, place % 2)
             assert real == predicted
             assert max(real) == room

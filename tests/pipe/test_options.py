@@ -69,7 +69,7 @@ def shows_memory_limit() -> None:
     assert made(**given, memory_limit=36_000).cuts == ("1", "3", "6")  # 1f1b: 4 microbatches in flight, 3, 2, 1
     assert made(**{**given, "balance": "memory"}).cuts == ("1", "2", "4")
     refused(ArgumentError, "memory_limit=20,000 bytes: no cut into 4 stages fits. The best", **given, memory_limit=2e4)
-    two = {"chunks": 2, "schedule": "gpipe"}
+    two = {"stages_per_rank": 2, "schedule": "gpipe"}
     refused(ArgumentError, "a rank's memory is shared equally by its 2 stages", memory_limit=9, **two)
     refused(ArgumentError, "memory_limit='80GiB': expected a number of bytes", memory_limit="80GiB")
     refused(ArgumentError, "memory_limit=9: it is for cuts that are found", memory_limit=9, cuts=["2"])
@@ -96,15 +96,15 @@ def shows_leaves() -> None:
     whole.inner, whole.head = SkipsTwice(WIDTH), nn.Linear(WIDTH, WIDTH)
     whole.forward = lambda x: whole.head(whole.inner(x))  # type: ignore[method-assign]
     assert "self.inner.layers" in made(model=whole).stage_code
-    assert "self.inner.layers" not in made(model=whole, leaves=["inner"]).stage_code
-    refused(PartitionError, r"leaf_modules: .*'iner'.*'inner'", model=whole, leaves=["iner"])
+    assert "self.inner.layers" not in made(model=whole, leaf_modules=["inner"]).stage_code
+    refused(PartitionError, r"leaf_modules: .*'iner'.*'inner'", model=whole, leaf_modules=["iner"])
 
 
 def shows_opens() -> None:
     model = nn.Sequential(OrderedDict(inner=SkipsTwice(WIDTH), head=nn.Linear(WIDTH, WIDTH)))
     assert "self.inner.layers" not in made(model=model).stage_code
-    assert "self.inner.layers" in made(model=model, opens=["inner"]).stage_code
-    refused(PartitionError, r"split_inside: .*'iner'.*'inner'", model=model, opens=["iner"])
+    assert "self.inner.layers" in made(model=model, split_inside=["inner"]).stage_code
+    refused(PartitionError, r"split_inside: .*'iner'.*'inner'", model=model, split_inside=["iner"])
 
 
 def shows_materialize() -> None:
@@ -199,12 +199,12 @@ def shows_check_finite() -> None:
     refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
 
 
-def shows_gradient_dtype() -> None:
+def shows_grad_dtype() -> None:
     model = mlp().bfloat16()
-    with made(model=model, args=(X.bfloat16(),), gradient_dtype=torch.float32) as pipe:
+    with made(model=model, args=(X.bfloat16(),), grad_dtype=torch.float32) as pipe:
         pipe.step(X.bfloat16(), target=Y.bfloat16())
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    refused(ArgumentError, "grad_dtype='float32': expected torch.float32", gradient_dtype="float32")
+    refused(ArgumentError, "grad_dtype='float32': expected torch.float32", grad_dtype="float32")
 
 
 def shows_parallelize() -> None:
@@ -300,7 +300,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "features": shows_features,
-    "grad_dtype": shows_gradient_dtype,
+    "grad_dtype": shows_grad_dtype,
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
@@ -501,7 +501,7 @@ def test_arguments_of_another_kind_are_refused() -> None:
     for wrong, text in ((3, "an int"), ({"x": X}, "a dict"), ("x", "a str")):
         with pytest.raises(ArgumentError, match=rf"args is {text}; expected a tuple .* kwargs={{'x': x}}"):
             pipeline(mlp(), wrong, loss_fn=squared_error)  # type: ignore[arg-type]
-    refused(ArgumentError, "broadcast_loss='no': expected True or False", share_loss="no")
+    refused(ArgumentError, "broadcast_loss='no': expected True or False", broadcast_loss="no")
     refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
     refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
@@ -557,9 +557,9 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
     [
         ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
         ({"ranks": 7}, PartitionError, ["at most 6 stages", "7 stages: one on each of 7 ranks"]),
-        ({"ranks": 3, "chunks": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
+        ({"ranks": 3, "stages_per_rank": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
         (
-            {"ranks": 2, "chunks": 8, "schedule": "gpipe"},
+            {"ranks": 2, "stages_per_rank": 8, "schedule": "gpipe"},
             PartitionError,
             [
                 "16 stages: 8 on each of 2 ranks; microbatches= sets the number of",
@@ -577,14 +577,14 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
         ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "pass what this returns"]),
         ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
-        ({"chunks": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
+        ({"stages_per_rank": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
         (
-            {"ranks": 2, "chunks": 2, "schedule": "1f1b"},
+            {"ranks": 2, "stages_per_rank": 2, "schedule": "1f1b"},
             ArgumentError,
             ["stages_per_rank=2", "1f1b", "1 stage"],
         ),
         (
-            {"ranks": 2, "chunks": 8},
+            {"ranks": 2, "stages_per_rank": 8},
             ArgumentError,
             [
                 "stages_per_rank=8: 1f1b works with exactly 1 stage per rank",
@@ -613,9 +613,8 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
         ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
     )
     own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
-    refused(
-        ArgumentError, r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank=", chunks=3, **own
-    )
+    words = r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank="
+    refused(ArgumentError, words, stages_per_rank=3, **own)
     assert len(step(**own).losses) == 5
 
 

@@ -47,7 +47,7 @@ def test_a_plan_decides_what_its_arguments_would(tmp_path: Path) -> None:
     by_hand = _gradients(
         ranks=2,
         schedule="interleaved-1f1b",
-        chunks=2,
+        stages_per_rank=2,
         microbatches=4,
         cuts=["1", "3", "4"],
         recompute={0: "always", 2: "always"},

@@ -135,7 +135,7 @@ def forget(pipe: penstock.Pipeline) -> None:
 def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any], words: str = "") -> list[int]:
     """Each rank's peak, as `inspect` predicts it, without the optimizer."""
     model, x, y = case(dtype, words)
-    stages = ranks * options.get("chunks", 1)
+    stages = ranks * options.get("stages_per_rank", 1)
     given = {"microbatches": MICROBATCHES, "loss_fn": loss_of(words), "target": y, "stages": stages, "balance": "flops"}
     return [each.peak - each.optimizer for each in penstock.inspect(model, (x,), **given | options).memory]
 

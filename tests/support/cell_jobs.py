@@ -64,7 +64,7 @@ def _run(cell: Cell, layers: int, meshes: Mapping[frozenset[str], DeviceMesh]) -
     options |= {"mesh": mesh, "parallelize": parallelize if shards else None, "loss": squared_error}
     try:
         with penstock.pipeline(model, (x,), schedule=family.make(mesh["pp"].size()), **options) as pipe:
-            wrong = _train(pipe, x, y, expected, options.get("gradient_dtype"))
+            wrong = _train(pipe, x, y, expected, options.get("grad_dtype"))
             return Seen(wrong, waits=max(pipe.deferred_weight_grad_fraction.values(), default=0.0))
     except penstock.ArgumentError as error:
         return Seen(refused=str(error))

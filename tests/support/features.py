@@ -65,7 +65,7 @@ FEATURES = (
     Feature("offload", {"offload": True}),
     Feature("compile", {"compile": {"backend": "eager"}}),
     Feature("check_finite", {"check_finite": True}),
-    Feature("gradient_dtype", {"gradient_dtype": torch.float64}),
+    Feature("grad_dtype", {"grad_dtype": torch.float64}),
 )
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -120,7 +120,7 @@ def refusal(cell: Cell) -> str:
     sharded = asked & {"FSDP2", "TP"}
     if sharded and "chimera" in family:
         return _COPIES
-    if {"FSDP2", "gradient_dtype"} <= asked:
+    if {"FSDP2", "grad_dtype"} <= asked:
         return _SUMMED
     if {"compile", "check_finite"} <= asked:
         return _LOOKED_AT

@@ -48,7 +48,7 @@ Two at once, under {" and ".join(PAIRED)}:
   stage is whole; the guide says what that costs. With TP,
   weights that are divided do not wait for W.
 - *recompute stages* is `"always"` (so is `"except_last"`), *recompute layers* a number.
-- *gradient_dtype* is float64 for a model in float32, as float32 would be for one in bfloat16.
+- *grad_dtype* is float64 for a model in float32, as float32 would be for one in bfloat16.
 - Batch norm with deferred statistics, `GradScaler`, autocast and checkpoints have tests of their own.
 """
 

@@ -215,7 +215,7 @@ def test_a_run_says_whether_it_is_verified_and_a_resumed_one_still_is(tmp_path: 
     said = []
     for options in ({}, {"verify": True}, {}, {"cuts": ["1"]}):
         verified.verified_fingerprints.clear()  # as in a new process
-        with pipeline(mlp(), (X,), **{**OPTIONS, "run": tmp_path / "run", "cuts": ["4"], **options}) as pipe:
+        with pipeline(mlp(), (X,), **{**OPTIONS, "run_dir": tmp_path / "run", "cuts": ["4"], **options}) as pipe:
             pipe.step_count = 5  # resumed from a checkpoint
             pipe.step(X, target=Y)
         about = read_run(tmp_path / "run").about

@@ -21,7 +21,7 @@ WIDTH = 7
 def proof(make: Callable[[], nn.Module], **options: Any) -> VerificationReport:
     torch.manual_seed(0)
     x, target = torch.randn(2, 8, WIDTH)
-    given: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "leaves": ["0", "1"], **options}
+    given: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cuts": ["1"], "leaf_modules": ["0", "1"], **options}
     return verify(make, (x,), target=target, loss_fn=F.mse_loss, full_batch=False, **given)
 
 

@@ -45,7 +45,7 @@ def test_products_that_are_added_in_place_are_close(dtype: torch.dtype) -> None:
     assert {row.name for row in report.rows if row.verdict == "close"} == WEIGHTS, "or nothing was added in place"
 
 
-@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"gradient_dtype": torch.float32}])
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"grad_dtype": torch.float32}])
 def test_nothing_is_allowed_for_where_nothing_is_added_in_place(options: dict[str, Any]) -> None:
     report = proof(exact=True, **options)
     assert report.ok, report.summary()

@@ -363,7 +363,7 @@ class TrainedBuffer(nn.Module):
 
 def test_gradients_of_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     make, leaves = partial(twice, TrainedBuffer), ["0", "1"]
-    report = verified(make, leaves=leaves)
+    report = verified(make, leaf_modules=leaves)
     assert report.ok, report.summary()
     rows = {(row.kind, row.name) for row in report.rows}
     assert {("gradient", "0.gain"), ("gradient", "1.gain"), ("buffer", "0.gain")} <= rows

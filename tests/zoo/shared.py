@@ -33,7 +33,7 @@ class Shared:
 
     def verify(self, schedule: Schedule) -> penstock.VerificationReport:
         """One verification, from the weights that the model was made with."""
-        options = {"ranks": schedule.ranks, "chunks": schedule.stages // schedule.ranks, "seed": 7}
+        options = {"ranks": schedule.ranks, "stages_per_rank": schedule.stages // schedule.ranks, "seed": 7}
         options["microbatches"] = schedule.microbatches
         with pytest.MonkeyPatch.context() as patches:
             self._patch(patches)

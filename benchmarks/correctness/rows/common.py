@@ -48,7 +48,7 @@ def step(schedule: Any, rank: int, x: Any, y: Any) -> Any:
 
 
 def in_penstock(modules: list[nn.Module], x: Any, loss: Any = F.mse_loss, m: int = MICROBATCHES, **options: Any) -> Any:
-    return penstock.pipeline(modules, (x,), loss=loss, microbatches=m, **options)
+    return penstock.pipeline(modules, (x,), loss_fn=loss, microbatches=m, **options)
 
 
 def apart(mine: Tensor | None, right: Tensor | None) -> str:

@@ -42,7 +42,7 @@ def tied_torch(rank: int) -> Found:
 
 def tied_penstock(rank: int) -> Found:
     ids, target, right = words()
-    with penstock.pipeline(Tied(), (ids,), loss=F.cross_entropy, microbatches=MICROBATCHES) as pipe:
+    with penstock.pipeline(Tied(), (ids,), loss_fn=F.cross_entropy, microbatches=MICROBATCHES) as pipe:
         pipe.step(ids, target=target)
         return apart(dict(pipe.named_parameters())["embed.weight"].grad, right)
 

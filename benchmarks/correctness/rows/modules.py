@@ -48,7 +48,7 @@ def dropped_penstock(rank: int) -> Found:
     x, y = batch()
     model = nn.Sequential(*layers(nn.Dropout(0.5)))
     plain = copy.deepcopy(model).eval()(x)
-    with penstock.pipeline(model, (x,), loss=F.mse_loss, microbatches=1) as pipe:
+    with penstock.pipeline(model, (x,), loss_fn=F.mse_loss, microbatches=1) as pipe:
         result = pipe.evaluate(x, target=y, outputs=True)
         return apart(result.outputs[0], plain) if pipe.has_outputs else None
 
@@ -83,8 +83,8 @@ def skipped_torch(rank: int) -> Found:
 
 def skipped_penstock(rank: int) -> Found:
     x, y = batch()
-    options = {"schedule": "interleaved-1f1b", "chunks": 2, "cuts": ["b", "c", "d"]}
-    with penstock.pipeline(Skips(), (x,), loss=F.mse_loss, microbatches=MICROBATCHES, **options) as pipe:
+    options = {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "cuts": ["b", "c", "d"]}
+    with penstock.pipeline(Skips(), (x,), loss_fn=F.mse_loss, microbatches=MICROBATCHES, **options) as pipe:
         pipe.step(x, target=y)
         held = dict(pipe.named_parameters())
         return apart(held["a.weight"].grad, _skipped_right()) if "a.weight" in held else None

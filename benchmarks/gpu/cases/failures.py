@@ -136,7 +136,7 @@ def train(setting: Setting, how: str, transport: str) -> None:
         value = F.mse_loss(output, target)
         return _fall(how, value, setting.folder / "fell") if next(calls) == 6 else value
 
-    with penstock.pipeline(layers, (x,), loss=loss, **options) as pipe:
+    with penstock.pipeline(layers, (x,), loss_fn=loss, **options) as pipe:
         for _ in range(4):
             float(pipe.step(x, target=x).loss)
 

@@ -53,7 +53,7 @@ def infinite(setting: Setting) -> Found:
     given = gpt(not setting.is_real)
     with torch.no_grad():
         given.model.blocks[5].up.bias[0] = float("inf")
-    options = {"loss": given.loss, "microbatches": 8, "devices": setting.device, "check_finite": True}
+    options = {"loss_fn": given.loss, "microbatches": 8, "devices": setting.device, "check_finite": True}
     with penstock.pipeline(given.model, given.args, ranks=4, **options) as pipe:
         try:
             pipe.step(*given.args, target=given.target)
@@ -69,7 +69,7 @@ def checkpoints(setting: Setting) -> Found:
     torch.manual_seed(0)
     given = gpt(not setting.is_real)
     batches = [(given.args[0], given.target)] * 4
-    options = {"loss": given.loss, "microbatches": 8, "devices": setting.device, "seed": 1}
+    options = {"loss_fn": given.loss, "microbatches": 8, "devices": setting.device, "seed": 1}
     with penstock.pipeline(given.model, given.args, ranks=4, **options) as pipe:
         expected = around_a_checkpoint(pipe, batches, setting.folder / "saved")
     other = gpt(not setting.is_real).model
@@ -118,7 +118,7 @@ def masks(setting: Setting) -> Found:
     for ranks in (1, 2, 4, 8):
         torch.manual_seed(0)
         model, x = nn.Sequential(*(Drops(width) for _ in range(8))), torch.randn(16, width)
-        options = {"loss": F.mse_loss, "microbatches": 8, "devices": setting.device, "seed": 1}
+        options = {"loss_fn": F.mse_loss, "microbatches": 8, "devices": setting.device, "seed": 1}
         with penstock.pipeline(model, (x,), ranks=ranks, **options) as pipe:
             result = pipe.step(x, target=x, outputs=True)
             losses[ranks] = float(result.loss)

@@ -69,7 +69,7 @@ def per_action(schedule: str, setting: Setting) -> Found:
     """A step of four ranks in this process, less the same forwards and backwards called barely, over its actions."""
     setting.prepare()
     model, x = _small()
-    options = {"microbatches": MICROBATCHES, "loss": F.mse_loss, "devices": setting.device, "schedule": schedule}
+    options = {"microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "devices": setting.device, "schedule": schedule}
     with penstock.pipeline(model, (x,), ranks=4, **options) as pipe:
         count = sum(action.op.is_compute for row in pipe.schedule.rows for action in row)
         whole = _seconds(setting, lambda: pipe.step(x, target=x), 20)
@@ -102,7 +102,7 @@ def beside_torch(setting: Setting) -> Found:
     torchs, x = _small()[0].to(device), _small()[1].to(device)
     stage = PipelineStage(torchs, 0, 1, device)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
-    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": F.mse_loss, "devices": setting.device}
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "devices": setting.device}
     found: dict[str, list[float]] = {"penstock": [], "torch": []}
     with penstock.pipeline(_small()[0], (x,), ranks=1, **options) as pipe:
         for _ in range(3):
@@ -121,7 +121,7 @@ def overlap(setting: Setting) -> Found:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(LAYERS)]
     x = torch.randn(4 * 8192, 2048, device=setting.device)
-    options: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "devices": setting.device, "schedule": "gpipe"}
+    options: dict[str, Any] = {"microbatches": 4, "loss_fn": F.mse_loss, "devices": setting.device, "schedule": "gpipe"}
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with penstock.pipeline(nn.Sequential(*layers), (x,), ranks=2, offload=True, **options) as pipe:
         for _ in range(3):
@@ -162,7 +162,7 @@ def timelines(setting: Setting) -> Found:
     setting.prepare()
     torch.manual_seed(0)
     given = gpt(not setting.is_real)
-    options = {"microbatches": 8, "loss": given.loss, "devices": setting.device}
+    options = {"microbatches": 8, "loss_fn": given.loss, "devices": setting.device}
     with penstock.pipeline(given.model, given.args, ranks=4, **options) as pipe:
         with_one, without = [], []
         for _ in range(3):  # in turns, so that other load is on both
@@ -256,7 +256,7 @@ def _peak(
     """The most bytes that tensors took in a step. A microbatch has four rows, however many there are."""
     torch.manual_seed(0)
     given = gpt(not setting.is_real, rows=4 * microbatches)
-    options = {"microbatches": microbatches, "loss": given.loss, "devices": setting.device, "transport": "staged"}
+    options = {"microbatches": microbatches, "loss_fn": given.loss, "devices": setting.device, "transport": "staged"}
     with penstock.pipeline(given.model, given.args, schedule=schedule, **options, **more) as pipe:
         for _ in range(3):
             setting.synchronize()

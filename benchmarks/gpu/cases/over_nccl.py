@@ -122,7 +122,7 @@ def exchanges(setting: Setting) -> Found:
     """NCCL by itself, on as many ranks. Where Penstock initialises torch.distributed, it does so here."""
     if not dist.is_initialized():
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        penstock.pipeline(layers, (torch.randn(16, WIDTH),), devices=setting.device, loss=F.mse_loss).close()
+        penstock.pipeline(layers, (torch.randn(16, WIDTH),), devices=setting.device, loss_fn=F.mse_loss).close()
     return nccl.exchanges(setting, dist.get_rank())
 
 
@@ -179,7 +179,7 @@ class _pipe_and_reference:  # noqa: N801 (a `with` block reads like a call)
         make_repeatable(setting)
         self._reference = copy.deepcopy(model).to(setting.device)
         usual = {"transport": "distributed", "microbatches": MICROBATCHES, "devices": setting.device}
-        self._pipe = penstock.pipeline(model, (torch.randn(16, WIDTH),), loss=F.mse_loss, **{**usual, **options})
+        self._pipe = penstock.pipeline(model, (torch.randn(16, WIDTH),), loss_fn=F.mse_loss, **{**usual, **options})
 
     def __enter__(self) -> tuple[penstock.Pipeline, nn.Module]:
         return self._pipe.__enter__(), self._reference
@@ -233,7 +233,7 @@ def _evaluated(setting: Setting, schedule: str, *, between: bool) -> tuple[list[
     options = {"microbatches": MICROBATCHES, "devices": setting.device, "transport": "distributed", "seed": 1}
     found: list[Tensor] = []
     wrong: list[str] = []
-    with penstock.pipeline(made.model, made.args, loss=made.loss, schedule=schedule, **options) as pipe:
+    with penstock.pipeline(made.model, made.args, loss_fn=made.loss, schedule=schedule, **options) as pipe:
         for number, rows in enumerate((16, 24, 16)):
             torch.manual_seed(number)
             batch = gpt(small=True, rows=rows)

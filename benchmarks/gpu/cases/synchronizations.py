@@ -55,7 +55,7 @@ def steady_step(name: str, options: dict[str, Any], also: str, number: int, sett
     setting.prepare()
     given = _model(setting, name)
     with penstock.pipeline(
-        given.model, given.args, ranks=2, microbatches=4, loss=given.loss, devices=setting.device, **options
+        given.model, given.args, ranks=2, microbatches=4, loss_fn=given.loss, devices=setting.device, **options
     ) as pipe:
         return judged(_waits(setting, pipe, given, also), number)
 
@@ -69,7 +69,7 @@ def in_several(options: dict[str, Any], setting: Setting) -> Found:
 def of_rank(setting: Setting, rank: int, options: dict[str, Any]) -> Counter[str]:
     given = _model(setting, "mlp")
     options = {"broadcast_loss": False, "devices": setting.device, **options}
-    with penstock.pipeline(given.model, given.args, microbatches=4, loss=given.loss, **options) as pipe:
+    with penstock.pipeline(given.model, given.args, microbatches=4, loss_fn=given.loss, **options) as pipe:
         found = _waits(setting, pipe, given, "")
     # The stand-in counts waits for events, too, which torch's debug mode does not report.
     return Counter({place: number for place, number in found.items() if place not in ("event", "event in a thread")})

@@ -131,7 +131,7 @@ def prove(
 def _split_shares(setting: Setting, made: Model, schedule: str, options: dict[str, Any]) -> dict[int, float]:
     """For each stage of this process how much of its backward waits for W; verification does not show that."""
     options = {name: value for name, value in options.items() if name != "full_batch"} | {"schedule": schedule}
-    options |= {"loss": made.loss, "microbatches": MICROBATCHES, "devices": setting.device}
+    options |= {"loss_fn": made.loss, "microbatches": MICROBATCHES, "devices": setting.device}
     with penstock.pipeline(made.model, made.args, made.kwargs, **options) as pipe:
         pipe.step(*made.args, target=made.target, **made.kwargs)
         return pipe.deferred_weight_grad_fraction

@@ -144,7 +144,7 @@ def suggest_argument(name: str, names: Iterable[str], aliases: Mapping[str, str]
 
 
 def accept_aliases(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
+    """Let a function accept arguments by a second name: `accept_aliases(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
     The function raises ArgumentError if both are passed, and TypeError for an unknown name, with the
     nearest known one.

@@ -165,7 +165,7 @@ _USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class WeakStorage:
-    """Keeps the number that `storage_of` returned from being reused, without keeping the memory alive."""
+    """Keeps the number that `storage_id` returned from being reused, without keeping the memory alive."""
 
     __slots__ = ("_reference", "number")
 

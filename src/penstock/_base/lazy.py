@@ -101,7 +101,7 @@ providers: dict[str, str] = {}
 
 
 def load_provider(task: str) -> ModuleType:
-    """Return the module that does a task of `lent`, loaded now."""
+    """Return the module that does a task of `providers`, loaded now."""
     return _import(providers[task])
 
 

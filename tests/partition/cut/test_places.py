@@ -220,7 +220,7 @@ def test_names_that_give_no_stage(model: Callable[[], nn.Module], cuts: list[str
 
 def test_a_leaf_with_a_mark_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"test_places.py:\d+, in '0', marks where a stage may begin; or leave"):
-        made(blocks(), 2, leaves=["0"])
+        made(blocks(), 2, leaf_modules=["0"])
 
 
 def test_a_mark_is_nothing_outside_of_a_recording() -> None:

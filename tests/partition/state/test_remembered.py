@@ -40,7 +40,7 @@ def model(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **sha
 
 
 def prove(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **options: Any) -> None:
-    given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "whole_batch": False, **options}
+    given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "full_batch": False, **options}
     proven(lambda: model(act, state), X, TARGET, exact=True, **given)
 
 
@@ -89,7 +89,7 @@ class Draws(nn.Module):
 
 def test_a_generator_of_a_units_own() -> None:
     def run(**options: Any) -> None:
-        given = {"ranks": 2, "microbatches": 4, "whole_batch": False, **options}
+        given = {"ranks": 2, "microbatches": 4, "full_batch": False, **options}
         proven(lambda: nn.Sequential(*(Draws() for _ in range(4))), X, TARGET, **given)
 
     run(schedule="gpipe")

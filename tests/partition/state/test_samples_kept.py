@@ -92,7 +92,7 @@ def test_what_does_not_grow_with_the_samples_is_kept() -> None:
         ranks=2,
         microbatches=2,
         schedule="gpipe",
-        whole_batch=False,
+        full_batch=False,
     )
 
 

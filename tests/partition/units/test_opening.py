@@ -97,8 +97,8 @@ def test_what_would_hold_more_than_its_share_is_opened() -> None:
     [
         {"ranks": 4, "schedule": "zb-h1"},
         {"ranks": 2, "cuts": ["stages.1.blocks.3"]},
-        {"ranks": 1, "opens": ["stages.1"]},
-        {"ranks": 2, "opens": ["stages.0", "stages.2"], "balance": "parameters"},
+        {"ranks": 1, "split_inside": ["stages.1"]},
+        {"ranks": 2, "split_inside": ["stages.0", "stages.2"], "balance": "parameters"},
     ],
 )
 def test_masks_are_the_same_whatever_is_opened(options: dict[str, Any]) -> None:
@@ -129,8 +129,8 @@ def test_a_module_that_draws_itself_is_opened_only_if_it_is_asked_for() -> None:
         PartitionError, match=r"inside 'stages\.1', which draws random.*pass split_inside=\['stages\.1'\]"
     ):
         losses(2, Draws, cuts=["stages.1.blocks.2"])
-    opened = losses(2, Draws, opens=["stages.1"], cuts=["stages.1.blocks.2"])
-    assert_equal(opened, losses(1, Draws, opens=["stages.1"]))
+    opened = losses(2, Draws, split_inside=["stages.1"], cuts=["stages.1.blocks.2"])
+    assert_equal(opened, losses(1, Draws, split_inside=["stages.1"]))
 
 
 class Chooses(Stage):
@@ -216,9 +216,12 @@ def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"opens": ["stages.7"]}, r"split_inside: the model has no .*'stages\.7'.*nearest"),
-        ({"opens": ["stages.1"], "leaves": ["stages.1"]}, r"split_inside: 'stages\.1' .* leaf_modules=\['stages\.1'\]"),
-        ({"cuts": ["stages.1.blocks.2"], "leaves": ["stages.1"]}, r"cuts: .*'stages\.1\.blocks'.* leaf_modules="),
+        ({"split_inside": ["stages.7"]}, r"split_inside: the model has no .*'stages\.7'.*nearest"),
+        (
+            {"split_inside": ["stages.1"], "leaf_modules": ["stages.1"]},
+            r"split_inside: 'stages\.1' .* leaf_modules=\['stages\.1'\]",
+        ),
+        ({"cuts": ["stages.1.blocks.2"], "leaf_modules": ["stages.1"]}, r"cuts: .*'stages\.1\.blocks'.* leaf_modules="),
         ({"cuts": ["stages.1.blocks.2"], "make": Chooses}, r"inside 'stages\.1'.*depends on the values.*cut at"),
     ],
 )
@@ -232,7 +235,7 @@ def test_opens_gives_more_places_to_cut() -> None:
     plain = nn.Sequential(Block(), Block())
     with pytest.raises(PartitionError, match=r"only 2 layers.*split_inside="):
         cuts_of(plain, 3)
-    assert len(cuts_of(plain.eval(), 3, opens=["0", "1"])) == 2
+    assert len(cuts_of(plain.eval(), 3, split_inside=["0", "1"])) == 2
 
 
 def test_a_layer_without_parts_is_not_offered_for_opening() -> None:

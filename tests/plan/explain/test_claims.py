@@ -298,6 +298,13 @@ def test_where_ranks_share_cores_no_advice_adds_work() -> None:
     assert not any("zb-" in one.text for one in explain(replace(free, crowded=True)).changes)
 
 
+@pytest.mark.parametrize("shift", range(5))
+def test_even_stages_are_advised_where_ranks_share_cores(shift: int) -> None:
+    """Their work is the same but for rounding, up or down, which is no work added."""
+    uneven = timeline(lambda s, k: (1.0 + (s == 1)) * (1.0 + 0.003 * ((7 * s + 3 * k + shift) % 5)), twice)
+    assert suggestions([trial_of(uneven, shared=True)], 0.0)[0].kind == "cut"
+
+
 def test_what_was_simulated_is_not_called_measured() -> None:
     simulated = recorded(timeline(even, twice))
     jittered = timeline(lambda s, k: 1.0 + 0.01 * ((7 * s + 3 * k) % 5), twice, link=LinkCost(0.02))

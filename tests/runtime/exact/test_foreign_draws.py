@@ -66,7 +66,7 @@ def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart()
         pytest.raises(PartitionError, match=r"'_0' of stage 0 .* by chance, take all .* apart with split_inside="),
     ):
         pipe.step(x, target=x)
-    proven(model, x, x, opens=["0", "1", "2", "3"], **options)
+    proven(model, x, x, split_inside=["0", "1", "2", "3"], **options)
 
 
 def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:

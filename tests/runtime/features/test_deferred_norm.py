@@ -97,7 +97,7 @@ def test_other_norms(layers: Any, shapes: list[tuple[int, ...]]) -> None:
 def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
     model, x, y = everything(layers=4)
     options: Any = {"microbatches": 5, "deferred_batch_norm": True, "recompute": recompute, "exact": True}
-    proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
+    proven(model, x, y, schedule=schedule, ranks=ranks, stages_per_rank=chunks, **options)
 
 
 class Twice(nn.Module):

@@ -253,7 +253,7 @@ def test_what_the_model_raises_keeps_its_text() -> None:
 
     x, y = batch(8)
     model = nn.Sequential(nn.Linear(9, 9), Raising(9, 9))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "leaves": ["1"]}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "leaf_modules": ["1"]}
     with penstock.pipeline(model, (x,), check_finite=True, **options) as pipe:
         model[0].bias.data.fill_(1e4)
         with pytest.raises(ValueError, match="too large") as error:

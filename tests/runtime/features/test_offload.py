@@ -36,7 +36,7 @@ CASES = [
 def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
     model, x, y = everything(ranks * chunks)
     options: dict[str, Any] = {"microbatches": 5, "offload": True, "recompute": recompute, "exact": True}
-    proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
+    proven(model, x, y, schedule=schedule, ranks=ranks, stages_per_rank=chunks, **options)
 
 
 class Counted:

@@ -37,7 +37,7 @@ def test_the_slowest_copies_are_waited_for(
 ) -> None:
     model, (x, y) = everything(4, norm=schedule != "dualpipe-v")[0], batch(16)
     options: dict[str, Any] = {"microbatches": 8, "offload": True, "recompute": recompute, "exact": True}
-    proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
+    proven(model, x, y, schedule=schedule, ranks=ranks, stages_per_rank=chunks, **options)
     copies.finish()
     assert {kind for kind, _, _ in copies.log} == {"send", "fetch"}
     assert not copies.wrong

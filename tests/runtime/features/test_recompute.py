@@ -39,7 +39,7 @@ def test_trap_19_the_result_is_that_of_one_device(schedule: str, ranks: int, chu
     layers = 2 * ranks * chunks
     model, x, y = everything(layers)
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "recompute": policy, "exact": True}
-    report = proven(model, x, y, schedule=schedule, ranks=ranks, chunks=chunks, **options)
+    report = proven(model, x, y, schedule=schedule, ranks=ranks, stages_per_rank=chunks, **options)
     assert report.stages == ranks * chunks
     assert sum(row.kind == "buffer" for row in report.rows) == 3 * layers
 

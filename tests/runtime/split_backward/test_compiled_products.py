@@ -119,7 +119,7 @@ def test_offloaded_graphs_that_are_compiled_while_gradients_of_another_dtype_are
     def gradients(*, offload: bool) -> Grads:
         model = copy.deepcopy(blocks)
         options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": SPLIT, "loss": F.mse_loss}
-        options |= {"compile": {"backend": "eager"}, "gradient_dtype": torch.float32, "offload": offload}
+        options |= {"compile": {"backend": "eager"}, "grad_dtype": torch.float32, "offload": offload}
         with penstock.pipeline(model, (batches[0],), **options) as pipe:
             for x in batches:
                 pipe.step(x, target=x)

@@ -31,7 +31,7 @@ def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
     copies = schedule == "chimera"
     model = mlp(8)
     reference, names = copy.deepcopy(model), [name for name, _ in model.named_parameters()]
-    options = {"ranks": 2, "microbatches": 8, "loss": squared_error, "schedule": schedule, "chunks": chunks}
+    options = {"ranks": 2, "microbatches": 8, "loss": squared_error, "schedule": schedule, "stages_per_rank": chunks}
     with pipeline(model, batch()[:1], **options) as pipe:
         but = names if copies else ()
         assert_steps_by_hand(pipe, reference, map(batch, (11, 2, 5, 3)), squared_error, 8, but=but)

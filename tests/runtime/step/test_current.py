@@ -78,7 +78,7 @@ def test_a_module_is_told_which_microbatch_is_computed_and_where(schedule: str, 
     (x, y), model = batch(8), Model()
     reference = copy.deepcopy(model)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": schedule, "recompute": recompute}
-    options |= {"loss": scaled_error, "leaves": ["first", "second"]}
+    options |= {"loss": scaled_error, "leaf_modules": ["first", "second"]}
     report = penstock.verify(copy.deepcopy(model), (x,), target=y, **options)
     assert report.ok
     assert report.full_batch is not None

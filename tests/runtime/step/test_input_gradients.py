@@ -44,7 +44,7 @@ def by_hand(model: nn.Module, x: Tensor, scale: Tensor, y: Tensor) -> None:
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "zb-h1": {},
-    "zb-v": {"chunks": 2},
+    "zb-v": {"stages_per_rank": 2},
     "chimera": {},
     "gpipe": {"recompute": "always"},
 }

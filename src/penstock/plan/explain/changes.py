@@ -79,9 +79,9 @@ class WhatIfContext:
 
     def expected_gain(self, change: Change) -> float:
         """Return what a change usually brings, as a share of the step. If ranks share cores, added work costs its own
-        time, since what one of them leaves idle another one uses."""
+        time, since what one of them leaves idle another one uses; stages made even add a trifle by rounding."""
         gain, added = min(self.gains(change)[:2]), change.cases[0].work_seconds - self.replay.work_seconds
-        return -added / self.step.seconds if self.shared and added > 0 and self.step.seconds else gain
+        return -added / self.step.seconds if self.shared and added > MIN_GAIN * self.step.seconds > 0 else gain
 
     def evaluate(self, change: Change, error: float, elsewhere: Sequence[float] = ()) -> Change:
         """Return the change with its claim: the expected saving, with the errors of the replay, of the assumptions and

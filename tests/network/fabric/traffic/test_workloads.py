@@ -350,9 +350,9 @@ def test_measured_seconds(name, options):
         ({"hosts": 2, "compute": -1.0}, "compute=-1.0"),
         ({"hosts": 2, "schedule": "1f2b"}, "1f2b"),
         ({"hosts": 2, "schedule": generate("1f1b", 2, 4)}, "is for 2 ranks"),
-        ({"hosts": 2, "gradient_dtype": torch.float16}, r"grad_dtype=torch.float16: expected torch\.float32"),
-        ({"hosts": 2, "gradient_dtype": torch.float64, "sharded": True}, "sums the gradient of '0.weight' itself"),
-        ({"hosts": 2, "gradient_dtype": torch.float32, "traffic": "tensor"}, "sends no gradients of parameters"),
+        ({"hosts": 2, "grad_dtype": torch.float16}, r"grad_dtype=torch.float16: expected torch\.float32"),
+        ({"hosts": 2, "grad_dtype": torch.float64, "sharded": True}, "sums the gradient of '0.weight' itself"),
+        ({"hosts": 2, "grad_dtype": torch.float32, "traffic": "tensor"}, "sends no gradients of parameters"),
     ],
 )
 def test_bad_input(options, text):
