@@ -31,7 +31,11 @@ MICROBATCHES, ROUNDS, SECONDS = 8, 7, 0.005
 EVEN = {"seconds": [SECONDS] * 8, "cuts": ["2", "4", "6"]}
 
 CASES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
-    "rank 2's forwards take twice as long": ({**EVEN, "slow": {2: 2 * SECONDS}}, EVEN, "stragglers=none"),
+    "rank 2's forwards take twice as long": (
+        {**EVEN, "slow": {2: 2 * SECONDS}},
+        {**EVEN, "seconds": [SECONDS * 13 / 12] * 8},  # the same work, evenly
+        "cut=even",
+    ),
     "stage 1 has 4 of 8 blocks": ({**EVEN, "cuts": ["1", "5", "7"]}, EVEN, "cut=even"),
     "gpipe, and then 1f1b": ({**EVEN, "schedule": "gpipe"}, {**EVEN, "schedule": "1f1b"}, "schedule=1f1b"),
     "naive, and then gpipe": ({**EVEN, "schedule": "naive"}, {**EVEN, "schedule": "gpipe"}, "schedule=gpipe"),
