@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from chained import NoStreams
 from torch import Tensor, nn
 
 from penstock import inspect, verify
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock.partition import Partition, Partitioner
+from penstock.partition import NoStreams, Partition, Partitioner
 from scaffolding.models import gpt, mlp, skips
 
 

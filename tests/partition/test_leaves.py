@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 
 from penstock import inspect
 from penstock._base.errors import PartitionError
-from penstock.partition import Partitioner
-from scaffolding.models import Case, squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -67,34 +66,25 @@ class Around(nn.Module):
         super().__init__()
         self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return self.last(self.second(self.first(x), *more))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x)))
 
 
-CASES = {
-    "expanded": (Expanded, torch.zeros(3, 1, WIDTH), ()),
-    "buffer with a gradient": (lambda: Around(Weighs()), torch.randn(3, WIDTH), ()),
-    "update in place": (lambda: Around(Overwrites()), torch.randn(3, WIDTH), ()),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_remedy_that_the_message_gives_works(name: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "x", "y"),
+    [
+        (Expanded, torch.zeros(3, 1, WIDTH), torch.randn(3, 4, WIDTH)),
+        (lambda: Around(Weighs()), torch.randn(3, WIDTH), torch.randn(3, WIDTH)),
+        (lambda: Around(Overwrites()), torch.randn(3, WIDTH), torch.randn(3, WIDTH)),
+    ],
+    ids=["expanded", "buffer with a gradient", "update in place"],
+)
+def test_the_remedy_that_the_message_gives_works(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> None:
     torch.manual_seed(0)
-    make, x, more = CASES[name]
-    model = make()
-    target = torch.randn(3, 4, WIDTH) if name == "expanded" else torch.randn(x.shape)
-    case = Case(model, (x, *more), {}, target, squared_error)
     with pytest.raises(PartitionError, match=r"leaf_modules=\['second'\]"):
-        Partitioner(model, 3, streams=NoStreams())(case.args)
-    partition = Partitioner(model, 3, ["second", "last"], ["second"], streams=NoStreams())(case.args)
-    output = run_chained(partition, case)
-    grads = {n: t.grad.clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.grad = None
-    assert_same(output, run_unsplit(model, case))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        assert torch.equal(grads[name], tensor.grad), name
+        inspect(make(), (x,), stages=3)
+    options = {"ranks": 3, "microbatches": 3, "cuts": ["second", "last"], "leaf_modules": ["second"]}
+    proven(make(), x, y, exact=True, **options)
 
 
 def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:
@@ -104,7 +94,7 @@ def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:
         layer.register_buffer("scale", scale)
         layer.forward = lambda x, layer=layer: nn.functional.linear(x, layer.weight) * layer.scale
     with pytest.raises(PartitionError, match=r"'0\.scale' is a buffer that requires a gradient, .* stages \[0, 1\]"):
-        Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))
+        inspect(model, (torch.randn(3, WIDTH),), stages=2)
 
 
 class Residual(nn.Module):

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from chained import NoStreams
 from torch import Tensor, nn
 
 from penstock._base.errors import PartitionError
-from penstock.partition import Partitioner
+from penstock.partition import NoStreams, Partitioner
 
 WIDTH = 4
 

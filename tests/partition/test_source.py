@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from chained import NoStreams
 from torch import nn
 
 from penstock import demo
 from penstock._base import compat, pytree
 from penstock._base.errors import PartitionError
-from penstock.partition import Partitioner, source
+from penstock.partition import NoStreams, Partitioner, source
 from penstock.partition.recorder import recorder
 
 

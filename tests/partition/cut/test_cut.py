@@ -6,13 +6,12 @@ from itertools import combinations
 
 import pytest
 import torch
-from chained import NoStreams
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock._base.errors import PartitionError
-from penstock.partition import Partitioner
+from penstock.partition import NoStreams, Partitioner
 from penstock.partition.cut.balance import even_starts
 from scaffolding.models import gpt, mlp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,13 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from chained import NoStreams, assert_same, fresh, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from penstock import pipeline
 from penstock._base.pytree import flatten, unflatten
-from penstock.partition import Partitioner
-from scaffolding.models import Case, llama
+from scaffolding.by_hand import assert_same_gradients
+from scaffolding.models import Forward, llama, squared_error
 
 WIDTH = 6
 
@@ -131,38 +132,26 @@ class Blocks(nn.Module):
         return given
 
 
-def error(output: Any, target: Tensor) -> Tensor:
-    return ((output.x - target) ** 2).mean()
-
-
-def case_of(model: nn.Module, given: Any, loss: Any = error) -> Case:
-    return Case(model, given, {}, torch.randn(3, WIDTH), loss)
-
-
-def check(case: Case, stages: int = 3, **options: Any) -> Any:
-    """Trains once in stages, and once unsplit; returns the stages' output."""
-    partition = Partitioner(case.model, stages, streams=NoStreams(), **options)(case.args, case.kwargs)
-    model = case.model
-    assert isinstance(model, nn.Module)
-    model.zero_grad()
-    output = run_chained(partition, case, sent=False)
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    expected = run_unsplit(model, case)
-    assert_same(output, expected)
-    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(grads[name], parameter.grad), name
-    return output
+def prove(model: nn.Module, given: Any, loss: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+    """Four stages train as the whole. `loss` may look at the output, too."""
+    loss = loss or (lambda output, target: squared_error(output.x, target))
+    twin, target = copy.deepcopy(model), torch.randn(3, WIDTH)
+    with pipeline(model, (given,), loss_fn=loss, ranks=4, microbatches=1) as pipe:
+        found = pipe.step(given, target=target).loss
+    expected = loss(twin(given), target)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(found, expected.detach())
+    assert_same_gradients(model, twin)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_objects_come_in_cross_cuts_and_go_out(kind: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    case = case_of(Blocks(kind), (kind(x=torch.randn(3, WIDTH), skip=None, depth=0),))
-    output = check(case, 4)
-    assert type(output) is (kind if isinstance(kind, type) else SimpleNamespace)
-    assert (output.depth, output.skip is None) == (4, False)
+    def loss(output: Any, target: Tensor) -> Tensor:
+        assert type(output) is kind
+        assert (output.depth, output.skip is None) == (4, False)
+        return squared_error(output.x, target)
+
+    prove(Blocks(kind), kind(x=torch.randn(3, WIDTH), skip=None, depth=0), loss)
 
 
 class Cache:
@@ -170,15 +159,24 @@ class Cache:
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
-        self.total: Tensor | None = None
-        self.seen = 0
 
 
 def test_a_key_value_cache_of_transformers_crosses_cuts() -> None:
     case = llama()
-    case = case._replace(kwargs={**case.kwargs, "use_cache": True})
-    output = check(case)
-    assert type(output.past_key_values).__name__ == "DynamicCache"
+    assert isinstance(case.model, nn.Module)
+    twin, kwargs = copy.deepcopy(case.model), {**case.kwargs, "use_cache": True}
+
+    def loss(output: Any) -> Tensor:
+        assert type(output.past_key_values).__name__ == "DynamicCache"
+        made: Tensor = output.loss
+        return made
+
+    with pipeline(case.model, (), kwargs, loss_fn=loss, ranks=3, microbatches=1) as pipe:
+        found = pipe.step(**kwargs).loss
+    expected = loss(twin(**kwargs))
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(found, expected.detach())
+    assert_same_gradients(case.model, twin, but=["model.embed_tokens.weight"])
 
 
 def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
@@ -191,18 +189,14 @@ def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
             cache.keys.append(self.linear(x))
             return x + holder.caches[0].keys[-1]
 
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Sharing() for _ in range(4))
-
-    def forward(x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         cache = Cache()
         holder = SimpleNamespace(caches=[cache])
-        for block in model.blocks:
+        for block in self.blocks:
             x = block(x, cache, holder)
         return SimpleNamespace(x=x)
 
-    model.forward = forward
-    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+    prove(Forward(forward, blocks=nn.ModuleList(Sharing() for _ in range(4))), torch.randn(3, WIDTH))
 
 
 class Experts(nn.Module):
@@ -221,31 +215,26 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("make", [list, lambda: SimpleNamespace(inner={"losses": []}, depth=0)])
 def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Experts() for _ in range(4))
-
-    def forward(x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         losses = make()
-        for block in model.blocks:
+        for block in self.blocks:
             x = block(x, losses)
         return SimpleNamespace(x=x + sum(losses if isinstance(losses, list) else losses.inner["losses"]))
 
-    model.forward = forward
-    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+    prove(Forward(forward, blocks=nn.ModuleList(Experts() for _ in range(4))), torch.randn(3, WIDTH))
 
 
 def test_copies_are_what_the_originals_are() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     value = {"packed": packed, "plain": SimpleNamespace(), "nested": Nested(torch.ones(1))}
     flat = flatten(value)
-    copy = unflatten(flat.leaves, flat.structure)
-    assert flatten(copy).structure == flat.structure
-    assert type(copy["packed"]) is type(packed)
-    assert copy["packed"].batch_sizes is packed.batch_sizes
-    assert copy["plain"] is value["plain"]  # holds no tensor: not opened
-    assert copy["nested"] is not value["nested"]
-    assert copy["nested"].x is value["nested"].x
+    made = unflatten(flat.leaves, flat.structure)
+    assert flatten(made).structure == flat.structure
+    assert type(made["packed"]) is type(packed)
+    assert made["packed"].batch_sizes is packed.batch_sizes
+    assert made["plain"] is value["plain"]  # holds no tensor: not opened
+    assert made["nested"] is not value["nested"]
+    assert made["nested"].x is value["nested"].x
     assert flat.paths[:2] == ["['packed'][0]", "['packed'][1]"]
     assert "['nested'].inner.x" in flat.paths
 
@@ -263,7 +252,6 @@ def test_what_owns_something_else_is_not_copied() -> None:
 
     for value in (Handle(), numbers(), nn.Linear(1, 1)):
         assert flatten(value).leaves == [value]
-    assert fresh([Handle()])
 
 
 def test_what_is_shared_is_looked_at_once() -> None:

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from chained import NoStreams
 from torch import Tensor, nn
 
 from penstock import inspect, pipeline
-from penstock.partition import Balance, Partitioner
+from penstock.partition import Balance, NoStreams, Partitioner
 from penstock.partition.recorder.attempts import record
 from penstock.partition.watch.work import OPERATIONS_PER_BYTE as PER_BYTE
 from scaffolding.models import Layers, gpt

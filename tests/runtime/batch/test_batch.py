@@ -8,40 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError, ShapeError
 from penstock._base.pytree import flatten
 from penstock.runtime.batch.batch_dims import Dims, Microbatches, count_rows
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import cut, input_signature, split, split_evenly
+from penstock.runtime.batch.microbatches import cut, input_signature, split
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
-
-
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_sizes_are_even_and_descend(rows: int, microbatches: int) -> None:
-    sizes = split_evenly(rows, microbatches)
-    assert sum(sizes) == rows
-    assert len(sizes) == min(rows, microbatches)
-    assert sizes[0] - sizes[-1] <= 1
-    assert sorted(sizes, reverse=True) == list(sizes)
-
-
-@given(st.integers(1, 20), st.data())
-def test_pieces_put_together_are_the_batch(rows: int, data: st.DataObject) -> None:
-    sizes = split_evenly(rows, data.draw(st.integers(1, rows)))
-    width = data.draw(st.integers(1, 5))
-    x = torch.arange(rows * width).view(rows, width)
-    tree = {"x": x, "pair": (x[:, 0], [x.float()]), "number": 3, "text": "a", "none": None, "scalar": torch.tensor(2.5)}
-    pieces = split(tree, sizes, "batch")
-    assert len(pieces) == len(sizes)
-    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
-    assert torch.equal(torch.cat([piece["pair"][1][0] for piece in pieces]), x.float())
-    for piece, size in zip(pieces, sizes, strict=True):
-        assert piece["pair"][0].shape == (size,)
-        assert (piece["number"], piece["text"], piece["none"], piece["scalar"].item()) == (3, "a", None, 2.5)
 
 
 def batches() -> dict[str, torch.Tensor]:
@@ -76,12 +50,6 @@ def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(nam
         assert batch.untyped_storage().data_ptr() not in addresses
         assert len(addresses) == 3
     assert torch.equal(batch, original)
-
-
-def test_an_update_of_a_microbatch_leaves_the_batch_alone() -> None:
-    x = torch.zeros(4, 2)
-    split(x, (4,), "batch")[0].add_(1)
-    assert x.sum() == 0
 
 
 @pytest.mark.parametrize(

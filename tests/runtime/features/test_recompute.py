@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -292,61 +288,6 @@ def test_how_often_each_layer_runs() -> None:
     assert runs(3) == [8, 4, 4, 8] * 2
     assert runs({1: 2}) == [4] * 4 + [8, 4] * 2
     assert runs("always", "1f1b") == [8] * 4 + [4] * 4  # on the last stage each backward follows its forward at once
-
-
-class Live:
-    """Counts the bytes of what autograd has saved and not yet freed."""
-
-    def __init__(self) -> None:
-        self.bytes = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> Saved:
-        return Saved(tensor, self)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with saved_tensors_hooks(self.pack, lambda saved: saved.tensor):
-            yield
-
-
-class Saved:
-    def __init__(self, tensor: Tensor, live: Live) -> None:
-        self.tensor, self.live = tensor.detach(), live  # a graph that holds its own output would never be freed
-        self.size = 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-        live.bytes += self.size
-        live.peak = max(live.peak, live.bytes)
-
-    def __del__(self) -> None:
-        self.live.bytes -= self.size
-
-
-def peak_of(policy: Any, schedule: str = "gpipe", **options: Any) -> int:
-    """The most that autograd had saved at a time in a step, in bytes."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8 * 16, WIDTH), torch.randn(8 * 16, WIDTH)
-    model = nn.Sequential(*(Layer(norm=False) for _ in range(8)))
-    live = Live()
-    with pipeline(
-        model, (x,), schedule=schedule, microbatches=8, loss=squared_error, recompute=policy, **{"ranks": 1, **options}
-    ) as pipe:
-        gc.collect()
-        with live.watching():
-            pipe.step(x, target=y)
-        gc.collect()
-        assert live.bytes == 0  # nothing is left behind
-    return live.peak
-
-
-def test_what_is_kept() -> None:
-    """On one rank with eight microbatches; a unit is what one of them saves."""
-    everything_kept = peak_of("never")
-    unit = everything_kept / 8
-    assert peak_of("always") == pytest.approx(unit, rel=0.01)
-    assert peak_of("except_last") == pytest.approx(2 * unit, rel=0.01)
-    inputs = 8 * 8 * (16 * WIDTH * 4)  # of each layer, of each microbatch
-    each_layer = peak_of(1)
-    assert inputs + unit / 8 < each_layer < inputs + unit / 2  # and one layer at a time
-    assert each_layer < peak_of(2) < everything_kept
 
 
 def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:

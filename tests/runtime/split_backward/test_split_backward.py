@@ -23,6 +23,7 @@ from penstock.runtime.execute.stage import _split_backwards
 from penstock.runtime.features.feature import Binding, StageContext
 from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op
+from scaffolding.models import Forward
 
 MICROBATCHES = 3
 STEPS = 2
@@ -124,19 +125,6 @@ def put_off(stage_or_model: nn.Module, make: Callable[[], Tensor]) -> set[str]:
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
-class Forward(nn.Module):
-    """A model from a function of its parameters and its input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -393,28 +381,6 @@ def test_a_microbatch_without_any_use() -> None:
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_see_one_gradient_a_microbatch(kind: str) -> None:
-    def watched(stage: nn.Module) -> list[Tensor]:
-        seen: list[Tensor] = []
-        for p in stage.parameters():
-            getattr(p, kind)(lambda t: seen.append((t if kind == "register_hook" else t.grad).clone()))
-        return seen
-
-    torch.manual_seed(0)
-    model = Forward(lambda m, x: m.w(m.w(x)), w=nn.Linear(9, 9, bias=False))
-    twin = copy.deepcopy(model)
-    mine, its = watched(model), watched(twin)
-    inputs = [torch.randn(4, 9) for _ in range(3)]
-    stage = Stage(model, ORDERS["late"], inputs)
-    stage.step()
-    for x in inputs:
-        loss_of(twin(x)).backward()
-    assert stage.split.share == 1
-    assert len(mine) == len(its) == 3
-    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
-
-
 def test_a_hook_on_the_output_changes_the_gradient_that_is_kept() -> None:
     def doubled(m: Any, x: Tensor) -> Tensor:
         y = m.a(x)
@@ -471,36 +437,6 @@ def test_i_frees_all_but_what_w_needs_and_w_frees_that(call: Callable[[Any, Tens
         assert [ref() for ref in waiting] == [None, None]
     finally:
         gc.enable()
-
-
-def test_a_forward_that_raises_leaves_the_parameters_as_they_were() -> None:
-    def fail(m: Any, x: Tensor) -> Tensor:
-        m.a(x)
-        raise ValueError("no")
-
-    model = Forward(fail, a=nn.Linear(9, 9))
-    stage = Stage(model, "F0 I0 W0", [torch.randn(4, 9)])
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            stage.step()
-        assert all(type(p) is nn.Parameter for p in model.parameters())
-    model.function = lambda m, x: m.a(x)
-    stage.step()
-    assert stage.split.share > 0.8
-
-
-def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
-    model = nn.Linear(3, 3)
-    stage = Stage(model, "F0 I0 W0", [torch.ones(2, 3)])
-    stage.step()
-    assert model.weight.grad is not None
-    before = model.weight.grad.clone()
-    stage.order = ["F0", "I0"]
-    stage.step()
-    assert torch.equal(model.weight.grad, before), "it waits"
-    stage.split.begin_step()
-    stage.split.weight_gradients(0)
-    assert torch.equal(model.weight.grad, before)
 
 
 class InScratch(torch.autograd.Function):

@@ -242,34 +242,6 @@ def test_trap_14_dataclasses_and_plain_values_that_change_between_steps() -> Non
         assert len(list(pipe.session.bound_schedules)) == 4
 
 
-class Branching(nn.Module):
-    """Takes another way, with other values between the stages, where nothing is masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        masked = not bool(mask.all())
-        for layer in self.layers:
-            x = layer(x).tanh()
-            if masked:
-                x = x * mask[:, None]
-        return x
-
-
-def test_a_batch_that_takes_another_branch_is_recorded_anew() -> None:
-    torch.manual_seed(0)
-    model, (x, y) = Branching(), batch(6)
-    reference = copy.deepcopy(model)
-    full, holes = torch.ones(6, dtype=torch.int64), torch.tensor([1, 0, 1, 0, 0, 1])
-    one = torch.tensor([1, 1, 1, 0, 1, 1])
-    with pipeline(model, (x, full), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        masks = (full, holes, full, holes, one, full, one)
-        assert_steps_by_hand(pipe, reference, [(x, mask, y) for mask in masks], squared_error, 3)
-        assert len(list(pipe.session.bound_schedules)) == 3
-
-
 def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Any] = []
     record = penstock.partition.partitioner.record
