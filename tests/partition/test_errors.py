@@ -156,39 +156,24 @@ def test_a_block_that_fails_for_real_too_is_named() -> None:
     [
         (["nope"], r"no module named 'nope'; it begins with '"),
         (["h.11"], r"no module named 'h\.11'; the nearest is 'h\.1'"),
-        (["h.2.norm2"], None),
-        (["h"], None),
         (["wte"], r"stage 0 \(from the beginning to 'wte'\) would run nothing of its own"),
-    ],
-)
-def test_cut_names(cuts: list[str], match: str | None) -> None:
-    case = gpt()
-    if match is None:
-        assert Partitioner(case.model, 2, cuts, streams=NoStreams())(case.args).cuts == tuple(cuts)
-        return
-    with pytest.raises(PartitionError, match=match):
-        Partitioner(case.model, 2, cuts, streams=NoStreams())(case.args)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "match"),
-    [
         (["h.2", "h.1"], r"'h\.1' runs before 'h\.2'"),
         (["h.2", "h.2"], "both begin at the same call"),
         (["h", "h.0"], "both begin at the same call"),
+        (["unused"], "'unused' never runs"),
     ],
 )
-def test_cuts_out_of_order(cuts: list[str], match: str) -> None:
-    case = gpt()
-    with pytest.raises(PartitionError, match=match):
-        Partitioner(case.model, 3, cuts, streams=NoStreams())(case.args)
-
-
-def test_a_module_that_never_runs_is_no_cut() -> None:
+def test_cuts_that_make_no_stages(cuts: list[str], match: str) -> None:
     case = gpt()
     case.model.unused = nn.Linear(2, 2)
-    with pytest.raises(PartitionError, match=r"'unused' never runs"):
-        Partitioner(case.model, 2, ["unused"], streams=NoStreams())(case.args)
+    with pytest.raises(PartitionError, match=match):
+        Partitioner(case.model, len(cuts) + 1, cuts, streams=NoStreams())(case.args)
+
+
+@pytest.mark.parametrize("cut", ["h.2.norm2", "h"])
+def test_names_within_blocks_and_of_lists(cut: str) -> None:
+    case = gpt()
+    assert Partitioner(case.model, 2, [cut], streams=NoStreams())(case.args).cuts == (cut,)
 
 
 def test_numbers_of_stages() -> None:

@@ -46,10 +46,10 @@ def test_balance_by_layers_shares_the_blocks() -> None:
     assert made.cuts == ("h.2",)
 
 
-def test_balance_by_parameters() -> None:
-    wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    made = Partitioner(wide, 2, streams=NoStreams())((torch.randn(1, 4),))
-    assert made.cuts == ("1",)
+def wide(frozen: int = 0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[:frozen].requires_grad_(False)
+    return model
 
 
 class Wide(nn.Module):
@@ -61,17 +61,14 @@ class Wide(nn.Module):
         return x + self.down(self.up(x))
 
 
-def test_parameters_within_blocks_count() -> None:
-    blocks = nn.Sequential(*(Wide(width) for width in (60, 4, 4, 4, 4)))
-    made = Partitioner(blocks, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
-    assert made.cuts == ("1",)
-
-
-def test_frozen_parameters_count_as_others_do() -> None:
-    """They take memory, and work in the forward."""
-    wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    wide[:2].requires_grad_(False)
-    made = Partitioner(wide, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
+@pytest.mark.parametrize(
+    "model",
+    [wide(), wide(frozen=2), nn.Sequential(*(Wide(width) for width in (60, 4, 4, 4, 4)))],
+    ids=["layers", "frozen", "within blocks"],
+)
+def test_balance_by_parameters(model: nn.Module) -> None:
+    """Frozen ones take memory, and work in the forward."""
+    made = Partitioner(model, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
     assert made.cuts == ("1",)
 
 

@@ -439,6 +439,36 @@ def test_i_frees_all_but_what_w_needs_and_w_frees_that(call: Callable[[Any, Tens
         gc.enable()
 
 
+def test_a_forward_that_raises_leaves_the_parameters_as_they_were() -> None:
+    def fail(m: Any, x: Tensor) -> Tensor:
+        m.a(x)
+        raise ValueError("no")
+
+    model = Forward(fail, a=nn.Linear(9, 9))
+    stage = Stage(model, "F0 I0 W0", [torch.randn(4, 9)])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            stage.step()
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    model.function = lambda m, x: m.a(x)
+    stage.step()
+    assert stage.split.share > 0.8
+
+
+def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
+    model = nn.Linear(3, 3)
+    stage = Stage(model, "F0 I0 W0", [torch.ones(2, 3)])
+    stage.step()
+    assert model.weight.grad is not None
+    before = model.weight.grad.clone()
+    stage.order = ["F0", "I0"]
+    stage.step()
+    assert torch.equal(model.weight.grad, before), "it waits"
+    stage.split.begin_step()
+    stage.split.weight_gradients(0)
+    assert torch.equal(model.weight.grad, before)
+
+
 class InScratch(torch.autograd.Function):
     """Writes each gradient into the same memory."""
 
