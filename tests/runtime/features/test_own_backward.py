@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline
 from scaffolding.by_hand import assert_steps_by_hand
+from scaffolding.models import Forward
 from scaffolding.proofs import proven
 
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
@@ -157,22 +158,16 @@ class Drops(nn.Module):
         return Pair(self.drop(self.linear(pair.x)) + pair.y, pair.y)
 
 
-class OfPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Drops() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_masks() -> None:
+    def of_pairs(self: Any, x: Tensor) -> Tensor:
         pair = Pair(self.first(x), x)
         for block in self.blocks:
             pair = block(Pair(pair.x * 1.0, pair.y))
         return pair.x
 
-
-def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_masks() -> None:
     torch.manual_seed(0)
-    proven(OfPairs(), X, TARGET, ranks=2, microbatches=4, cuts=["blocks.1"])
+    model = Forward(of_pairs, first=nn.Linear(6, 6), blocks=nn.ModuleList(Drops() for _ in range(4)))
+    proven(model, X, TARGET, ranks=2, microbatches=4, cuts=["blocks.1"])
 
 
 class NormalisesByTheUpdated(nn.Module):
