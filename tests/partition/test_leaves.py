@@ -11,28 +11,25 @@ from torch import Tensor, nn
 
 from penstock import inspect
 from penstock._base.errors import PartitionError
+from scaffolding.models import OneLayer
 from scaffolding.proofs import proven
 
 WIDTH = 6
 
 
-class Expands(nn.Module):
+class Expands(OneLayer):
     """Takes and returns tensors, some strides of which are 0, and reads values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         if token.sum() > 1e9:
             x = x * 2
-        return self.linear(x + token[:, :1]).expand(-1, 4, -1), token.expand(-1, 4, -1)
+        return self.layer(x + token[:, :1]).expand(-1, 4, -1), token.expand(-1, 4, -1)
 
 
 class Expanded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Expands(), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Expands(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,17 +94,13 @@ def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:
         inspect(model, (torch.randn(3, WIDTH),), stages=2)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class Residual(OneLayer):
     def forward(self, x: Tensor) -> Any:
         return x + self.layer(x)
 
 
 def test_a_leaf_is_not_opened_for_the_blocks_that_it_holds() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(Residual() for _ in range(4))))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(Residual(4) for _ in range(4))))
     found = inspect(model, (torch.randn(2, 4),), stages=2, leaf_modules=["1"])
     assert [stage.modules for stage in found.stages] == [("0",), ("1",)]
     with pytest.raises(PartitionError, match="2 layers"):

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from penstock import pipeline
 from penstock._base.pytree import flatten, unflatten
 from scaffolding.by_hand import assert_same_gradients
-from scaffolding.models import Forward, llama, squared_error
+from scaffolding.models import Forward, OneLayer, llama, squared_error
 
 WIDTH = 6
 
@@ -199,16 +199,12 @@ def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
     prove(Forward(forward, blocks=nn.ModuleList(Sharing() for _ in range(4))), torch.randn(3, WIDTH))
 
 
-class Experts(nn.Module):
+class Experts(OneLayer):
     """Runs once for real when it is recorded, and leaves its auxiliary loss in what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, losses: Any) -> Tensor:
         rows = (x.sum(1) > 0).nonzero()[:, 0]
-        x = x.index_add(0, rows, self.linear(x[rows]))
+        x = x.index_add(0, rows, self.layer(x[rows]))
         (losses if isinstance(losses, list) else losses.inner["losses"]).append(x.square().mean())
         return x
 
@@ -221,7 +217,7 @@ def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) 
             x = block(x, losses)
         return SimpleNamespace(x=x + sum(losses if isinstance(losses, list) else losses.inner["losses"]))
 
-    prove(Forward(forward, blocks=nn.ModuleList(Experts() for _ in range(4))), torch.randn(3, WIDTH))
+    prove(Forward(forward, blocks=nn.ModuleList(Experts(WIDTH) for _ in range(4))), torch.randn(3, WIDTH))
 
 
 def test_copies_are_what_the_originals_are() -> None:

@@ -24,7 +24,7 @@ from penstock.runtime.exact.rules import Buffer, Layout
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
 from penstock.schedule import check, generate
-from scaffolding.models import ConvNet, InPlace, SkipsTwice, squared_error
+from scaffolding.models import ConvNet, InPlace, OneLayer, SkipsTwice, squared_error
 from scaffolding.proofs import after_each_step
 
 ROWS, WIDTH, MICROBATCHES = 11, 33, 3
@@ -362,15 +362,11 @@ def test_products_that_are_added_in_place(break_in_step: Break) -> None:
     assert "0.weight" in wrong_gradients(verify(model, x, y, **given))
 
 
-class Memory(nn.Module):
+class Memory(OneLayer):
     """Writes each result into the same memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        h = self.line(x)
+        h = self.layer(x)
         memory = getattr(self, "memory", h)
         self.memory = memory.detach() if memory.shape == h.shape and memory is not h else torch.zeros_like(h)
         return self.memory.copy_(h)
@@ -381,7 +377,7 @@ def test_a_result_that_waits_in_memory_which_its_module_writes_into(break_in_ste
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
 
     def report() -> penstock.VerificationReport:
-        return verify(nn.Sequential(nn.Linear(WIDTH, WIDTH), Memory()), x, y, 2, cuts=["1"])
+        return verify(nn.Sequential(nn.Linear(WIDTH, WIDTH), Memory(WIDTH)), x, y, 2, cuts=["1"])
 
     assert report().ok
     break_in_step(

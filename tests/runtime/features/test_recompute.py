@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline
 from penstock.schedule import Op, generate, split_backward
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
-from scaffolding.models import squared_error
+from scaffolding.models import Layers, OneLayer, squared_error
 from scaffolding.proofs import proven
 from scaffolding.small import batch, mlp, training_stages
 
@@ -65,12 +65,8 @@ def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None
     proven(model, x, y, ranks=2, microbatches=3, schedule=schedule, recompute=policy, exact=True)
 
 
-class DrawsItself(nn.Module):
+class DrawsItself(Layers):
     """Draws in its own forward, which is recorded call by call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -80,7 +76,7 @@ class DrawsItself(nn.Module):
 
 def test_draws_between_layers_are_drawn_again() -> None:
     x, y = batch(6, WIDTH)
-    proven(DrawsItself, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="except_last")
+    proven(lambda: DrawsItself(WIDTH, 4), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="except_last")
 
 
 class Counts(nn.Module):
@@ -139,22 +135,18 @@ def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
     proven(buffers_that_matter(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
 
 
-class Overwriting(nn.Module):
+class Overwriting(OneLayer):
     """Updates what it is given, and that is given to others as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         x.mul_(scale).sin_()
-        return self.linear(x) + x
+        return self.layer(x) + x
 
 
 class Overwritten(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(Overwriting() for _ in range(3)), Adding()])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(Overwriting(WIDTH) for _ in range(3)), Adding()])
         self.add = Adding()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -326,11 +318,7 @@ def test_bad_choices(options: dict[str, Any], words: list[str]) -> None:
     assert all(word in str(caught.value) for word in words)
 
 
-class Renorms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Renorms(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.layer.weight.mul_(0.5)
@@ -341,7 +329,7 @@ def test_what_cannot_be_run_again_is_refused() -> None:
     x, _ = batch()
     options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
     with pytest.raises(PartitionError, match=r"recompute: .*stage 0 updates parameter 'layer.weight' in place"):
-        pipeline(Renorms(), (x,), recompute="always", **options)
+        pipeline(Renorms(WIDTH), (x,), recompute="always", **options)
 
 
 class Weight(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 import penstock.runtime.step.bound_schedules
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
 from scaffolding.by_hand import assert_same_gradients, assert_steps_by_hand
-from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.models import GPT, ConvNet, OneLayer, squared_error, token_error
 from scaffolding.small import WIDTH, Retrieval, batch, mlp, retrieval_error
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
@@ -191,12 +191,8 @@ class Pair:
 _pytree.register_dataclass(Pair)
 
 
-class Dicts(nn.Module):
+class Dicts(OneLayer):
     """Hands on a tensor, None, a number and a text, which cross the cuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, values: dict[str, Any]) -> dict[str, Any]:
         value = self.layer(values["value"]) * values["scale"]
@@ -206,7 +202,7 @@ class Dicts(nn.Module):
 class OfPairs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Dicts() for _ in range(3))
+        self.layers = nn.ModuleList(Dicts(WIDTH) for _ in range(3))
 
     def forward(self, pair: Pair) -> Pair:
         values = {"value": pair.value, "scale": pair.scale, "name": pair.name, "missing": pair.missing}
