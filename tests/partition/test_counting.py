@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from penstock.partition.cut.balance import candidates
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import UnmeasurableError
 from penstock.partition.recorder.attempts import record
+from scaffolding.models import Forward
 
 ROWS, IN, OUT = 6, 8, 16
 FLOAT = 4
@@ -68,20 +70,15 @@ def test_what_takes_no_gradient_is_not_counted() -> None:
     assert (first.input_gradient, flops(first.backward)) == ((), 2 * ROWS * IN * OUT)
 
 
-class Attention(nn.Module):
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x * self.gain, x, x, is_causal=self.causal)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(causal: bool) -> None:
     batch, heads, length, width = 2, 3, 10, 4
-    found = second(Attention(causal), nn.Linear(width, width), given=torch.randn(batch, heads, length, width))
+
+    def attend(self: Any, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * self.gain, x, x, is_causal=causal)
+
+    attention = Forward(attend, gain=nn.Parameter(torch.ones(1)))
+    found = second(attention, nn.Linear(width, width), given=torch.randn(batch, heads, length, width))
     pairs = batch * heads * (length * (length + 1) // 2 if causal else length * length)
     assert flops(found.forward) == 2 * (2 * pairs * width)  # with the keys, and with the values
     assert flops(found.backward) == 5 * (2 * pairs * width)  # scores again, and four gradients
@@ -148,51 +145,33 @@ def test_bytes_are_those_of_a_measurement_and_weights_need_no_memory() -> None:
     ]
 
 
-class Counts(nn.Module):
-    """What it makes depends on values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0].sum() * x
-
-
 def test_what_depends_on_values_cannot_be_counted() -> None:
     with pytest.raises(UnmeasurableError, match="running its units on fake tensors fails"):
-        profile_of(nn.Sequential(nn.Linear(IN, IN), Counts(), nn.Linear(IN, IN)), torch.randn(ROWS, IN))
-
-
-class Experts(nn.Module):
-    """Each group of rows meets its own matrix."""
-
-    def __init__(self, experts: int, width: int, out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(experts, width, out, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.arange(1, len(self.weight) + 1, dtype=torch.int32) * (len(x) // len(self.weight))
-        return torch._grouped_mm(x, self.weight, offs=ends)
+        profile_of(
+            nn.Sequential(nn.Linear(IN, IN), Forward(lambda _, x: x[x > 0].sum() * x), nn.Linear(IN, IN)),
+            torch.randn(ROWS, IN),
+        )
 
 
 def test_experts_multiply_their_own_rows_only() -> None:
     rows, experts, width, out = 32, 4, 8, 16
     before = nn.Linear(width, width, dtype=torch.bfloat16)
-    found = second(Experts(experts, width, out), before, given=torch.zeros(rows, width, dtype=torch.bfloat16))
+
+    def route(self: Any, x: Tensor) -> Tensor:
+        ends = torch.arange(1, experts + 1, dtype=torch.int32) * (len(x) // experts)
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+    layer = Forward(route, weight=nn.Parameter(torch.zeros(experts, width, out, dtype=torch.bfloat16)))
+    found = second(layer, before, given=torch.zeros(rows, width, dtype=torch.bfloat16))
     product = 2 * rows * width * out
     assert (flops(found.forward), flops(found.backward), flops(found.input_gradient)) == (product, 2 * product, product)
 
 
-class Tied(nn.Module):
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(rows, width), nn.Linear(width, rows, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x))
-
-
 def test_a_tied_weight_counts_where_it_is_used() -> None:
     rows, width, ids = 100, 8, torch.zeros(3, 5, dtype=torch.long)
-    table, head = profile_of(Tied(rows, width), ids).units
+    parts = {"table": nn.Embedding(rows, width), "head": nn.Linear(width, rows, bias=False)}
+    parts["head"].weight = parts["table"].weight
+    table, head = profile_of(Forward(lambda self, x: self.head(self.table(x)), **parts), ids).units
     assert (table.parameter_bytes, head.parameter_bytes) == (FLOAT * rows * width,) * 2
     assert table.operations is not None
     assert head.operations is not None
@@ -201,13 +180,7 @@ def test_a_tied_weight_counts_where_it_is_used() -> None:
     assert table.operations.input_gradient == ()
 
 
-class Sums(nn.Module):
-    """Its gradient is one number, spread out without memory of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 2).sum()
-
-
 def test_what_is_spread_out_is_read_once() -> None:
-    found = second(Sums(), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
+    """The gradient of a sum is one number, without memory of its own."""
+    found = second(Forward(lambda _, x: (x * 2).sum()), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
     assert moved(found.backward) == FLOAT + FLOAT * ROWS * IN

@@ -17,6 +17,7 @@ import penstock
 from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline, in_a_pipeline_of
 from penstock import checkpoint
 from penstock._base.errors import ArgumentError
+from scaffolding.by_hand import assert_same_gradients
 from scaffolding.models import CASES
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
@@ -100,8 +101,7 @@ def test_what_is_kept_out_of_autocast_has_gradients_in_full_precision(inside: bo
     x, y = batch(8, 64)
     torch.manual_seed(0)
     alone = PartlyFull(inside)
-    torch.manual_seed(0)
-    model = PartlyFull(inside)
+    model = copy.deepcopy(alone)
     for rows, target in zip(x.chunk(4), y.chunk(4), strict=True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
             loss = F.mse_loss(alone(rows.clone()), target.clone()) / 4
@@ -111,10 +111,7 @@ def test_what_is_kept_out_of_autocast_has_gradients_in_full_precision(inside: bo
             model.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
                 pipe.step(x, target=y)
-    for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        assert torch.equal(mine.grad, other.grad), name
+    assert_same_gradients(model, alone)
 
 
 def test_autocast_can_go_on_and_off_between_steps() -> None:

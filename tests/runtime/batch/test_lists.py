@@ -43,12 +43,20 @@ PER_ROW: dict[str, tuple[Any, Callable[[Any], list[Any]]]] = {
 }
 
 
-class Weighed(nn.Module):
+class Ends(nn.Module):
+    """Two layers, and something between."""
+
+    def __init__(self, width: int = 5, out: int = 5) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 5), nn.Linear(5, out)
+
+
+class Weighed(Ends):
     """Weighs each row by a number."""
 
     def __init__(self, read: Callable[[Any], list[Any]]) -> None:
         super().__init__()
-        self.first, self.last, self.read = nn.Linear(5, 5), nn.Linear(5, 5), read
+        self.read = read
 
     def forward(self, x: Tensor, meta: Any) -> Tensor:
         hidden = self.first(x)
@@ -75,12 +83,8 @@ def test_so_does_the_loss(name: str) -> None:
     close(verify(mlp(), (random(ROWS, 9),), target=target, loss_fn=loss, ranks=2, microbatches=4))
 
 
-class Resized(nn.Module):
+class Resized(Ends):
     """Its plain values belong to no row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, x: Tensor, size: Any, names: Any = ()) -> Tensor:
         output: Tensor = self.last(self.first(x).expand(*size, *x.shape).sum((0, 1)))
@@ -107,11 +111,7 @@ def test_a_list_of_features_is_cut_in_each() -> None:
 def test_pieces_that_are_given_are_not_measured() -> None:
     """Two inputs, of which the second has two rows for each of the first."""
 
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
-
+    class Pairs(Ends):
         def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
             output: Tensor = self.last(self.first(x) + self.first(pairs).view(-1, 2, 5).sum(1))
             return output
@@ -134,11 +134,7 @@ def test_pieces_that_are_given_are_not_measured() -> None:
 OF_THE_BATCH = torch.ones(8, 1)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
-
+class Scaled(Ends):
     def forward(self, x: Tensor, scale: Tensor = OF_THE_BATCH) -> Tensor:
         output: Tensor = self.last(self.first(x) * scale)
         return output
@@ -214,12 +210,8 @@ def test_what_becomes_of_lists_of_plain_values_is_noted() -> None:
 # -- what may be rows or not is asked for, and is cut as stated -------------------------------------------------------
 
 
-class Pictured(nn.Module):
+class Pictured(Ends):
     """Takes pictures of any size, as torchvision's detection models do; or whatever has tensors like them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
 
     def forward(self, images: list[Any]) -> Tensor:
         means = torch.stack([leaf_tensors(image)[0].float().mean((1, 2)) for image in images])
@@ -235,12 +227,8 @@ class Added(Pictured):
         return output
 
 
-class Rotated(nn.Module):
+class Rotated(Ends):
     """Takes positions [3, B, S], as Qwen2-VL does: rows that are left out broadcast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
         output: Tensor = self.last(self.first(x) * (1 + position_ids.float().sum(0))[..., None])
@@ -271,7 +259,7 @@ ASKED: dict[str, tuple[nn.Module, tuple[Any, ...], str, Any]] = {
         (0, [{"b": 0}] * 4),
     ),
     **{
-        f"pictures: {name}": (Pictured(), (pictures(wrap, rows),), rf"is a list of {rows} \w+.*: {ROW_OF}", [0])
+        f"pictures: {name}": (Pictured(3, 2), (pictures(wrap, rows),), rf"is a list of {rows} \w+.*: {ROW_OF}", [0])
         for name, wrap, rows in (
             ("plain", lambda image: image, 3),
             ("more than colors", lambda image: image, 4),
@@ -281,7 +269,7 @@ ASKED: dict[str, tuple[nn.Module, tuple[Any, ...], str, Any]] = {
             ("lists", lambda image: [image, image], 4),
         )
     },
-    "features like pictures": (Added(), ([random(3, 4, 3)] * 2,), "a list with the dimension of each", [[0, 0]]),
+    "features like pictures": (Added(3, 2), ([random(3, 4, 3)] * 2,), "a list with the dimension of each", [[0, 0]]),
     "positions of three kinds": (
         Rotated(),
         (random(3, 4, 5), torch.arange(36).view(3, 3, 4) % 5),
@@ -304,12 +292,8 @@ def test_what_may_be_rows_is_asked_for_and_cut_as_stated(name: str) -> None:
     torch.testing.assert_close(result.loss, squared_error(model(*args), y).detach())
 
 
-class Boxed(nn.Module):
+class Boxed(Ends):
     """Its loss looks at each row's objects, as those of DETR and Mask2Former do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 4)
 
     def forward(self, x: Tensor, objects: list[Tensor]) -> Tensor:
         rows = self.last(self.first(x))
@@ -319,7 +303,7 @@ class Boxed(nn.Module):
 
 def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
     """In a later batch, or as `batch_dims` says; and the objects of a single row have no rows."""
-    model = Boxed()
+    model = Boxed(5, 4)
     batches = [(random(2, 5), [random(n, 4) for n in counts]) for counts in ((1, 3), (2, 2))]
     batches.append((random(1, 5), [random(3, 4)]))
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2}

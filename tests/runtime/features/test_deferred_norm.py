@@ -237,22 +237,17 @@ def test_nothing_to_defer_is_noted(model: Any) -> None:
         assert not any("deferred_batch_norm" in note for note in pipe.notes)
 
 
-def test_a_step_in_evaluation_mode_leaves_the_statistics() -> None:
+def stop_tracking(model: nn.Module) -> None:
+    model.get_submodule("1").track_running_stats = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [stop_tracking, lambda model: model[1].eval()], ids=["tracking", "mode"])
+def test_a_norm_that_is_switched_off_between_steps_keeps_its_statistics(change: Any) -> None:
     """As it is when norms are frozen after some steps of training."""
-    x, y = batch()
-    with pipeline(normed(), (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
-        pipe.step(x, target=y)
-        before = buffers(pipe.model)
-        pipe.eval()
-        pipe.step(x, target=y)
-        assert all(torch.equal(buffer, before[name]) for name, buffer in pipe.named_buffers())
-
-
-def test_a_norm_that_stops_tracking_keeps_its_statistics() -> None:
     model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
         pipe.step(x, target=y)
-        model[1].track_running_stats = False  # type: ignore[assignment]
+        change(model)
         before, last = buffers(model[1]), buffers(model[-1])
         pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model[1]).values()))
