@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import inspect, verify
+from penstock import demo, inspect, verify
+from penstock._base import compat, pytree
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock.partition import NoStreams, Partition, Partitioner
+from penstock.partition import NoStreams, Partition, Partitioner, source
+from penstock.partition.recorder import recorder
 from scaffolding.models import gpt, mlp, skips
 
 
@@ -58,11 +60,26 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
         partition(model)
 
 
-def test_a_package_whose_name_begins_with_torch_is_named_too() -> None:
-    path = Path(torch.__file__).parent.parent / "torch_things" / "model.py"
+@pytest.mark.parametrize(
+    "file", [str(Path(torch.__file__).parents[1] / "torch_things" / "model.py"), "<stdin>", "/tmp/ipykernel_7/42.py"]
+)
+def test_code_of_any_origin_has_lines(file: str) -> None:
+    """Of a package whose name begins with torch's, of standard input, of a notebook."""
     code: dict[str, Any] = {}
-    exec(compile("def read(x):\n    return x if x.sum() > 0 else -x", str(path), "exec"), code)
-    assert_refused(lambda self, index, x: code["read"](x), r"torch_things/model\.py:2 in")
+    exec(compile("def read(x):\n    return x if x.sum() > 0 else -x", file, "exec"), code)
+    assert_refused(lambda self, index, x: code["read"](x), rf"depends on the values of a tensor at .*{file[-20:]}:2")
+
+
+def test_torchs_own_code_has_lines_if_the_user_has_none() -> None:
+    class Checks(nn.Sequential):
+        pass
+
+    with pytest.raises(RuntimeError) as raised:
+        Checks(nn.Linear(4, 4))(torch.randn(3))
+    raised.value.__traceback__ = raised.value.__traceback__ and raised.value.__traceback__.tb_next
+    assert "torch/nn/modules/linear.py" in source.raising_line(raised.value)
+    assert all(source.is_ours(str(module.__file__)) for module in (compat, pytree, recorder))
+    assert not source.is_ours(str(demo.__file__))
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "nonzero", "__array__"])

@@ -247,16 +247,6 @@ def test_a_failed_recording_leaves_no_trace() -> None:
     assert model.layers[0].weight is weight
 
 
-def test_a_known_tensor_that_an_unknown_one_updates_may_not_be_branched_on() -> None:
-    def forward(self: Model, x: Tensor) -> Tensor:
-        weights = torch.zeros(3)
-        weights.add_(x[0])
-        return self.layers[0](x) if weights.sum() > 0 else x
-
-    with pytest.raises(ValueError, match="depends on the values"):
-        Partitioner(Model(forward), 1, streams=NoStreams())((torch.ones(2, 3),))
-
-
 def test_attributes_that_a_stage_will_not_set_are_noted() -> None:
     def forward(self: Model, x: Tensor) -> Tensor:
         self.hidden = self.layers[0](x)

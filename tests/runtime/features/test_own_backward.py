@@ -168,23 +168,3 @@ def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_masks() ->
     torch.manual_seed(0)
     model = Forward(of_pairs, first=nn.Linear(6, 6), blocks=nn.ModuleList(Drops() for _ in range(4)))
     proven(model, X, TARGET, ranks=2, microbatches=4, cuts=["blocks.1"])
-
-
-class NormalisesByTheUpdated(nn.Module):
-    """Reads the statistics that its batch norm has just updated, as a fake quantizer reads its observer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.norm(y.detach())
-        return torch.tanh((y - self.norm.running_mean) * self.norm.running_var.rsqrt())
-
-
-@pytest.mark.parametrize("recompute", ["always", 1])
-def test_a_forward_that_runs_again_reads_the_buffers_that_it_has_updated(recompute: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(NormalisesByTheUpdated() for _ in range(4)))
-    proven(model, X, TARGET, microbatches=4, ranks=2, schedule="gpipe", recompute=recompute)
