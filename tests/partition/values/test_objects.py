@@ -1,8 +1,10 @@
-"""Objects that hold tensors: they cross cuts, come in and go out as what they are, whatever their class."""
+"""Objects that hold tensors: they cross cuts, come in and go out as what they are, whatever their class. Others are
+passed on."""
 
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from penstock import pipeline
 from penstock._base.pytree import flatten, unflatten
 from scaffolding.by_hand import assert_same_gradients
 from scaffolding.models import Forward, OneLayer, llama, squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -259,3 +263,71 @@ def test_what_is_shared_is_looked_at_once() -> None:
     flat = flatten((shared, SimpleNamespace(x=x)))
     assert flat.leaves[0] is shared
     assert flat.leaves[1] is x
+
+
+# -- objects that blocks are given and that a stage cannot make anew for each microbatch -------------------------------
+
+
+Make, Use = Callable[[], Any], Callable[[Any], Any]
+
+
+class Counter(nn.Module):
+    """A module that is none of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+
+class Closing:
+    """No stage makes such an object anew: it cleans up after itself."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def __del__(self) -> None:
+        pass
+
+
+class Given(nn.Module):
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(WIDTH, WIDTH), use
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.use(given)
+
+
+class Model(nn.Module):
+    def __init__(self, make: Make, use: Use, between: Use = id) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Given(use) for _ in range(2))
+        self.make, self.between = make, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.make()
+        for block in self.blocks:
+            x = block(x, given)
+            self.between(given)
+        return x
+
+
+def reads(given: Any) -> float:
+    places, table, generator, *others = given["all"]
+    return float(len(places) + table.sum() + isinstance(generator, random.Random) + sum(one.count for one in others))
+
+
+def test_what_is_only_read_is_passed_on() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
+
+
+def test_the_generators_of_the_libraries_have_streams() -> None:
+    """They are objects, too, and may be passed on (as scikit-learn's `check_random_state(None)` gives them)."""
+    torch.manual_seed(0)
+    generator = np.random.random_sample.__self__  # type: ignore[attr-defined]
+    model = Model(lambda: generator, lambda given: float(given.rand()))
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
