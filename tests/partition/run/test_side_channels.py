@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock import PartitionError, inspect, verify
 from penstock.partition import Partitioner, partitioner
 from penstock.partition.recorder import attempts
+from scaffolding.models import Forward
 
 WIDTH = 6
 
@@ -242,19 +243,16 @@ class Gated(nn.Linear):
         return super().forward(x) * next(gates)
 
 
-class Gates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Gated(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, iter([x.tanh()]))
-        return x
+def give_gates(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x, iter([x.tanh()]))
+    return x
 
 
 def test_blocks_that_take_what_cannot_be_taken_apart_are_opened_together() -> None:
     with mock.patch.object(attempts, "_record", wraps=attempts._record) as recorded:
-        recording = attempts.record(Gates(), (torch.randn(3, 4),), {})
+        recording = attempts.record(
+            Forward(give_gates, blocks=nn.ModuleList(Gated(4, 4) for _ in range(4))), (torch.randn(3, 4),), {}
+        )
     assert recording.unit_spec.opened == {f"blocks.{number}" for number in range(4)}
     assert recorded.call_count == 2

@@ -18,7 +18,7 @@ import penstock
 from distributed.jobs import train, train_here
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features.compiled import compile_notes
-from scaffolding.models import CASES, TRANSFORMERS, Layers, gpt
+from scaffolding.models import CASES, TRANSFORMERS, Forward, Layers, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
@@ -133,17 +133,6 @@ def test_autocast_in_compiled_stages(around: bool) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-class Scaled(nn.Module):
-    """A matrix that is used in no product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1, 9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).tanh()
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +222,7 @@ def test_functions_that_a_model_compiles_run_compiled() -> None:
 
 def test_a_stage_whose_compiled_weights_cannot_wait_says_so() -> None:
     x, y = batch(8)
-    blocks = [Scaled() for _ in range(4)]
+    blocks = [Forward(lambda self, x: (x * self.scale).tanh(), scale=nn.Parameter(torch.ones(1, 9))) for _ in range(4)]
     for block in blocks:
         block.compile(backend="eager")
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "schedule": "zb-h1"}

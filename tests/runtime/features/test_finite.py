@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock._base.errors import ArgumentError, NonFiniteError
 from penstock.runtime.features import finite
-from scaffolding.models import CASES, gpt
+from scaffolding.models import CASES, Forward, gpt
 from scaffolding.small import batch, mlp
 
 
@@ -122,18 +122,9 @@ class TooLarge(torch.autograd.Function):
         return grad, torch.full_like(grad, math.inf).sum(0)
 
 
-class Adding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = TooLarge.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return y
-
-
 def test_a_weights_own_gradient_is_named() -> None:
-    said = step(nn.Sequential(*mlp(3), Adding(), *mlp(2)), ranks=2)
+    adding = Forward(lambda self, x: TooLarge.apply(x, self.weight), weight=nn.Parameter(torch.zeros(9)))  # type: ignore[no-untyped-call]
+    said = step(nn.Sequential(*mlp(3), adding, *mlp(2)), ranks=2)
     assert said == "rank 1, action 1B0, microbatch 0: the gradient of parameter '3.weight' is not finite"
 
 

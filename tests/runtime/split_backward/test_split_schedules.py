@@ -20,7 +20,7 @@ from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, sp
 from scaffolding.by_hand import assert_steps_by_hand
 from scaffolding.model_kinds import EXAMPLES
 from scaffolding.models import TRANSFORMERS as TINY
-from scaffolding.models import squared_error
+from scaffolding.models import Forward, squared_error
 from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -154,18 +154,11 @@ class Trims(nn.Module):
         return self.last(self.first(x[:, : int(lengths.max())]).tanh()).sum(1)
 
 
-class Trimmed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.block, self.last = nn.Embedding(9, 6), Trims(), nn.Linear(6, 6)
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        return self.last(self.block(self.embed(ids), lengths))
-
-
 def test_a_layer_that_runs_otherwise_in_a_later_microbatch_waits_for_w_as_a_whole() -> None:
     torch.manual_seed(0)
-    model, ids, target = Trimmed(), torch.randint(0, 9, (8, 5)), torch.randn(8, 6)
+    parts = {"embed": nn.Embedding(9, 6), "block": Trims(), "last": nn.Linear(6, 6)}
+    model = Forward(lambda self, ids, lengths: self.last(self.block(self.embed(ids), lengths)), **parts)
+    ids, target = torch.randint(0, 9, (8, 5)), torch.randn(8, 6)
     lengths = torch.tensor([5, 5, 3, 2, 5, 4, 4, 4])
     reference = copy.deepcopy(model)
     with pipeline(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils import _pytree
 import penstock.runtime.step.bound_schedules
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
 from scaffolding.by_hand import assert_same_gradients, assert_steps_by_hand
-from scaffolding.models import GPT, ConvNet, OneLayer, squared_error, token_error
+from scaffolding.models import GPT, ConvNet, Forward, OneLayer, squared_error, token_error
 from scaffolding.small import WIDTH, Retrieval, batch, mlp, retrieval_error
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
@@ -199,16 +200,11 @@ class Dicts(OneLayer):
         return {**values, "value": value if values["name"] == "plus" else -value}
 
 
-class OfPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Dicts(WIDTH) for _ in range(3))
-
-    def forward(self, pair: Pair) -> Pair:
-        values = {"value": pair.value, "scale": pair.scale, "name": pair.name, "missing": pair.missing}
-        for layer in self.layers:
-            values = layer(values)
-        return Pair(**values)
+def of_pairs(self: Any, pair: Pair) -> Pair:
+    values = {"value": pair.value, "scale": pair.scale, "name": pair.name, "missing": pair.missing}
+    for layer in self.layers:
+        values = layer(values)
+    return Pair(**values)
 
 
 def pair_loss(output: Pair, target: Pair) -> Tensor:
@@ -220,7 +216,7 @@ def pair_loss(output: Pair, target: Pair) -> Tensor:
 def test_trap_14_dataclasses_and_plain_values_that_change_between_steps() -> None:
     """A number, a text: constants of a recording, so that each new one is a new kind of batch. A tensor is not."""
     torch.manual_seed(0)
-    model, (x, y) = OfPairs(), batch()
+    model, (x, y) = Forward(of_pairs, layers=nn.ModuleList(Dicts(WIDTH) for _ in range(3))), batch()
     reference, half, third = copy.deepcopy(model), torch.tensor(0.5), torch.tensor(1 / 3)
     with pipeline(model, (Pair(x, 1.0, "plus"),), ranks=3, microbatches=3, loss=pair_loss) as pipe:
         for scale, name in ((1.0, "plus"), (2.0, "plus"), (2, "minus"), (1.0, "plus"), (half, "plus"), (third, "plus")):
@@ -267,21 +263,19 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
 # -- whole outputs ----------------------------------------------------------------------------------------------------
 
 
-class Answers(nn.Module):
+def answers(answer: Callable[[Tensor], Any]) -> nn.Module:
     """Returns `answer(y)` beside its output."""
 
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self.layer, self.answer = nn.Linear(WIDTH, WIDTH), answer
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
+    def forward(self: Any, x: Tensor) -> dict[str, Any]:
         y = self.layer(x)
-        return {"y": y, "pair": (y[:, 0], "text", None), "other": self.answer(y)}
+        return {"y": y, "pair": (y[:, 0], "text", None), "other": answer(y)}
+
+    return Forward(forward, layer=nn.Linear(WIDTH, WIDTH))
 
 
 def test_predict_gives_what_the_unsplit_model_gives() -> None:
     torch.manual_seed(0)
-    model, (x, _) = Answers(lambda y: 3), batch()
+    model, (x, _) = answers(lambda y: 3), batch()
     reference = copy.deepcopy(model)
     with pipeline(model, (x,), microbatches=4, loss=lambda output, _: output["y"].sum()) as pipe:
         for rows in (11, 2):
@@ -312,7 +306,7 @@ def test_predict_gives_what_the_unsplit_model_gives() -> None:
 )
 def test_predict_refuses_what_makes_no_whole(answer: Any, words: str) -> None:
     x, _ = batch(3)
-    with pipeline(Answers(answer), (x,), microbatches=2, loss=lambda output, _: output["y"].sum()) as pipe:
+    with pipeline(answers(answer), (x,), microbatches=2, loss=lambda output, _: output["y"].sum()) as pipe:
         with pytest.raises(ShapeError, match=words) as caught:
             pipe.predict(x)
         assert "evaluate(..., outputs=True)" in str(caught.value)
