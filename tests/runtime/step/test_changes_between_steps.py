@@ -204,15 +204,6 @@ def test_other_parameters_are_refused(change: Callable[[Reader], object], words:
             pipe.step(x, target=y)
 
 
-def first_of(held: Any) -> float:
-    return float(held[0])
-
-
-def set_first(held: Any) -> Any:
-    held[0] = 3.0
-    return held
-
-
 @dataclass(slots=True)
 class Slots:
     value: float = 1.0
@@ -230,8 +221,6 @@ def set_value(held: Slots) -> Slots:
 
 
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]] = {
-    "a list": (lambda: [1.0] * 9, set_first, first_of),
-    "an array": (lambda: np.ones(9), set_first, first_of),
     "a set": (lambda: {0, 1}, lambda held: held.discard(0) or held, lambda held: 1.0 if 0 in held else 3.0),
     "slots": (Slots, set_value, Slots.once),
     "a partial": (lambda: partial(float, 1.0), lambda _: partial(float, 3.0), lambda held: held()),
