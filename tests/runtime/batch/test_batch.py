@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock._base.errors import ArgumentError, ShapeError
+from penstock._base.errors import ArgumentError
 from penstock._base.pytree import flatten
-from penstock.runtime.batch.batch_dims import Dims, Microbatches, count_rows
+from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import cut, input_signature, split
 from penstock.runtime.batch.outline import Outline
@@ -50,31 +49,6 @@ def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(nam
         assert batch.untyped_storage().data_ptr() not in addresses
         assert len(addresses) == 3
     assert torch.equal(batch, original)
-
-
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [
-        (torch.zeros(4, 2), r"input has 4 rows \(shape \[4, 2\]\); expected 5"),
-        ({"a": (torch.zeros(6),)}, r"input\['a'\]\[0\] has 6 rows"),
-    ],
-)
-def test_wrong_batches_are_refused_by_name(tree: Any, words: str) -> None:
-    with pytest.raises(ShapeError, match=words):
-        split(tree, (3, 2), "input")
-
-
-def test_a_target_that_requires_a_gradient_is_refused() -> None:
-    with pytest.raises(ShapeError, match=r"target\[0\] requires a gradient.*pass target\[0\].detach\(\)"):
-        split([torch.zeros(5, requires_grad=True)], (3, 2), "target", dims=Dims("target"))
-
-
-def test_rows() -> None:
-    assert count_rows(([torch.zeros(5, 2)], {"x": torch.tensor(1.0), "n": 3}), "example") == 5
-    with pytest.raises(ShapeError, match="example: no tensor with rows"):
-        count_rows({"n": 3}, "example")
-    with pytest.raises(ShapeError, match=r"example\['a'\] \[5\], example\['b'\] \[4, 2\]"):
-        count_rows({"a": torch.zeros(5), "b": torch.zeros(4, 2)}, "example")
 
 
 def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
