@@ -42,9 +42,8 @@ def test_a_step_under_autocast_gives_the_bits_of_one_device(
 ) -> None:
     case = CASES[name]()
     with torch.autocast("cpu", dtype=dtype):
-        proven(
-            case.model, *case.args, case.target, case.loss, ranks=ranks, microbatches=2, schedule=schedule, exact=True
-        )
+        options = {"ranks": ranks, "microbatches": 2, "schedule": schedule, "exact": True}
+        proven(case.model, *case.args, case.target, case.loss, **options)
 
 
 def test_the_backward_is_split_under_autocast_as_it_is_without() -> None:

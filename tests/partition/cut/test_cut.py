@@ -136,16 +136,8 @@ class Counting(nn.Module):
 
 def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
     x = torch.randn(8, WIDTH)
-    report = verify(
-        Siamese(),
-        (x, x + 1),
-        target=None,
-        loss_fn=lambda output: output.square().mean(),
-        ranks=4,
-        microbatches=4,
-        schedule="1f1b",
-    )
-    assert report.ok
+    options = {"ranks": 4, "microbatches": 4, "schedule": "1f1b"}
+    verify(Siamese(), (x, x + 1), loss_fn=lambda output: output.square().mean(), **options).raise_if_failed()
     assert inspect(Siamese(), (x, x + 1), stages=4, microbatches=4).stages[1].first_module != "encoder.2"
 
 

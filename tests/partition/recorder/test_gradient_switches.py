@@ -88,12 +88,7 @@ def test_a_part_in_inference_mode() -> None:
 @pytest.mark.usefixtures("checked_distributions")
 def test_distributions_are_not_checked_while_they_are_recorded() -> None:
     torch.manual_seed(0)
-    proven(
-        Sampler(),
-        torch.randn(4, WIDTH),
-        torch.randn(4, WIDTH),
-        lambda output, target: squared_error(output[0], target) + output[1].mean(),
-        ranks=2,
-        microbatches=2,
-    )
+    x, y = torch.randn(2, 4, WIDTH)
+    loss = lambda output, target: squared_error(output[0], target) + output[1].mean()  # noqa: E731
+    proven(Sampler(), x, y, loss, ranks=2, microbatches=2)
     assert Distribution._validate_args

@@ -243,25 +243,12 @@ def test_with_one_microbatch_it_is_kept_from_step_to_step() -> None:
 def test_what_does_not_grow_with_the_samples_is_kept() -> None:
     """Also where its width happens to be the number of samples in a microbatch."""
     x, y = batch(2 * WIDTH)
-    proven(
-        lambda: between(Smooths(lambda y: y.mean((0, 1)))),
-        x,
-        y,
-        ranks=2,
-        microbatches=2,
-        schedule="gpipe",
-        full_batch=False,
-    )
+    options = {"ranks": 2, "microbatches": 2, "schedule": "gpipe", "full_batch": False}
+    proven(lambda: between(Smooths(lambda y: y.mean((0, 1)))), x, y, **options)
 
 
 def test_the_remedy_trains_as_one_device() -> None:
     x, y = batch()
     torch.manual_seed(0)
-    verify(
-        InModel,
-        (x, torch.zeros(8, 1, WIDTH)),
-        target=y,
-        loss_fn=lambda out, y: F.mse_loss(out[0], y),
-        ranks=2,
-        microbatches=4,
-    ).raise_if_failed()
+    options = {"loss_fn": lambda out, y: F.mse_loss(out[0], y), "ranks": 2, "microbatches": 4}
+    verify(InModel, (x, torch.zeros(8, 1, WIDTH)), target=y, **options).raise_if_failed()
