@@ -56,26 +56,28 @@ def assert_connected(made: list[Neighbors]) -> None:
         here.close()
 
 
+def call(name: str, sent: bytes) -> None:
+    """Connects and stays."""
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(name)
+    with suppress(ConnectionError):
+        stranger.sendall(sent)
+    HELD.append(stranger)
+
+
 def knock(doors: Doors) -> None:
     """What a stranger may try who reads the names of all sockets in /proc/net/unix."""
     for _, _, name, _ in doors:
         guesses = [_HELLO.pack(peer, kind, bytes(16)) for peer in range(3) for kind in range(2)]
         for sent in (b"", b"\0", b"x" * 100, _HELLO.pack(-1, 9, name.encode()[-16:]), *guesses):
-            stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(name)
-            with suppress(ConnectionError):
-                stranger.sendall(sent)
-            HELD.append(stranger)
+            call(name, sent)
         with socket.socket(socket.AF_UNIX) as leaves:
             leaves.connect(name)
 
 
 def knock_with_the_secret(doors: Doors) -> None:
     for _, _, name, secret in doors:
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.connect(name)
-        stranger.sendall(_HELLO.pack(2, 0, secret))
-        HELD.append(stranger)
+        call(name, _HELLO.pack(2, 0, secret))
 
 
 class Stranger:
@@ -125,19 +127,14 @@ def test_strangers_are_mentioned_once_and_ignored(user: int, attack: Attack, cap
 
 def test_a_process_that_the_kernel_does_not_tell_apart_needs_the_secret() -> None:
     """Which is so in some sandboxes: all connections seem to come from this process."""
-    held: list[socket.socket] = []
 
     def guess(doors: Doors) -> None:
         for _, _, name, _ in doors:
             for sent in (_HELLO.pack(2, 0, bytes(16)), _HELLO.pack(1, 1, name.encode()[-16:])):
-                held.append(socket.socket(socket.AF_UNIX))
-                held[-1].connect(name)
-                held[-1].sendall(sent)
+                call(name, sent)
 
     made, doors = meet(guess)
     assert_connected(made)
-    for stranger in held:
-        stranger.close()
     names = [name for _, _, name, _ in doors]
     assert len(set(names)) == 3
     assert not any(secret.hex() in name or secret in name.encode() for *_, secret in doors for name in names)
