@@ -32,10 +32,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks", "schedule"),
-    [
-        ("gpt", torch.bfloat16, 2, "zb-h1"),
-        ("convnet", torch.float16, 2, "1f1b"),
-    ],
+    [("gpt", torch.bfloat16, 2, "zb-h1"), ("convnet", torch.float16, 2, "1f1b")],
 )
 def test_a_step_under_autocast_gives_the_bits_of_one_device(
     name: str, dtype: torch.dtype, ranks: int, schedule: str
@@ -262,11 +259,7 @@ def test_a_scale_is_a_positive_number(scale: Any) -> None:
 SHORT = ["interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    representatives(2, SHORT, HALF),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "dtype"), representatives(2, SHORT, HALF), ids=str)
 def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
     x, y = batch(16)
     report = proven(mlp(16).to(dtype), x.to(dtype), y.to(dtype), ranks=4, microbatches=8, schedule=name)

@@ -131,11 +131,8 @@ def test_a_pipeline_balances_work_unless_it_is_told_otherwise() -> None:
     model = nn.Sequential(nn.Embedding(5000, 8), *(nn.Linear(8, 8) for _ in range(7)))  # parameters in front
     ids = torch.zeros(64, 16, dtype=torch.long)
     cuts = {}
-    for name, options in {
-        "default": {},
-        "flops": {"balance": "flops"},
-        "parameters": {"balance": "parameters"},
-    }.items():
+    for name in ("default", "flops", "parameters"):
+        options = {} if name == "default" else {"balance": name}
         with pipeline(model, (ids,), loss=lambda y: y.mean(), ranks=2, microbatches=2, **options) as pipe:
             cuts[name] = pipe.cuts
     assert cuts["default"] == cuts["flops"] != cuts["parameters"]

@@ -30,12 +30,7 @@ def test_on_a_device(device_rank: Ranks, job: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"recompute": 1},
-        {"schedule": "zb-h1"},
-        {"schedule": "dualpipe"},
-        {"check_finite": True},
-    ],
+    [{"recompute": 1}, {"schedule": "zb-h1"}, {"schedule": "dualpipe"}, {"check_finite": True}],
     ids=str,
 )
 def test_options_on_a_device(device_rank: Ranks, given: dict[str, Any]) -> None:

@@ -128,10 +128,7 @@ def pieces(*lengths: int) -> list[Tensor]:
     return [torch.randint(0, 19, (rows + 1, n), generator=generator) for rows, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", "zb-h1"],
-)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_microbatches_that_are_cut_already(schedule: str) -> None:
     """Each of its own length and rows; the mean is that of the rows."""
     torch.manual_seed(0)
