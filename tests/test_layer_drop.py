@@ -158,7 +158,7 @@ def test_ways_to_ask(way: Callable[..., Tensor]) -> None:
         {"deferred_batch_norm": True},
         *(pytest.param(each, marks=pytest.mark.long) for each in ({"recompute": 2}, {"offload": True})),
         pytest.param({"check_finite": True}, marks=pytest.mark.long),
-        pytest.param({"compile": {"backend": "eager"}}, marks=pytest.mark.filterwarnings("ignore")),
+        pytest.param({"compile": {"backend": "eager"}}, marks=[pytest.mark.long, pytest.mark.filterwarnings("ignore")]),
     ],
     ids=str,
 )

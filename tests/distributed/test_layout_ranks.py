@@ -22,7 +22,13 @@ def test_replicas_with_the_batch_in_dimension_1(ranks4: Ranks) -> None:
         assert ok, summary
 
 
-@pytest.mark.parametrize("job", [layout_jobs.train_and_predict, layout_jobs.train_graphs])
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(layout_jobs.train_and_predict, marks=pytest.mark.long),  # in one process: test_layouts.py
+        layout_jobs.train_graphs,
+    ],
+)
 def test_changing_batches_are_those_of_one_process(ranks3: Ranks, job: object) -> None:
     assert job in (layout_jobs.train_and_predict, layout_jobs.train_graphs)
     threads = torch.get_num_threads()

@@ -38,12 +38,13 @@ def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: st
     assert "loss loss" in seen[0].equal, "the loss of the whole batch, to the bit"
 
 
+@pytest.mark.long  # above: two by two; below: (4, 1)
 @pytest.mark.parametrize(
     ("name", "shape", "transport"),
     [
         ("tied_gpt_with_dropout", (2, 2), "distributed"),
-        pytest.param("convnet", (4, 1), "auto", marks=pytest.mark.long),
-        pytest.param("dicts_between_stages", (1, 4), "distributed", marks=pytest.mark.long),
+        ("convnet", (4, 1), "auto"),
+        ("dicts_between_stages", (1, 4), "distributed"),
     ],
 )
 def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], transport: str) -> None:

@@ -74,7 +74,7 @@ def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks,
     assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+@pytest.mark.parametrize("schedule", [pytest.param("chimera", marks=pytest.mark.long), "dualpipe"])
 def test_the_second_step_needs_no_kernel_that_the_first_has_not_loaded(ranks4: Ranks, schedule: str) -> None:
     """Ranks 1 and 2 each await the other's first gradient when they compute their own. On an H100 both hung."""
     cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False))

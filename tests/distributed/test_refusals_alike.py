@@ -12,7 +12,9 @@ pytestmark = pytest.mark.distributed
 ALIKE = [case for case in refusal_jobs.CASES if case != "one rank"]
 
 
-@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "cuts" else pytest.mark.long) for case in ALIKE]
+)
 def test_every_rank_raises_its_own_refusal(ranks2: Ranks, case: str) -> None:
     first, *others = ranks2.run(refusal_jobs.refused, case)
     assert first[0].startswith(("ArgumentError", "PartitionError"))

@@ -303,6 +303,7 @@ def test_backends_that_wrap_equal_ones_are_equal() -> None:
     assert schedule_arguments(False, split) is None
 
 
+@pytest.mark.long  # most of `Many`, which has all kinds of products, does above
 def test_most_of_a_transformer_waits() -> None:
     """Of one that verifies: `test_compiled_stages_give_the_bits_of_one_device` of `test_compile.py`."""
     case = TRANSFORMERS["llama"]()
