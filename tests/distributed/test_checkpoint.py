@@ -79,7 +79,11 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
     assert all("has no optimizer" in said for said in said_by)
 
 
-@pytest.mark.parametrize("change", [("two ranks", "one device"), ("one device", "two ranks")])
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(("two ranks", "one device"), marks=pytest.mark.long), ("one device", "two ranks")],
+    ids=" to ".join,
+)
 def test_several_optimizers_and_averages_go_on(
     train: Callable[..., Trained], tmp_path: Path, change: tuple[str, str]
 ) -> None:

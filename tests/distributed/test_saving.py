@@ -122,7 +122,11 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("tied_gpt", False), ("mlp", True)], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [pytest.param("tied_gpt", False, marks=pytest.mark.long), ("mlp", True)],  # ties: test_checkpoint.py
+    ids=["replicas", "shards"],
+)
 def test_a_mesh_writes_one_checkpoint_of_whole_tensors(ranks4: Ranks, tmp_path: Path, name: str, sharded: bool) -> None:
     every = ranks4.run(jobs.save_on_a_mesh, tmp_path, name, sharded)
     alone = jobs.load_alone(tmp_path, name)
