@@ -37,13 +37,11 @@ def cells(schedule: str, ranks: int, model: str, eager: bool = False) -> Iterato
 
 SHORT = [
     ("1f1b", 3, "a tie", True),
-    ("interleaved-1f1b", 2, "a skip over two cuts", False),
     ("1f1b-v", 2, "a skip over one cut", True),
     ("zb-h1", 3, "a skip over one cut", False),
     ("chimera", 2, "a skip over two cuts", True),
-    ("dualpipe-v", 4, "chain", False),
 ]
-"""A schedule of each family: one, several and two stages a rank, a V, a split backward, two copies."""
+"""A schedule of each family: one stage a rank, a V, a split backward, two copies. Several stages a rank: below."""
 LONG = [
     (g.name, ranks, model, eager)
     for (s, g), (r, ranks), (m, model), eager in product(

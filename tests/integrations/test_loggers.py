@@ -66,9 +66,21 @@ def mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, An
     return client.create_run(client.create_experiment("gpt")), client
 
 
+class Kept:
+    """A run of Weights & Biases that keeps what it is told; a real one is long."""
+
+    def __init__(self) -> None:
+        self.curves: Curves = {}
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        for name, figure in figures.items():
+            self.curves.setdefault(name, []).append((step, figure))
+
+
 @pytest.fixture
 def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, Callable[[], Curves]]]:
     run, client = mlflow_run
+    kept = Kept()
 
     def from_mlflow() -> Curves:
         names = client.get_run(run.info.run_id).data.metrics
@@ -81,6 +93,7 @@ def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, C
         "json lines": (JsonLinesLog(tmp_path / "steps.jsonl"), lambda: from_json_lines(tmp_path)),
         "tensorboard": (TensorBoardLog(tmp_path / "events"), lambda: from_tensorboard(tmp_path / "events")),
         "mlflow": (MlflowLog(run, client), from_mlflow),
+        "weights and biases": (WandbLog(kept), lambda: kept.curves),
     }
 
 
@@ -119,6 +132,7 @@ def test_every_figure_is_written_where_it_is_known(kinds: dict[str, tuple[Log, C
         assert shown == {}
 
 
+@pytest.mark.long  # above, with what stands in for its run
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install '.[test]'")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")

@@ -19,7 +19,7 @@ CPU_SECONDS = {
     "tests/distributed/test_zoo_ranks.py": 190,
     "tests/verification/test_proof_table.py": 120,
     "tests/distributed/test_checkpoint.py": 20,
-    "tests/distributed/test_nccl_rules.py": 100,
+    "tests/distributed/test_nccl_rules.py": 105,
     "tests/simulate/search/test_published_found.py": 240,
     "tests/test_transformers_zoo.py": 95,
     "tests/distributed/test_changing.py": 25,
@@ -86,6 +86,7 @@ CPU_SECONDS = {
     "tests/runtime/split_backward/test_compiled_products.py": 10,
     "tests/distributed/test_layout_ranks.py": 5,
     "tests/distributed/test_refusals_alike.py": 5,
+    "tests/integrations/test_loggers.py": 10,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 

@@ -39,7 +39,7 @@ class Posted:
     def post(self, microbatch: int) -> None: ...
 
     def receive(self, microbatch: int) -> list[Any]:
-        parts = self.place(microbatch).get(timeout=5)
+        parts = self.place(microbatch).get(timeout=2)
         return [part and from_bytes(part[1], part[0], torch.device("cpu")) for part in parts]
 
 
