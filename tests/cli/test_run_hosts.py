@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     soon = replace(nodes.PATIENCE, failed_seconds=1.0)  # how long the other host's agent is waited for
-    monkeypatch.setattr(nodes, "run", partial(nodes.run, patience=soon))
+    monkeypatch.setitem(nodes.run.__kwdefaults__, "patience", soon)
     options = ("--hosts", "2", "--threads", "3", "--link", "100mbit")
     done = penstock("run", "-n", "4", *options, "show.py", "--lr", "1")
     assert done.exit_code == 3, done.output

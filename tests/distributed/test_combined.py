@@ -12,6 +12,7 @@ pytestmark = pytest.mark.distributed
 
 DP, TP = ((2, 2), ("dp", "pp")), ((2, 2), ("pp", "tp"))
 CHANGING = [[8, 8], [8, 1], [2, 8]]
+WAYS = [("every_block", DP[1]), pytest.param("by_plan", TP[1], marks=pytest.mark.long)]
 
 
 def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks) -> None:
@@ -39,12 +40,12 @@ def test_sharded_stages_under_autocast(ranks4: Ranks) -> None:
             torch.testing.assert_close(other[name], gradient)
 
 
-@pytest.mark.parametrize(("how", "names"), [("every_block", DP[1]), ("by_plan", TP[1])])
+@pytest.mark.parametrize(("how", "names"), WAYS)
 def test_the_unsplit_models_state_is_loaded_into_shards(ranks4: Ranks, how: str, names: Any) -> None:
     assert ranks4.run(combined_jobs.load, how, names) == [0.0] * 4
 
 
-@pytest.mark.parametrize(("how", "names"), [("every_block", DP[1]), ("by_plan", TP[1])])
+@pytest.mark.parametrize(("how", "names"), WAYS)
 def test_verify_compares_shards_as_a_whole(ranks4: Ranks, how: str, names: Any) -> None:
     for ok, summary in ranks4.run(combined_jobs.verify, how, names):
         assert ok, summary
@@ -58,7 +59,7 @@ def test_deferred_batch_norm_has_the_first_replicas_statistics(ranks4: Ranks) ->
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("evaluates", "some train, others evaluate"),
+        pytest.param("evaluates", "some train, others evaluate", marks=pytest.mark.long),
         ("freezes", "they differ in modes, requires_grad flags or autocast"),
     ],
 )
@@ -72,7 +73,7 @@ def test_replicas_that_take_other_steps_are_told(ranks4: Ranks, what: str, text:
     ("what", "text"),
     [
         ("clip", "clip_grad_norm_: the last step was within no_sync()"),
-        ("scaler", "GradScaler: the last step was within no_sync()"),
+        pytest.param("scaler", "GradScaler: the last step was within no_sync()", marks=pytest.mark.long),
         ("loss", "broadcast_loss=False, but the mesh has replicas"),
     ],
 )

@@ -37,11 +37,12 @@ def cells(schedule: str, ranks: int, model: str, eager: bool = False) -> Iterato
 
 SHORT = [
     ("1f1b", 3, "a tie", True),
+    ("interleaved-1f1b", 2, "a skip over two cuts", False),
     ("1f1b-v", 2, "a skip over one cut", True),
     ("zb-h1", 3, "a skip over one cut", False),
     ("chimera", 2, "a skip over two cuts", True),
 ]
-"""A schedule of each family: one stage a rank, a V, a split backward, two copies. Several stages a rank: below."""
+"""A schedule of each family: one and several stages a rank, a V, a split backward, two copies."""
 LONG = [
     (g.name, ranks, model, eager)
     for (s, g), (r, ranks), (m, model), eager in product(

@@ -140,19 +140,23 @@ def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
         assert all(torch.equal(value, other[name]) for name, value in one.items()), "equal on both shares"
 
 
+REFUSED = {
+    "tied": "which stages [0, 1] share; leave it whole",
+    "a part of the mesh": "the batch is divided along 'dp_replicate' as well",
+    "nothing to gather": "unshard_window=1: parallelize= applied fully_shard to no stage; leave",
+    "no names": "over a mesh without mesh_dim_names",
+    "sharded before": "model: fully_shard or replicate was applied before the pipeline was made (FSDPBlocks)",
+}
+MORE = {
+    "copies": "works on one copy of each stage",
+    "another module": "parallelize returned a Sequential for stage",
+    "narrow window": "OVERLAP_F_B, which needs 2 stages at once; pass at least 2",
+    "replicated by FSDP": "parallelize applied torch's replicate to stage 0 (module",
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("tied", "which stages [0, 1] share; leave it whole"),
-        ("copies", "works on one copy of each stage"),
-        ("another module", "parallelize returned a Sequential for stage"),
-        ("a part of the mesh", "the batch is divided along 'dp_replicate' as well"),
-        ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; pass at least 2"),
-        ("nothing to gather", "unshard_window=1: parallelize= applied fully_shard to no stage; leave"),
-        ("no names", "over a mesh without mesh_dim_names"),
-        ("replicated by FSDP", "parallelize applied torch's replicate to stage 0 (module"),
-        ("sharded before", "model: fully_shard or replicate was applied before the pipeline was made (FSDPBlocks)"),
-    ],
+    ("case", "text"), [*REFUSED.items(), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE.items())]
 )
 def test_what_would_be_wrong_is_refused(ranks4: Ranks, case: str, text: str) -> None:
     assert any(text in said for said in ranks4.run(shard_jobs.refused, case))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import click
 import pytest
 import typer
-from blocks import ROOT, Block, blocks, spoken_names
+from blocks import DOCUMENTS, ROOT, Block, blocks, spoken_names
 from typer.testing import CliRunner
 from world import assert_runs
 
@@ -80,6 +81,21 @@ def test_python_runs(block: Block, folder: Path) -> None:
         compile(block.text, str(block), "exec")
     else:
         assert_runs(block.text, folder)
+
+
+def test_links_lead_somewhere() -> None:
+    """To a file that is there, and to a heading by the name that GitHub gives it."""
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\((?!\w+:)([^)\s]+)", document.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            assert target.exists(), (document, link)
+            assert not anchor or anchor in _anchors(target), (document, link)
+
+
+def _anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_the_picture_is_what_the_schedules_are_now() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,21 +67,15 @@ def mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, An
     return client.create_run(client.create_experiment("gpt")), client
 
 
-class Kept:
-    """A run of Weights & Biases that keeps what it is told; a real one is long."""
-
-    def __init__(self) -> None:
-        self.curves: Curves = {}
-
-    def log(self, figures: dict[str, float], step: int) -> None:
-        for name, figure in figures.items():
-            self.curves.setdefault(name, []).append((step, figure))
-
-
 @pytest.fixture
 def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, Callable[[], Curves]]]:
     run, client = mlflow_run
-    kept = Kept()
+    kept: Curves = {}
+
+    def keep(figures: dict[str, float], step: int) -> None:
+        """As a run of Weights & Biases; a real one is long."""
+        for name, figure in figures.items():
+            kept.setdefault(name, []).append((step, figure))
 
     def from_mlflow() -> Curves:
         names = client.get_run(run.info.run_id).data.metrics
@@ -93,7 +88,7 @@ def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, C
         "json lines": (JsonLinesLog(tmp_path / "steps.jsonl"), lambda: from_json_lines(tmp_path)),
         "tensorboard": (TensorBoardLog(tmp_path / "events"), lambda: from_tensorboard(tmp_path / "events")),
         "mlflow": (MlflowLog(run, client), from_mlflow),
-        "weights and biases": (WandbLog(kept), lambda: kept.curves),
+        "weights and biases": (WandbLog(SimpleNamespace(log=keep)), lambda: kept),
     }
 
 

@@ -1,7 +1,7 @@
 """Runs the part of the long tests whose turn it is: each commit to the main branch runs the next part.
 
 `make test-part` runs it in CI, which has an hour in all. The size of a part is estimated from how long its tests took
-before; nothing is cut off. Those of a few files run in `make test-all` only.
+before; nothing is cut off.
 """
 
 from __future__ import annotations
@@ -87,14 +87,17 @@ CPU_SECONDS = {
     "tests/distributed/test_layout_ranks.py": 5,
     "tests/distributed/test_refusals_alike.py": 5,
     "tests/integrations/test_loggers.py": 10,
+    "tests/documents/test_site.py": 60,
+    "tests/distributed/test_combined.py": 5,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 
 IN_ALL_ONLY = {
     "tests/crowd/test_crowd.py",
     "tests/network/fabric/test_bad_links.py",
+    "tests/network/fabric/test_fabric_hosts.py",
 }
-"""Files whose long tests run in `make test-all` alone: longer than any part, or with the machine to themselves."""
+"""Files whose long tests are in no part: longer than any, or with the machine to themselves."""
 
 MAX = 600
 """The most CPU seconds in a part: five to six minutes on two processors."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def test_jobs_run_one_after_the_other_and_their_output_is_kept(
     bad_network: MakesNetworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon = replace(nodes.PATIENCE, failed_seconds=1.0)  # how long the other host's agent is waited for
-    monkeypatch.setattr(nodes, "run", partial(nodes.run, patience=soon))
+    monkeypatch.setitem(nodes.run.__kwdefaults__, "patience", soon)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with bad_network(2, "10mbit delay 1ms", host_links={1: "5mbit"}, background=["1mbit to 0"]) as network:

@@ -27,8 +27,10 @@ ALWAYS = {
 """Which every run of the tests looks at: some of each kind."""
 
 FAULTS = {
-    *("the_last_microbatch_is_lost", "a_receive_buffer_is_stale", "another_mask_when_run_again"),
-    *("evaluation_runs_in_training_mode", "the_third_step_has_old_weights", "a_tied_term_is_missing"),
+    *("a_gradient_is_dropped", "the_last_microbatch_is_lost", "targets_are_swapped", "a_receive_buffer_is_stale"),
+    *("another_mask_when_run_again", "a_batch_norm_is_counted_twice", "a_tied_term_is_missing"),
+    *("evaluation_runs_in_training_mode", "the_third_step_has_old_weights", "activations_are_a_little_off"),
+    *("masks_repeat_in_every_microbatch", "drawn_numbers_are_frozen"),
 }
 """The same of planted faults."""
 

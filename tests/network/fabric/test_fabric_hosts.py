@@ -60,6 +60,7 @@ def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
     assert abandoned() == []
 
 
+@pytest.mark.long  # ranks of one host: test_emulation.py and test_fabric_collectives.py
 def test_torchrun_on_each_host(tmp_path: Path) -> None:
     out = tmp_path / "run"
     job = ["penstock", "fabric", "--sizes", "1000,2600", "--collective", "all_gather", "--trials", "8", "--warmup", "2"]

@@ -98,9 +98,10 @@ def _series(draw: np.random.Generator, count: int, correlation: float) -> np.nda
 @pytest.mark.parametrize(
     ("correlation", "count", "kind", "names", "repetitions"),
     [
-        (0.0, 200, "lognormal", ("p50", "p90", "mean"), 1000),
-        pytest.param(0.5, 300, "pareto", ("p50", "p90", "mean"), 1000, marks=pytest.mark.long),
-        pytest.param(0.7, 400, "lognormal", ("p50", "p90", "mean"), 1000, marks=pytest.mark.long),
+        *(
+            pytest.param(correlation, count, kind, ("p50", "p90", "mean"), 1000, marks=pytest.mark.long)
+            for correlation, count, kind in ((0.0, 200, "lognormal"), (0.5, 300, "pareto"), (0.7, 400, "lognormal"))
+        ),
         (0.9, 1000, "pareto", ("p50", "p90", "mean"), 1000),
         (0.9, 5000, "lognormal", ("p99",), 400),
     ],
