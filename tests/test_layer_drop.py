@@ -262,7 +262,9 @@ class Alternating(Dropping):
         return self.head(chains[0] + chains[1])
 
 
-@pytest.mark.parametrize(("kind", "recordings"), [(Dropping, 6), (Resetting, 8), (Alternating, 8)])
+@pytest.mark.parametrize(
+    ("kind", "recordings"), [(Dropping, 6), pytest.param(Resetting, 8, marks=pytest.mark.long), (Alternating, 8)]
+)
 def test_how_often_such_a_model_is_recorded(kind: type[Dropping], recordings: int) -> None:
     """Six times, however many layers it has; more often if that leaves open what a layer passes on."""
     torch.manual_seed(0)

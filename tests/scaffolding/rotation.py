@@ -88,6 +88,7 @@ CPU_SECONDS = {
     "tests/distributed/test_refusals_alike.py": 5,
     "tests/integrations/test_loggers.py": 10,
     "tests/documents/test_site.py": 60,
+    "tests/report/studio/test_accessibility.py": 10,
     "tests/distributed/test_combined.py": 5,
 }
 """CPU seconds that the long tests of a file take, over all processes."""

@@ -89,7 +89,14 @@ def assert_equal(mine: Grads, its: Grads) -> None:
             assert torch.equal(grad, other), (name, (grad - other).abs().max())
 
 
-@pytest.mark.parametrize("options", [{"autocast": True}, {"recompute": "always"}, {"offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autocast": True},
+        *(pytest.param(options, marks=pytest.mark.long) for options in ({"recompute": "always"}, {"offload": True})),
+    ],
+    ids=str,
+)
 def test_the_gradients_are_those_of_a_whole_compiled_backward(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, data = Many(), tokens()
