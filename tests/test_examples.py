@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import penstock
 from penstock.cli import app
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 from scaffolding.scripts import lines_here, lines_of_rank
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -84,11 +85,10 @@ def lines_of_process(rank: int, script: Path, *arguments: str | Path) -> list[st
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("pool", "options"),
-    [
-        ("ranks2", ["--replicas", "2"]),
-        pytest.param("ranks4", ["--replicas", "2", "--shard"], marks=pytest.mark.long),
-        pytest.param("ranks4", ["--replicas", "4"], marks=pytest.mark.long),
-    ],
+    long_after(
+        *(1, ("ranks2", ["--replicas", "2"])),
+        *(("ranks4", ["--replicas", "2", "--shard"]), ("ranks4", ["--replicas", "4"])),
+    ),
 )
 def test_mesh_learns_the_same_alone_and_in_replicas(
     tmp_path: Path, request: pytest.FixtureRequest, pool: str, options: list[str]

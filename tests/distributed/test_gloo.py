@@ -15,6 +15,7 @@ from penstock.schedule import Op
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -32,12 +33,10 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.mark.parametrize(
     ("ranks", "name", "schedule"),
-    [
-        pytest.param(3, "tied_gpt_with_dropout", "1f1b", marks=pytest.mark.long),
-        pytest.param(2, "llama", "naive", marks=pytest.mark.long),
-        (2, "in_place", "1f1b"),
-        (2, "deep_with_dropout", "chimera"),
-    ],
+    long_after(
+        *(2, (2, "in_place", "1f1b"), (2, "deep_with_dropout", "chimera")),
+        *((3, "tied_gpt_with_dropout", "1f1b"), (2, "llama", "naive")),
+    ),
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from penstock.schedule import generate, reduce_replicas
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6
-
-LONG = ("interleaved-1f1b", "dualpipe-v")
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -23,11 +22,10 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        ("deep_with_dropout", "zb-v"),
-        *(pytest.param("deep_with_dropout", s, marks=pytest.mark.long) for s in LONG),
-        ("frozen_first_stage", "zb-h1"),
-    ],
+    long_after(
+        *(2, ("deep_with_dropout", "zb-v"), ("frozen_first_stage", "zb-h1")),
+        *(("deep_with_dropout", "interleaved-1f1b"), ("deep_with_dropout", "dualpipe-v")),
+    ),
 )
 def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: str, schedule: str) -> None:
     seen = ranks4.run(mesh_jobs.verify, name, (2, 2), {"schedule": schedule, "microbatches": 6})

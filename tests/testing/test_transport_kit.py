@@ -25,8 +25,7 @@ Mailbox = dict[Any, "queue.Queue[Any]"]
 class Posted:
     """One end of a channel through a mailbox that both ranks share, as files in one folder would be."""
 
-    seconds = 5.0
-    """How long a message is waited for."""
+    seconds = 5.0  # that a message is waited for
 
     def __init__(self, box: Mailbox, key: Any, link: Link) -> None:
         self.box, self.key, self.agreement = box, key, Agreement(link)

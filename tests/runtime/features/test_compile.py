@@ -21,6 +21,7 @@ from penstock.runtime.features.compiled import compile_notes
 from scaffolding.models import CASES, TRANSFORMERS, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 from scaffolding.small import batch, mlp
 
 # torch's compiler hides this warning of its own, but not from a filter that makes errors of warnings.
@@ -52,10 +53,7 @@ class Counting:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    [
-        ("in_place", 2, "1f1b"),
-        *(pytest.param(name, 2, "zb-h1", marks=pytest.mark.long) for name in ("convnet", "gpt")),
-    ],
+    long_after(1, ("in_place", 2, "1f1b"), ("convnet", 2, "zb-h1"), ("gpt", 2, "zb-h1")),
 )
 def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
     """With zb-h1 and dropout on real ranks: below."""

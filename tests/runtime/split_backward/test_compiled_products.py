@@ -17,6 +17,7 @@ import penstock
 from penstock._base.errors import PartitionError
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from scaffolding.models import TRANSFORMERS
+from scaffolding.representatives import long_after
 from scaffolding.small import WIDTH, batch, mlp
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
@@ -90,12 +91,7 @@ def assert_equal(mine: Grads, its: Grads) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"autocast": True},
-        *(pytest.param(options, marks=pytest.mark.long) for options in ({"recompute": "always"}, {"offload": True})),
-    ],
-    ids=str,
+    "options", long_after(1, {"autocast": True}, {"recompute": "always"}, {"offload": True}), ids=str
 )
 def test_the_gradients_are_those_of_a_whole_compiled_backward(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
