@@ -33,7 +33,7 @@ test: $(READY)
 # The long tests whose turn it is: see tests/scaffolding/rotation.py. Of those that run alone, a minute, it always is.
 test-part: $(READY)
 	$(BIN)/python tests/scaffolding/rotation.py $(TOGETHER)
-	$(PYTEST) -m "long and alone" $(ALONE)/fabric
+	$(PYTEST) -m "long and alone" $(ALONE)
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)

@@ -97,6 +97,7 @@ IN_ALL_ONLY = {
     "tests/crowd/test_crowd.py",
     "tests/network/fabric/test_bad_links.py",
     "tests/network/fabric/test_fabric_hosts.py",
+    "tests/network/test_namespaces.py",
 }
 """Files whose long tests are in no part: longer than any, or with the machine to themselves."""
 
