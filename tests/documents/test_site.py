@@ -1,7 +1,4 @@
-"""The site: it builds without a warning, loads nothing from elsewhere, and leaves out no page.
-
-In every run: the links, blocks and names of its pages as they are written (test_documents.py).
-"""
+"""The site builds without a warning, loads nothing from elsewhere, lacks no page. Its sources: test_documents.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`penstock fabric` over links that are far and lossy, that change, and whose switch is killed.
 
-All is long, and runs with each part of the long tests. In every run: test_switch_truth.py, test_scenario.py and
-test_switch_changes.py for such links, test_fabric_hosts.py for the command on hosts.
+In every run: test_switch_truth.py, test_scenario.py, test_switch_changes.py and, for the command, test_fabric_hosts.py.
 """
 
 import json
