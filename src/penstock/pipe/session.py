@@ -253,6 +253,7 @@ class Session:
     def cut(self, batch: Batch, label: str, device: torch.device | None) -> batches.CutBatch:
         """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order, cutting = self.order, self.options.cutting
+        self.options.check_inputs(batch.kwargs)
         return cutting.cut(batch, order.microbatches, label, device, order.placement.pipelines)
 
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, TypedDict
 
 import torch
@@ -124,42 +125,36 @@ def parse(dims: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
     if named and isinstance(parts.get("kwargs", {}), Mapping):
         parts["kwargs"] = {**parts.get("kwargs", {}), **named}
         named = {}
-    if named or not parts.keys() <= keys or (not isinstance(dims, Mapping) and isinstance(_parse_dim(dims), _NotADim)):
+    if named or not parts.keys() <= keys or (not isinstance(dims, Mapping) and _parse_dim(dims) is ...):
         raise ArgumentError(
             f"batch_dims={dims!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target', "
             "'output' and names of inputs by keyword, such as {'args': (1, 0), 'mask': None, 'target': 1, 'output': 1}"
         )
-    inputs = {f"[{index}]": parts[key] for index, key in enumerate(("args", "kwargs")) if key in parts}
-    stated = [pair for prefix, tree in inputs.items() for pair in _parse_dims(tree, prefix, ("args", "kwargs"))]
+    inputs = (*_parse_dims(parts, "args", "[0]"), *_parse_dims(parts, "kwargs", "[1]"))
     return (
-        Dims("input", tuple(stated)),
-        Dims("target", tuple(_parse_dims(parts["target"], "", ("target",))) if "target" in parts else ()),
-        Dims("output", tuple(_parse_dims(parts["output"], "", ("output",))) if "output" in parts else ()),
+        Dims("input", inputs),
+        Dims("target", _parse_dims(parts, "target")),
+        Dims("output", _parse_dims(parts, "output")),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _NotADim:
-    """Something that is not a dimension."""
-
-
-def _parse_dims(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, Dim]]:
-    flat = flatten(tree)
+def _parse_dims(parts: Mapping[str, Any], name: str, prefix: str = "") -> tuple[tuple[str, Dim], ...]:
+    flat = flatten(parts.get(name, {}))
     stated = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         dim = _parse_dim(leaf)
-        if isinstance(dim, _NotADim) or (isinstance(dim, str) and names != ("output",)):
-            name = names[int(prefix[1])] if prefix else names[0]
+        if dim is ... or (isinstance(dim, str) and name != "output"):
             extra = ", 'mean' or 'sum'" if name == "output" else ""
             raise ArgumentError(
                 f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
                 f"microbatch{extra}"
             )
         stated.append((normalize_path(prefix + path), dim))
-    return stated
+    return tuple(stated)
 
 
-def _parse_dim(leaf: Any) -> Dim | _NotADim:
+def _parse_dim(leaf: Any) -> Dim | EllipsisType:
+    """Return a stated dimension; `...` for what is none."""
     if leaf is None or is_integer(leaf) or leaf in REDUCED:
         return leaf  # type: ignore[no-any-return]
     torch_module: Any = sys.modules.get(
@@ -169,7 +164,7 @@ def _parse_dim(leaf: Any) -> Dim | _NotADim:
         return int(leaf.split_dim)
     if torch_module is not None and (leaf is torch_module._Replicate or isinstance(leaf, torch_module._Replicate)):
         return None
-    return _NotADim()
+    return ...
 
 
 def normalize_path(path: str) -> str:

@@ -286,10 +286,7 @@ def _shifted(mask_mod: Callable[..., Tensor], start: Tensor) -> Callable[..., Te
     return shifted
 
 
-_FIRST = Dims("output")
-
-
-def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> Any:
+def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims) -> Any:
     """Join the outputs of the microbatches, of `sizes` rows, into the output of the whole batch.
 
     Raises:

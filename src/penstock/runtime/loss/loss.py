@@ -42,16 +42,11 @@ def weights(
         mean: returns the mean over the replicas of the numbers that they pass in.
 
     Raises:
-        ArgumentError: the reduction is unknown, or its weights are negative or all zero.
+        ArgumentError: the weights are negative or all zero.
     """
     if reduction == "sum":
         return [float(replicas)] * len(sizes)
-    if reduction == "mean":
-        raw = [float(size) for size in sizes]
-    elif callable(reduction):
-        raw = [float(reduction(target)) for target in targets]
-    else:
-        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
+    raw = [float(size) for size in sizes] if reduction == "mean" else [float(reduction(target)) for target in targets]
     total = mean(sum(raw))
     if any(weight < 0 or weight != weight for weight in raw) or total == 0:
         raise ArgumentError(
