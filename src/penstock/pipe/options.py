@@ -145,7 +145,13 @@ class Options:
                 f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
-        _check_features(self.features)
+        if not isinstance(self.features, Sequence) or not all(map(callable, self.features)):
+            raise ArgumentError(
+                f"features={self.features}: expected a list of functions that make a feature for a stage, such as "
+                "[Counts.of]"
+            )
+        for feature in self.features:
+            check_not_class("features", feature)
         check_flags(**{name: getattr(self, name) for name in ("broadcast_loss", "deferred_batch_norm", "check_finite")})
         for name in ("materialize", "parallelize"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
@@ -184,12 +190,3 @@ class Options:
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
                 "pass parallelize= too, or leave it out"
             )
-
-
-def _check_features(features: Any) -> None:
-    if not isinstance(features, Sequence) or not all(map(callable, features)):
-        raise ArgumentError(
-            f"features={features}: expected a list of functions that make a feature for a stage, such as [Counts.of]"
-        )
-    for feature in features:
-        check_not_class("features", feature)

@@ -300,18 +300,18 @@ class Session:
         targets: Sequence[Any] | None = None
         if not _uses_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
-        weight, devices = self._weights(cached, targets), self._devices(cached, self.order.placement.is_last)
+        weight, devices = self._weights(cached, targets, batch), self._devices(cached, self.order.placement.is_last)
         return targets and [
             batches.move_to(target, device) for target, device in zip(targets, devices, strict=True)
         ], weight
 
-    def _weights(self, cached: CachedSchedule, targets: Sequence[Any] | None) -> list[float]:
+    def _weights(self, cached: CachedSchedule, targets: Sequence[Any] | None, batch: Batch) -> list[float]:
         """Return the weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self.engine.replicas, self.engine
         if targets and reduction == "mean" and not self._padding_checked:
             on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
-            advice = padding_advice(self.options.loss, targets, cached.sizes)
+            advice = padding_advice(self.options.loss, targets, cached.sizes, self.split.model, batch.kwargs)
             self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
             if advice is not None:
                 warn(advice)

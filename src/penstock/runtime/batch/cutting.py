@@ -160,7 +160,7 @@ class Cutting:
             inputs = batch.args, dict(batch.kwargs)
             return batches.cut(inputs, microbatches, label, device, pipelines=pipelines, dims=self.inputs)
         examples = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
-        pieces = tuple(flatten(batches.split(example, (1,), label, device, _UNCUT)[0]) for example in examples)
+        pieces = tuple(flatten(batches.split(example, (1,), label, device, UNCUT)[0]) for example in examples)
         sizes = tuple(piece.rows or 0 for piece in batch.pieces)
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.input_signature, pieces))))
 
@@ -266,16 +266,18 @@ class Cutting:
             )
         piece_targets = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
         return [
-            batches.split(piece_target, (1,), f"target of microbatch {k}", device, replace(_UNCUT, label="target"))[0]
+            batches.split(piece_target, (1,), f"target of microbatch {k}", device, replace(UNCUT, label="target"))[0]
             for k, piece_target in enumerate(piece_targets)
         ]
 
     def join(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """The output of the whole batch; see `microbatches.join`."""
-        if self.merge is None:
-            return batches.join(outputs, sizes, self.output)
-        batches.check_all_present(outputs)
-        return self.merge(list(outputs))
+        """The output of the whole batch; see `microbatches.join`. Raise ArgumentError if some are on another rank."""
+        if any(output is None for output in outputs):
+            raise ArgumentError(
+                "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; pass "
+                "outputs='all' or a rank"
+            )
+        return batches.join(outputs, sizes, self.output) if self.merge is None else self.merge(list(outputs))
 
     def _with_rows(self, piece: Microbatch, label: str) -> Microbatch:
         if not isinstance(piece.args, tuple) or not isinstance(piece.kwargs, Mapping):
@@ -298,7 +300,7 @@ class Cutting:
 
 
 _PASS_WHOLE = "pass batch_dims= with None for it (0 confirms the cut)"
-_UNCUT = Dims("piece", (("", None),))
+UNCUT = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 
 

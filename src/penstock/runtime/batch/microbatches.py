@@ -290,11 +290,9 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims) -> Any:
     """Join the outputs of the microbatches, of `sizes` rows, into the output of the whole batch.
 
     Raises:
-        ArgumentError: some outputs are on another rank.
         ShapeError: a value is not a tensor with its microbatch's rows, unless it is plain and the same in all, or
             `dims` say how to combine it. Where they state a dimension for it alone, it may have other rows.
     """
-    check_all_present(outputs)
     flats = [flatten(output) for output in outputs]
     first = flats[0]
     if any(flat.structure != first.structure for flat in flats):
@@ -306,15 +304,6 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims) -> Any:
         [_merge(column, sizes, f"output{path}", dims.get(path), bool(dims.is_stated(path))) for column, path in pairs],
         first.structure,
     )
-
-
-def check_all_present(outputs: Sequence[Any]) -> None:
-    """Raise ArgumentError if some outputs are on another rank."""
-    if any(output is None for output in outputs):
-        raise ArgumentError(
-            "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; pass "
-            "outputs='all' or a rank"
-        )
 
 
 _REMEDY = (
