@@ -113,7 +113,7 @@ class Options:
         if is_models_own and self.reduction != "sum" and kwargs.get("num_items_in_batch") is not None:
             raise ArgumentError(
                 f"num_items_in_batch with reduction={self.reduction!r}: the losses that a model divides by it add up "
-                "to the batch's; pass reduction='sum' to penstock.pipeline, or leave it out if the model ignores it"
+                "to the batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
             )
 
     def stage_budget(self, order: Schedule) -> StageBudget:

@@ -219,7 +219,8 @@ def count_rows(
     tree: Any, label: str, dims: Dims = FIRST, raw: Flat | None = None, sizes_for: SizesFor = lambda rows: ()
 ) -> int:
     """Return the number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of
-    lists, the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
+    lists, or `dims` state that for all tensors, the length of these; without tensors, that of all lists and arrays.
+    `raw`: the tree, flattened.
 
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
@@ -228,12 +229,12 @@ def count_rows(
     names: dict[int, str] = {}
     for rows, name in named_rows:
         names.setdefault(rows, name)
-    if len(names) == 1 and named_rows[0][0] != 3:
+    if len(names) == 1 and named_rows[0][0] != 3 and 0 not in dict(dims.stated).values():
         return named_rows[0][0]
     flat = flatten(tree, is_leaf=lambda value, path: may_be_column(value, path, dims))
     pairs = [*zip(flat.leaves, flat.paths, strict=True)]
-    if len(names) == 1 and not _are_image_rows(pairs, len(named_rows), label, dims):
-        return 3
+    if len(names) == 1 and not _are_in_entries(pairs, named_rows, label, dims):
+        return named_rows[0][0]
     lengths = {length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
     if len(lengths) == 1:
         return lengths.pop() or 0
@@ -263,13 +264,21 @@ def _is_image_list(value: Any) -> bool:
     )
 
 
-def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: str, dims: Dims) -> bool:
-    """Whether all `num_tensors` tensors, whose first dimension is 3, are images that are one row each.
+def _are_in_entries(
+    pairs: Sequence[tuple[Any, str]], named_rows: Sequence[tuple[int, str]], label: str, dims: Dims
+) -> bool:
+    """Whether all tensors, of as many rows, are in lists with one row of the batch in each entry: those for which
+    `batch_dims` state 0, and images [3, H, W].
 
-    Raise ShapeError if `batch_dims` does not state that, or the batch dimension of Qwen2-VL's positions [3, 3, S]."""
-    images = [pair for pair in pairs if _is_image_list(pair[0])]
-    if sum(len(leaf_tensors(leaf)) for leaf, _ in images) == num_tensors:
-        for leaf, path in images:
+    Raise ShapeError if it does not for images, nor the batch dimension of Qwen2-VL's positions [3, 3, S]."""
+    stated = {path for _, path in pairs if dims.is_stated(path) and dims.get(path) == 0}
+    lists = [
+        (leaf, path)
+        for leaf, path in pairs
+        if type(leaf) in LIST_TYPES and (path in stated or (named_rows[0][0] == 3 and _is_image_list(leaf)))
+    ]
+    if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(named_rows):
+        for leaf, path in lists:
             _check_stated(leaf, path, f"{label}{path}", dims)
         return True
     leading_shapes = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
