@@ -20,7 +20,7 @@ from penstock.runtime.execute.transport_choice import TransportChoice, Transport
 from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, check_not_class
-from penstock.runtime.loss.functions import Loss, OutputLoss, checked_loss, reduction_advice
+from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice, uses_target
 from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.ownership import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
@@ -109,8 +109,7 @@ class Options:
     def check_inputs(self, kwargs: Mapping[str, Any]) -> None:
         """Raise ArgumentError if losses that add up would be averaged: those of a model that divides by
         `num_items_in_batch`, as the Trainer of transformers has them."""
-        is_models_own = self.loss is None or isinstance(self.loss, OutputLoss)
-        if is_models_own and self.reduction != "sum" and kwargs.get("num_items_in_batch") is not None:
+        if not uses_target(self.loss) and self.reduction != "sum" and kwargs.get("num_items_in_batch") is not None:
             raise ArgumentError(
                 f"num_items_in_batch with reduction={self.reduction!r}: the losses that a model divides by it add up "
                 "to the batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"

@@ -33,7 +33,7 @@ from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, OutputLoss, explain_missing_target, padding_advice
+from penstock.runtime.loss.functions import explain_missing_target, padding_advice, uses_target
 from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, CachedSchedule, Call
@@ -96,7 +96,7 @@ class Session:
         local_stages = [stage for stage, rank in enumerate(order.placement.rank_of) if rank in engine.ranks]
         self.has_inputs = any(map(order.placement.is_first, local_stages))
         self.has_outputs = any(map(order.placement.is_last, local_stages))
-        self.looks_at_targets = _uses_target(options.loss) or callable(options.reduction)
+        self.looks_at_targets = uses_target(options.loss) or callable(options.reduction)
         cuts_both = options.cutting.split is not None and self.looks_at_targets  # by one function of the user's
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
         self.needs_targets = self.looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
@@ -298,7 +298,7 @@ class Session:
     def _for_loss(self, cached: CachedSchedule, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
         """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
-        if not _uses_target(self.options.loss) or batch.has_target or cached.bound.training:
+        if not uses_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
         weight, devices = self._weights(cached, targets, batch), self._devices(cached, self.order.placement.is_last)
         return targets and [
@@ -407,7 +407,3 @@ def _sharded(split: SplitModel, options: Options) -> Sharded:
             "unshard_window out, or shard the stages"
         )
     return Sharded(split.sharded_stages, options.unshard_window)
-
-
-def _uses_target(loss: Loss | None) -> bool:
-    return loss is not None and not isinstance(loss, OutputLoss)

@@ -207,6 +207,23 @@ def test_a_model_that_cannot_take_a_microbatch_is_told_how_the_batch_was_cut(
     assert any(re.search(words, note) for note in caught.value.__notes__), caught.value.__notes__
 
 
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda rows: rows.to_sparse(), "sparse"),
+        (lambda rows: rows.to_sparse_csr(), "sparse"),
+        (lambda rows: torch.nested.nested_tensor([*rows], layout=torch.jagged), "nested"),
+    ],
+)
+@pytest.mark.parametrize("batch_dims", [None, {"kwargs": {"scale": None}}])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_tensors_that_are_not_dense_are_named(made: Callable[[Tensor], Tensor], kind: str, batch_dims: Any) -> None:
+    """Sparse adjacencies among the inputs, as pygcn passes them."""
+    inputs = ((random(8, 5),), {"scale": made(random(8, 5))})
+    with pytest.raises(ShapeError, match=rf"\['scale'\] is a {kind} tensor; expected a dense one"):
+        pipeline(Scaled(), *inputs, loss_fn=squared_error, ranks=2, microbatches=4, batch_dims=batch_dims)
+
+
 def test_a_target_that_is_no_tensor_is_named() -> None:
     x, labels = random(8, 9), np.arange(8) % 3
     with (

@@ -75,9 +75,14 @@ class Dims:
         """Return the dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
-            ShapeError: the tensor has no such dimension.
+            ShapeError: the tensor has no such dimension, or is sparse (adjacencies of pygcn) or nested.
         """
         dim = self.get(path)
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
+            raise ShapeError(
+                f"{label} is a {'nested' if tensor.is_nested else 'sparse'} tensor; expected a dense one (to_dense(), "
+                "to_padded_tensor(0.0)), from which a block may make it; one for all batches may be a buffer"
+            )
         if dim is None or not tensor.ndim:
             return None
         assert isinstance(dim, int)  # only outputs are reduced
@@ -264,10 +269,8 @@ def _is_image_list(value: Any) -> bool:
     )
 
 
-def _are_in_entries(
-    pairs: Sequence[tuple[Any, str]], named_rows: Sequence[tuple[int, str]], label: str, dims: Dims
-) -> bool:
-    """Whether all tensors, of as many rows, are in lists with one row of the batch in each entry: those for which
+def _are_in_entries(pairs: Sequence[tuple[Any, str]], rows: Sequence[tuple[int, str]], label: str, dims: Dims) -> bool:
+    """Whether all tensors, of as many `rows`, are in lists with one row of the batch in each entry: those for which
     `batch_dims` state 0, and images [3, H, W].
 
     Raise ShapeError if it does not for images, nor the batch dimension of Qwen2-VL's positions [3, 3, S]."""
@@ -275,9 +278,9 @@ def _are_in_entries(
     lists = [
         (leaf, path)
         for leaf, path in pairs
-        if type(leaf) in LIST_TYPES and (path in stated or (named_rows[0][0] == 3 and _is_image_list(leaf)))
+        if type(leaf) in LIST_TYPES and (path in stated or (rows[0][0] == 3 and _is_image_list(leaf)))
     ]
-    if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(named_rows):
+    if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(rows):
         for leaf, path in lists:
             _check_stated(leaf, path, f"{label}{path}", dims)
         return True

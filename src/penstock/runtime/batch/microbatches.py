@@ -155,7 +155,7 @@ def _split_leaf(
             f"{label} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
             f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} to pass it whole to each microbatch, set "
-            "batch_dims= to None for it"
+            "batch_dims= to None for it; what no dimension describes (graphs, packed sequences), cut with split_fn="
         )
     plain = not dim and device is None and not leaf.requires_grad
     if plain and (parts := exact.copy_parts_aligned(leaf, sizes)) is not None:

@@ -29,6 +29,11 @@ class OutputLoss:
         return self._function(output)
 
 
+def uses_target(loss: Loss | None) -> bool:
+    """Whether it is a loss of output and target, rather than of the output alone or the model's own."""
+    return loss is not None and not isinstance(loss, OutputLoss)
+
+
 def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
     """Return the user's loss as a function of output and target.
 
@@ -62,7 +67,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 def explain_missing_target(loss: Loss | None) -> Loss | None:
     """Wrap the loss with a clear message if it raises because a step has no target, or none of tensors."""
-    if loss is None or isinstance(loss, OutputLoss):
+    if loss is None or not uses_target(loss):
         return loss
 
     def call(output: Any, target: Any) -> Tensor:
