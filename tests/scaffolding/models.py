@@ -49,6 +49,19 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
 
+class Forward(nn.Module):
+    """A model from its parts, and a function of it and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
 # -- plain networks ---------------------------------------------------------------------------------------------------
 
 
