@@ -34,7 +34,6 @@ CPU_SECONDS = {
     "tests/cli/test_run_crashes.py": 25,
     "tests/cli/test_fabric.py": 15,
     "tests/distributed/test_host_waits_between.py": 20,
-    "tests/simulate/search/test_exact_found.py": 50,
     "tests/distributed/test_sharded.py": 35,
     "tests/distributed/test_shared_modules.py": 10,
     "tests/distributed/test_nodes.py": 10,
