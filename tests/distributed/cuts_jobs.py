@@ -11,18 +11,11 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.costs import Profile, UnitCost
-from penstock.partition import Partitioner, decision
+from penstock.partition import NoStreams, Partitioner, decision
 from penstock.partition.measure.units import compute_fingerprint
 from penstock.partition.recording.recording import Recording
 from scaffolding.refusals import refusal_of
 from scaffolding.small import batch
-
-
-class NoStreams:
-    """These models draw nothing."""
-
-    def enter(self, name: str) -> None:
-        raise AssertionError(name)
 
 
 class Block(nn.Module):

@@ -64,7 +64,6 @@ CPU_SECONDS = {
     "tests/cli/test_verify.py": 30,
     "tests/test_examples.py": 40,
     "tests/runtime/test_precision.py": 10,
-    "tests/schedule/test_generators.py": 10,
     "tests/network/fabric/test_fabric_statistics.py": 5,
     "tests/partition/watch/test_work.py": 5,
     "tests/runtime/exact/test_streams.py": 5,

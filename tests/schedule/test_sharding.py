@@ -179,13 +179,6 @@ def test_a_window_too_narrow_for_an_overlap_is_refused() -> None:
     assert check(add_sharding(order, stages_of(order), 2)) == []
 
 
-@given(windowed())
-def test_the_text_of_a_windowed_schedule_goes_both_ways(given: tuple[Schedule, int]) -> None:
-    schedule, window = given
-    done = add_sharding(schedule, stages_of(schedule), window)
-    assert Schedule.parse(str(done)) == done
-
-
 @given(st.sampled_from(["interleaved-1f1b", "1f1b", "zb-v", "gpipe", "dualpipe-v"]), st.integers(2, 3))
 def test_torch_s_file_of_a_windowed_schedule_goes_both_ways(name: str, window: int) -> None:
     order = generate(name, 2, 8)
