@@ -506,6 +506,12 @@ def test_arguments_of_another_kind_are_refused() -> None:
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
     refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
     refused(ArgumentError, "seed='0': expected an integer", seed="0")
+    refused(ArgumentError, r"pass \(x,\)", args=X)
+    refused(ArgumentError, r"a class; pass an instance, Identity\(\.\.\.\)", model=nn.Identity)
+    refused(ArgumentError, "loss_fn='mse': expected a function", loss_fn="mse")
+    refused(ArgumentError, "cuts='1': expected a list", cuts="1")
+    refused(ArgumentError, "cuts=1: expected a list of names", cuts=1)
+    refused(ArgumentError, r"leaf_modules=\[1\]: expected a list of names", leaf_modules=[1])
 
 
 def test_a_tuple_and_a_dict_may_be_what_a_model_takes_by_position() -> None:

@@ -99,42 +99,6 @@ def test_with_room_for_all_each_is_gathered_once(given: tuple[Schedule, int]) ->
     )
 
 
-@given(windowed())
-def test_a_gather_begins_one_action_ahead_where_there_is_room(given: tuple[Schedule, int]) -> None:
-    """Otherwise right before its own; never earlier, and never for something that is there already."""
-    schedule, window = given
-    for row in add_sharding(schedule, stages_of(schedule), window).rows:
-        distinct = {action.stage for action in row}
-        items = [item.parts for item in row.items()]
-        computing = [(i, {p.stage for p in parts}) for i, parts in enumerate(items) if parts[0].op.is_compute]
-        for i, (part, *_) in enumerate(items):
-            if part.op is not Op.UNSHARD:
-                continue
-            (_, now), *later = [entry for entry in computing if entry[0] > i]
-            ahead = part.stage not in now
-            if ahead:
-                assert window < len(distinct)
-                assert part.stage in later[0][1]
-            elif window < len(distinct):
-                previous = [stages for place, stages in computing if place < i][-1:]
-                needed = now.union(*previous)
-                assert not previous or len(needed) > window, "the action before left no room"
-
-
-@given(windowed())
-def test_what_is_needed_again_first_stays(given: tuple[Schedule, int]) -> None:
-    """A stage is freed before its next use only where the window's other places go to stages that are needed sooner."""
-    schedule, window = given
-    for row in add_sharding(schedule, stages_of(schedule), window).rows:
-        actions = list(row)
-        for i, action in enumerate(actions):
-            if action.op is Op.RESHARD:
-                between = [a.stage for a in actions[i:] if a.op.is_compute]
-                if action.stage in between:
-                    others = set(between[: between.index(action.stage)])
-                    assert len(others) >= window
-
-
 @pytest.mark.parametrize(
     ("schedule", "chunks", "window", "row"),
     [
