@@ -21,7 +21,7 @@ from penstock.plan import (
     read_plan,
 )
 from penstock.plan.layout import assign_pools
-from penstock.plan.planner import EQUAL, simplest_first
+from penstock.plan.planner import EQUAL
 from penstock.plan.predict import Cut, cut_model, cuts_within_memory, predict, schedule_for_config
 from penstock.schedule import Schedule, check, generate
 from penstock.simulate import LinkCost, StageCost, memory, simulate
@@ -189,16 +189,6 @@ def test_a_cut_that_fits_is_found_if_every_stage_runs_forwards_again(name: str) 
     assert make_plans(sizes, Cluster(4, 18 * MB), 8, FixedNumbers([name], pipeline=4)).best[0].cuts == ("1", "3", "5")
 
 
-def test_of_equal_plans_the_simplest_comes_first() -> None:
-    choice, cluster = ParallelConfig(1, 4, 1, "1f1b", 8, 1), Cluster(4)
-    plan = predict(choice, _cut(choice, cluster))
-    other = replace(plan, choice=replace(choice, schedule="chimera"))
-    twice = replace(other, pipeline_seconds=plan.pipeline_seconds * 0.997)
-    assert simplest_first([twice, plan], EQUAL) == [plan, twice]
-    faster = replace(twice, pipeline_seconds=plan.pipeline_seconds * 0.99)
-    assert simplest_first([plan, faster], EQUAL) == [faster, plan]
-
-
 def test_times_that_vary_make_more_plans_equal() -> None:
     """What a busy machine measured does not tell a schedule that splits backwards from one that does not."""
     quiet = ALIKE.profiles[1]
@@ -318,16 +308,6 @@ def test_recomputing_takes_what_was_measured() -> None:
     short = predict(choice, _cut(choice, cluster, shorter))
     assert short.recompute == whole.recompute == (0, 1)
     assert short.pipeline_seconds < whole.pipeline_seconds
-
-
-def test_what_waits_for_w_is_held_until_then() -> None:
-    """Under zb-h1 the last of 4 ranks has 4 microbatches between I and W; each still needs its activations."""
-    cluster = Cluster(4, 9 * MB)
-    both = [ParallelConfig(1, 4, 1, name, 8, 1) for name in ("zb-h1", "1f1b")]
-    split, whole = (predict(choice, _cut(choice, cluster)) for choice in both)
-    assert whole.memory_bytes[3] <= 8 * MB + 2 * MB + MB // 10
-    assert split.memory_bytes[3] >= 8 * MB + 4 * 2 * MB
-    assert split.lacking_bytes > whole.lacking_bytes
 
 
 @pytest.mark.parametrize(

@@ -131,29 +131,12 @@ def move_to_another_rank(data: st.DataObject, schedule: Schedule, rows: Rows) ->
 
 
 @breaks
-def swap_between_ranks(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    one = place(data, rows)
-    two = one_of(data, [(r, i) for r, row in enumerate(rows) for i in range(len(row)) if r != one[0]])
-    swap(rows, one, two)
-    return {"misplaced"}
-
-
-@breaks
 def number_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     rank, index = place(data, rows, lambda a: a.op is not Op.REDUCE_GRAD)
     action = rows[rank][index]
     others = set(range(schedule.microbatches + 1)) - set(schedule.numbers_on(action.stage))
     rows[rank][index] = replace(action, microbatch=data.draw(st.sampled_from(sorted(others))))
     return {"out of range"}
-
-
-@breaks
-def number_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows, lambda a: a.op is not Op.REDUCE_GRAD)
-    action = rows[rank][index]
-    others = set(schedule.numbers_on(action.stage)) - {action.microbatch}
-    rows[rank][index] = replace(action, microbatch=one_of(data, sorted(others)))
-    return {"repeated"}
 
 
 @breaks
