@@ -121,14 +121,6 @@ def test_interleaved_has_its_bubble_for_any_number_of_microbatches(p: int, m: in
     assert makespan == 3 * (m * v + p - 1) if m >= p else makespan >= 3 * (m * v + p - 1)
 
 
-@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
-def test_bidirectional_schedules_are_two_pipelines(name: str) -> None:
-    schedule = generate(name, 4, 8)
-    assert (schedule.placement.pipelines, schedule.placement.depth, schedule.stages) == (2, 4, 8)
-    assert schedule.placement.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert [schedule.numbers_on(stage) for stage in (0, 3, 4, 7)] == [range(4), range(4), range(4, 8), range(4, 8)]
-
-
 def test_gpipe_goes_by_afab_as_well() -> None:
     assert generate("afab", 3, 5) == generate("gpipe", 3, 5)
     assert "afab" not in names()

@@ -232,13 +232,6 @@ def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
     assert not any(one.kind == "rank" for one in hides)
 
 
-def test_ranks_that_share_cores_are_promised_nothing() -> None:
-    measured = timeline(even, twice, schedule="naive")
-    (certain, *_) = suggestions([trial_of(measured)], 0.0)
-    assert certain.measured
-    assert not any(one.measured for one in suggestions([trial_of(measured, shared=True)], 0.0))
-
-
 # -- what a trace is of -----------------------------------------------------------------------------------------------
 
 
