@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock._base.errors import ArgumentError, FabricError
+from penstock._base.errors import ArgumentError, FabricError, MissingExtraError
 from penstock.cli._traffic import TrafficOptions
 from penstock.cli.fabric import _check, _progress
 from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, SPEC, Run, SampleFile
+from penstock.network.fabric.statistics import trend
 from penstock.network.fabric.views import page
 from penstock.network.fabric.workload import Workload, preset
 from penstock.network.namespaces import why_not
@@ -229,6 +231,22 @@ def test_what_torchrun_has_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "MASTER_PORT='2x' in the environment" in refusal("fabric", *SIZES)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert "--link is for hosts created here" in refusal("fabric", *SIZES, "--link", "1mbit")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "scipy"])
+def test_the_command_asks_for_its_extra_before_any_host_starts(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"penstock fabric: this needs {package}, pip install 'penstock[fabric]'" in refusal(
+        "fabric", "--preset", "mlp"
+    )
+
+
+def test_statistics_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(
+        MissingExtraError, match=r"the statistics of a run: this needs scipy, pip install 'penstock\[fabric\]'"
+    ):
+        trend([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
 # -- runs that end before their first trial -------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
     assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [900_000_000]
 
 
-@pytest.mark.long  # test_switch_end.py has its end, test_emulation.py that of a run
+@pytest.mark.long  # test_namespaces.py has its end, test_emulation.py that of a run
 def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
     asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
     with _fabric(tmp_path, *asked) as process:
