@@ -17,6 +17,7 @@ from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS
 from penstock.demo.train import main
 from penstock.schedule import generate
+from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from penstock.trace.runs import read_run
@@ -157,6 +158,18 @@ def test_bubble_of_a_run_that_went_as_simulated() -> None:
     assert bubble.textbook == pytest.approx(1 / 9)
     assert bubble.formula == "(p - 1)/(m + p - 1)"
     assert bubble.simulated > bubble.textbook
+
+
+def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
+    order = generate("gpipe", 2, 4)
+    quick = simulate(order, StageCost(1.0, 2.0, 0.0))
+    slow = Timeline.from_dict(quick.to_dict())
+    last = slow.tracks[1]
+    for index in range(4, 8):  # the second rank's backwards start late, as after a slow message
+        last.start[index] += 5
+        last.end[index] += 5
+    bubble = show.compare(order, [slow])
+    assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
 
 
 def test_model_does_not_look_ahead() -> None:
