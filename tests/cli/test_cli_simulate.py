@@ -311,23 +311,6 @@ def test_chunks_and_copies_train_the_same_model() -> None:
     assert all(0.8 < cell["efficiency"] <= 1 for cell in made["sweep"])
 
 
-def test_a_file_of_stages_is_merged_for_fewer_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    stages = [{"forward": 1 + s, "backward_input": 2, "backward_weight": 1, "output_bytes": 3} for s in range(4)]
-    file.write_text(json.dumps({"stages": stages, "links": {"latency": 0.5, "bandwidth": 6}}))
-    made = as_json("simulate", "--schedule", "gpipe", "--ranks", "1,2,3,4", "--microbatches", "1", "--costs", str(file))
-    assert [(c["ranks"], c["makespan"]) for c in made["sweep"]] == [(1, 22), (2, 22 + 2), (4, 22 + 6)]
-    assert {cell["one_device"] for cell in made["sweep"]} == {22}
-    assert made["not_allowed"] == [
-        {
-            "name": "gpipe",
-            "ranks": 3,
-            "microbatches": 1,
-            "reason": f"--costs {file} has 4 stages, which cannot be combined into 3",
-        }
-    ]
-
-
 def test_what_a_schedule_does_not_allow_is_shown_and_not_fatal() -> None:
     options = ("simulate", "--schedule", "gpipe,chimera", "--ranks", "1,2", "--microbatches", "3,4")
     lines = output(*options).splitlines()

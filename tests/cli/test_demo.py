@@ -12,9 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.cli.demo import introduction
 from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
-from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS
+from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.demo.train import main
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
@@ -111,6 +112,13 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
     assert done.exit_code == 128 + signal.SIGINT
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
+
+
+@pytest.mark.parametrize("ranks", [1, LAYERS])
+def test_introduction_fits_the_terminal(ranks: int) -> None:
+    text = introduction(Settings(ranks, "gpipe", microbatches=ROWS))
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"p = {ranks} " in text
 
 
 def test_model_is_as_it_was_announced() -> None:

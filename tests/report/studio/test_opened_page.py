@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
+from test_guard import client
 
 from cli.command_line import as_json
 from penstock._base.files import write_json_line
 from penstock.costs import Profile, UnitCost
 from penstock.report.studio import background
-from penstock.report.studio.app import Server, Studio
+from penstock.report.studio.app import Server
 from penstock.report.studio.app import policy as policy_of
-from penstock.report.studio.guard import Guard
 from penstock.report.studio.library import Library
 from penstock.report.studio.open_view import open_view
 from penstock.report.web.page import page as report_page
@@ -79,11 +78,6 @@ def test_a_run_opens_with_the_figures_of_explain_and_its_report(open_page: Any, 
     assert width.endswith("%")
 
 
-def client(folder: Path, token: str = "t") -> TestClient:
-    made = Studio(Library(folder), Guard.of("127.0.0.1", 8470, "t")).app()
-    return TestClient(made, base_url="http://127.0.0.1:8470", headers={"authorization": f"Bearer {token}"})
-
-
 def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "gpt")
     answer = client(tmp_path).get("/report", params={"name": "gpt"})
@@ -114,7 +108,7 @@ def test_a_report_needs_the_token_and_the_runs_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     a_run(runs / "gpt")
     a_run(tmp_path / "outside")
-    assert client(runs, "other").get("/report", params={"name": "gpt"}).status_code == 401
+    assert client(runs, token="other").get("/report", params={"name": "gpt"}).status_code == 401
     for name in ("../outside", "", "nothing", str(tmp_path / "outside")):
         refused = client(runs).get("/report", params={"name": name})
         assert refused.status_code == 400
