@@ -16,11 +16,12 @@ from penstock.cli import _order, app
 from penstock.cli.verify import rank_main, show
 from penstock.schedule import schedule_spec
 from penstock.verification.comparison import Comparison, VerificationReport
+from scaffolding.patient import finished
 from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
 
 CASES = '''
-import itertools, sys
+import itertools, os, sys
 import torch
 from torch import nn
 
@@ -94,6 +95,9 @@ class Ends(nn.Module):
 def interrupts(): raise KeyboardInterrupt
 def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 def raises_much(): raise ValueError("\\x1b[31m" + "y" * 10_000)
+
+def raises_on_rank_1():
+    return good() if os.environ["RANK"] == "0" else raises()
 
 def no_model(): return "x", (), None, None
 nothing = None
@@ -309,6 +313,20 @@ def test_processes_talk_over_a_transport_of_ones_own(
     assert done.exit_code == 0, done.stderr
     assert sorted(path.name for path in folder.glob("made.*")) == ["made.0", "made.1"]
     assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
+
+
+@pytest.mark.long  # a rank that raises: test_run_crashes.py; what agents import: distributed/launch/test_isolation.py
+@pytest.mark.distributed
+def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
+    for name in ("random", "socket", "tempfile", "secrets"):
+        (folder / f"{name}.py").write_text("print('code of the current folder')")
+    arguments = ("cases.py:raises_on_rank_1", "--ranks", "2", "--transport", "distributed")
+    done = finished(
+        sys.executable, "-P", "-c", "from penstock.cli import main; main()", "verify", *arguments, folder=folder
+    )
+    assert done.returncode == 2
+    assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
+    assert done.stdout == "", "neither the agent nor a rank imports from the current folder"
 
 
 @pytest.mark.distributed
