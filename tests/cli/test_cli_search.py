@@ -21,7 +21,7 @@ def find(*options: str) -> Any:
     return as_json("search", *NUMBERS, *COSTS, *options)
 
 
-@pytest.mark.parametrize(("placement", "objective"), [("loop", "makespan"), ("v", "span")])
+@pytest.mark.parametrize(("placement", "objective"), [("loop", "span"), ("v", "makespan")])
 def test_schedule_that_it_writes_is_the_one_that_it_timed(tmp_path: Path, placement: str, objective: str) -> None:
     path = tmp_path / "out.csv"
     made = find("--placement", placement, "--objective", objective, "--activation-limit", "4", "--out", str(path))

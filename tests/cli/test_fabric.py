@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 from command_line import as_json, output, penstock, refusal
 
+from network.fabric.drawn_runs import run_of
+from network.fabric.made_runs import write_run
 from penstock._base.errors import ArgumentError, FabricError, MissingExtraError
 from penstock.cli._traffic import TrafficOptions
 from penstock.cli.fabric import _check, _progress
 from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, SPEC, Run, SampleFile
+from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.statistics import trend
 from penstock.network.fabric.views import page
 from penstock.network.fabric.workload import Workload, preset
@@ -300,14 +302,12 @@ class Runs(NamedTuple):
 
 def _recorded(folder: Path) -> None:
     """A folder as `TRAINING` writes it, of nine steps on two hosts; each layer computes for 2 ms and sends for 1."""
-    folder.mkdir()
-    layers = [replace(transfer, compute_seconds=2e-3) for transfer in preset("mlp").transfers]
-    record = {"workload": replace(preset("mlp"), transfers=tuple(layers)).to_dict(), "algorithm": "engine"}
-    (folder / RUN).write_text(json.dumps({**record, "backend": "gloo", "hosts": 2, "trials": 9, "complete": True}))
-    file = SampleFile(folder / SAMPLES, HEAD)
-    for number, (trial, layer) in enumerate(np.ndindex(9, len(layers))):
-        file.add((trial, layer, rank, 3_000_000 * number, 3_000_000 * number + 1_000_000) for rank in range(2))
-    file.close()
+    layers = tuple(replace(transfer, compute_seconds=2e-3) for transfer in preset("mlp").transfers)
+    workload = replace(preset("mlp"), transfers=layers)
+    write_run(
+        run_of(np.full((9, len(layers)), 1e-3), layers, 2, workload=workload, algorithm="engine", backend="gloo"),
+        folder,
+    )
 
 
 @pytest.mark.long
