@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 from host_processes import abandoned
 from typer.testing import CliRunner
 
+from network.makers import marked, wait_until
 from penstock.cli import app
-from penstock.network import reaper
 from penstock.network.namespaces import why_not
 from penstock.network.shapers import why_no_switch
 
@@ -104,25 +103,13 @@ def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
     asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
     with _fabric(tmp_path, *asked) as process:
         samples = tmp_path / "run" / "samples.csv"
-        deadline = time.monotonic() + 120
-        while not (samples.exists() and samples.stat().st_size > 100):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        switches = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_switch(path, process)]
-        assert len(switches) == 1
-        os.kill(switches[0], signal.SIGKILL)
+        wait_until(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 100), 120)
+        of_run = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(process.pid)}
+        (switch,) = (pid for pid, line in of_run.items() if b"network.switch.serve" in line)
+        os.kill(switch, signal.SIGKILL)
         _, said = process.communicate(timeout=100)
         assert process.returncode == 2
         assert "the switch has ended" in said
         assert abandoned() == []
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert not record["complete"]
-
-
-def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
-    try:
-        mark = f"{reaper.MARK}=penstock-{maker.pid}-".encode()
-        return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
-    except OSError:
-        return False

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import scipy  # loads its parts when they are asked for
+from drawn_runs import series
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,13 +88,6 @@ HEAVY = {"lognormal": (np.exp, math.exp(0.5)), "pareto": (lambda x: scipy.stats.
 """From a normal variable to one with a heavy tail, and its mean."""
 
 
-def _series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:
-    """Normal, each with the correlation to the one before it."""
-    noise = draw.standard_normal(count + 200)
-    noise[1:] *= math.sqrt(1 - correlation**2)
-    return scipy.signal.lfilter([1], [1, -correlation], noise)[200:]
-
-
 @pytest.mark.parametrize(
     ("correlation", "count", "kind", "names", "repetitions"),
     [
@@ -111,7 +105,7 @@ def test_intervals_cover_what_they_say(
     hits: dict[str, list[bool]] = {name: [] for name in names}
     naive = []
     for _ in range(repetitions):
-        samples = heavy(_series(draw, count, correlation))
+        samples = heavy(series(draw, count, correlation))
         summary = Summary.from_samples(samples)
         for name in names:
             interval = summary.mean_interval if name == "mean" else summary.intervals[name]
@@ -130,10 +124,10 @@ def test_intervals_cover_what_they_say(
 def test_dependent_trials_count_for_fewer() -> None:
     draw = np.random.default_rng(4)
     assert effective_counts(draw.standard_normal(400), (0.5, 0.99)) == (400, 400)
-    middle, tail = effective_counts(_series(draw, 2000, 0.9), (0.5, 0.99))
+    middle, tail = effective_counts(series(draw, 2000, 0.9), (0.5, 0.99))
     assert 2000 / 25 < middle < 2000 / 10
     assert middle < tail < 2000 / 4, "what is in the tail forgets sooner"
-    dependent = Summary.from_samples(_series(draw, 400, 0.9))
+    dependent = Summary.from_samples(series(draw, 400, 0.9))
     assert dependent.effective < 40
     assert dependent.figures["p99"] is None, "as with fewer than 368 independent ones"
     assert Summary.from_samples(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
