@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from host_processes import abandoned
-from typer.testing import CliRunner
 
+from cli.command_line import output
 from network.makers import marked, wait_until
-from penstock.cli import app
 from penstock.network.namespaces import why_not
 from penstock.network.shapers import why_no_switch
 
@@ -74,7 +73,7 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     assert sum(links[host][way]["host_gone"] for host in (0, 1) for way in ("up", "down")) > 0
     assert links[0]["down"]["background_bytes"] > 100_000
     assert links[1]["down"]["background_bytes"] == 0
-    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path / "run")]).stdout
+    shown = output("fabric", "show", str(tmp_path / "run"))
     assert "100mbit delay 5ms, by a switch in user space" in shown
     assert "gone = True" in shown
     assert "gone = True" in (tmp_path / "run" / "report.html").read_text()

@@ -18,12 +18,11 @@ import fabric_jobs as jobs
 import numpy as np
 import pytest
 from host_processes import Seen, kill_rank, processes
-from typer.testing import CliRunner
 
+from cli.command_line import as_json
 from network.makers import wait_until
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.cli import app
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.emulation import coordinate, rendezvous
 from penstock.network.fabric.emulation.coordinate import emulate
@@ -148,9 +147,7 @@ def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, ran
     assert not record["complete"]
     assert str(rank) in record["missing"]
     assert processes(str(tmp_path)) == {}
-    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path), "--json"])
-    assert shown.exit_code == 0, shown.output
-    found = json.loads(shown.stdout)
+    found = as_json("fabric", "show", str(tmp_path))
     assert (found["complete"], found["trials"]) == (False, trials)
     assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in found["missing"]
 
