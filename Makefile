@@ -30,10 +30,10 @@ test: $(READY)
 	$(PYTEST) -m "not long and not alone" $(TOGETHER)
 	$(PYTEST) -m "not long and alone" $(ALONE)
 
-# The long tests whose turn it is: see tests/scaffolding/rotation.py. Those that run alone and take a minute are always.
+# The long tests whose turn it is: see tests/scaffolding/rotation.py. Of those that run alone, a minute, it always is.
 test-part: $(READY)
 	$(BIN)/python tests/scaffolding/rotation.py $(TOGETHER)
-	$(PYTEST) -m "long and alone" tests/network/fabric/test_bad_links.py
+	$(PYTEST) -m "long and alone" $(ALONE)
 
 test-all: $(READY)
 	$(PYTEST) -m "not alone" $(TOGETHER)

@@ -13,10 +13,10 @@ from scaffolding.ranks import Ranks
 
 pytest_plugins = ["penstock.testing.fixtures", "scaffolding.browser"]
 
-# An example's time depends on the machine, so no test fails for being slow. Fifty are tried, half of hypothesis's
-# number, unless a test says otherwise: most bugs show in the first few.
-settings.register_profile("fifty untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("fifty untimed")
+# An example's time depends on the machine, so no test fails for being slow. Thirty are tried, a third of hypothesis's
+# number, unless a test says otherwise: most bugs show in the first few, and each run tries others.
+settings.register_profile("few untimed", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("few untimed")
 
 TESTS = Path(__file__).parent
 

@@ -21,6 +21,7 @@ from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.proofs import proven
+from scaffolding.representatives import long_after
 
 SEED, MICROBATCHES = 5, 4
 SMALL = {"vocab_size": 23, "dropout": 0.0, "max_position_embeddings": 16, "pad_token_id": 0}
@@ -154,11 +155,9 @@ def test_ways_to_ask(way: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"recompute": "always", "schedule": "zb-h1"},
-        {"deferred_batch_norm": True},
-        *(pytest.param(each, marks=pytest.mark.long) for each in ({"recompute": 2}, {"offload": True})),
-        pytest.param({"check_finite": True}, marks=pytest.mark.long),
-        pytest.param({"compile": {"backend": "eager"}}, marks=pytest.mark.filterwarnings("ignore")),
+        *({"recompute": "always", "schedule": "zb-h1"}, {"deferred_batch_norm": True}),
+        *long_after(0, {"recompute": 2}, {"offload": True}, {"check_finite": True}),
+        pytest.param({"compile": {"backend": "eager"}}, marks=[pytest.mark.long, pytest.mark.filterwarnings("ignore")]),
     ],
     ids=str,
 )
@@ -262,7 +261,7 @@ class Alternating(Dropping):
         return self.head(chains[0] + chains[1])
 
 
-@pytest.mark.parametrize(("kind", "recordings"), [(Dropping, 6), (Resetting, 8), (Alternating, 8)])
+@pytest.mark.parametrize(("kind", "recordings"), long_after(2, (Dropping, 6), (Alternating, 8), (Resetting, 8)))
 def test_how_often_such_a_model_is_recorded(kind: type[Dropping], recordings: int) -> None:
     """Six times, however many layers it has; more often if that leaves open what a layer passes on."""
     torch.manual_seed(0)

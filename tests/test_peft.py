@@ -11,20 +11,17 @@ from torch import Tensor, nn
 import penstock
 from distributed.peft_jobs import adapted, by_hand, train
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 torch.set_num_threads(1)  # bits are compared
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    [
-        ("gpt2", 2, "zb-v"),
-        ("gpt2", 1, "naive"),
-        ("gpt2", 2, "dualpipe-v"),
-        ("llama", 4, "1f1b"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpt2", 4, "1f1b"), ("llama", 2, "zb-h1"))),
-        pytest.param("gpt2", 4, "zb-h1", marks=pytest.mark.long),
-    ],
+    long_after(
+        *(1, ("gpt2", 2, "zb-v"), ("gpt2", 1, "naive"), ("gpt2", 2, "dualpipe-v"), ("gpt2", 4, "1f1b")),
+        *(("gpt2", 4, "zb-h1"), ("llama", 4, "1f1b"), ("llama", 2, "zb-h1")),
+    ),
 )
 def test_adapters_have_the_gradients_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = adapted(name, lora_dropout=0.2)
@@ -34,7 +31,7 @@ def test_adapters_have_the_gradients_of_one_device(name: str, ranks: int, schedu
     assert trained == {name for name, p in _module(case.model).named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", long_after(1, "zb-h1", "1f1b"))
 def test_stages_without_adapters_have_no_backward(schedule: str) -> None:
     case = adapted("gpt2", layers_to_transform=[2])
     options: dict[str, Any] = {"ranks": 4, "microbatches": 4, "schedule": schedule, "balance": "parameters"}
@@ -48,7 +45,7 @@ def test_stages_without_adapters_have_no_backward(schedule: str) -> None:
     ).raise_if_failed()
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(1, "naive"), (2, "zb-h1"), (4, "1f1b")])
+@pytest.mark.parametrize(("ranks", "schedule"), long_after(1, (4, "1f1b"), (1, "naive"), (2, "zb-h1")))
 def test_adapters_alone_are_saved_under_pefts_names(ranks: int, schedule: str) -> None:
     assert_same(train(0, ranks, schedule), by_hand())
 

@@ -21,7 +21,7 @@ SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
@@ -29,7 +29,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 GROUPED = {"num_key_value_heads": 2}
-BART = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 3), ("ffn_dim", 48))}
+BART = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 DEEPSEEK = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
@@ -40,17 +40,17 @@ SMALL_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 
 MODELS: dict[str, dict[str, Any]] = {
     "AlbertForMaskedLM": {"embedding_size": 16},
     "BartForConditionalGeneration": {"d_model": 32, **BART, **HEADS},
-    "BloomForCausalLM": {"n_layer": 4, "n_head": 4},
-    "DebertaV2ForMaskedLM": {},
+    "BloomForCausalLM": {},
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
     "MambaForCausalLM": {},
 }
 """The class of each, and what its config takes besides SMALL.
 
-One of each family: shared layers, encoder and decoder, ALiBi, attention by distance, experts, windows, states.
+One of each family: shared layers, encoder and decoder, ALiBi, experts, windows, states.
 """
 MORE: dict[str, dict[str, Any]] = {
+    "DebertaV2ForMaskedLM": {},
     "GptOssForCausalLM": {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "JambaForCausalLM": {
         **GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_d_state": 8,
@@ -60,9 +60,11 @@ MORE: dict[str, dict[str, Any]] = {
     "LongformerForMaskedLM": {"attention_window": 4},
     "SwitchTransformersForConditionalGeneration": {**SMALL_T5, "num_experts": 4},
 }  # fmt: skip
-"""Likewise, in long runs only: attention sinks, states beside attention, local attention, experts taken singly."""
+"""Likewise, in long runs only: attention by distance (with another head: below), attention sinks, states beside
+attention, local attention, experts taken singly.
+"""
 
-LAYERS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 PICTURES: dict[str, dict[str, Any]] = {
     "ConvNextForImageClassification": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]},
     "Dinov2ForImageClassification": {**LAYERS, "image_size": 32, "patch_size": 8},
@@ -71,7 +73,7 @@ PICTURES: dict[str, dict[str, Any]] = {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
     },
 }  # fmt: skip
-"""One of each family: convolutions, patches, batch norm, windows."""
+"""One of each family: convolutions (of which ResNet has some, too), patches, batch norm, windows."""
 WHISPER = {
     "d_model": 32, **BART, **HEADS, "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 16,
     "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
@@ -85,7 +87,7 @@ WHISPER = {
 def test_gradients_are_those_of_one_device(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**SMALL, **(MODELS | MORE)[name]))
+    model = kind(kind.config_class(**{**SMALL, "num_hidden_layers": ranks, **(MODELS | MORE)[name]}))
     ids = torch.randint(3, SMALL["vocab_size"], (4, 8))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     assert verify(model, (), kwargs=inputs, ranks=ranks, microbatches=2).ok
@@ -95,7 +97,7 @@ def classified(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits, target)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * n.startswith("Conv")) for n in PICTURES])
 def test_pictures(name: str) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
@@ -105,6 +107,7 @@ def test_pictures(name: str) -> None:
     assert verify(model, (), target=target, loss_fn=classified, kwargs=inputs, ranks=2, microbatches=2).ok
 
 
+@pytest.mark.long  # BART is an encoder and a decoder, too, and wav2vec 2.0 listens
 def test_speech() -> None:
     torch.manual_seed(0)
     model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER))
@@ -134,7 +137,7 @@ HEADED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Other heads than those for tokens: the config's, and what they take."""
 
 
-@pytest.mark.parametrize("name", HEADED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n[0] != "L")) for n in HEADED])
 def test_heads(name: str) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)

@@ -18,7 +18,7 @@ from models import MODELS
 import penstock
 from penstock.plan.explain import Change, Prediction, explain
 from penstock.schedule import schedule_spec
-from penstock.trace.files import recording_from_timelines
+from penstock.trace.formats import recording_from_timelines
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)

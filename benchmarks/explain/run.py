@@ -21,7 +21,7 @@ from torch import nn
 
 import penstock
 from penstock.plan.explain import explain
-from penstock.trace.files import recording_from_timelines
+from penstock.trace.formats import recording_from_timelines
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 

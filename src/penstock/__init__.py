@@ -79,7 +79,7 @@ moved.update(  # until 0.2
         "penstock.explain.around": "penstock.trace.outside_pipeline",
         "penstock.explain.case": "penstock.plan.explain.replay",
         "penstock.explain.columns": "penstock.trace.columns",
-        "penstock.explain.reading": "penstock.trace.files",
+        "penstock.explain.reading": "penstock.trace.formats",
         "penstock.explain.where": "penstock.plan.explain.breakdown",
         "penstock.balance": "penstock.costs",
         "penstock.blame": "penstock.verification.blame",

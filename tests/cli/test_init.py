@@ -8,15 +8,14 @@ import pytest
 from command_line import output, refusal
 
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 from scaffolding.scripts import lines_here, lines_of_rank
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "model", ["gpt", *(pytest.param(model, marks=pytest.mark.long) for model in ("cnn", "transformers"))]
-)
+@pytest.mark.parametrize("model", long_after(1, "gpt", "cnn", "transformers"))
 def test_a_script_trains_and_is_verified(
     model: str, ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

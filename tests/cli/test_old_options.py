@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.cli import VERBS, app
 from penstock.cli._old_names import OLD_COMMANDS, OLD_OPTIONS, OLD_OPTIONS_OF, old_options
 
 
+@cache
 def command(verb: str) -> Any:
     return typer.main.get_command(app).get_command(None, verb)  # type: ignore[attr-defined]
 

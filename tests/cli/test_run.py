@@ -44,31 +44,6 @@ sys.exit(3)
 """
 
 
-LISTENS = """
-import os, torch, penstock
-from torch import nn
-
-x = torch.ones(4, 4)
-model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-with penstock.pipeline(model, (x,), loss=nn.functional.mse_loss, microbatches=2, transport="distributed") as pipe:
-    pipe.step(x, target=x)
-    if pipe.is_main_process:
-        job, owners = f"PENSTOCK_JOB={os.environ['PENSTOCK_JOB']}".encode(), {}
-        for pid in filter(str.isdecimal, os.listdir("/proc")):
-            try:
-                if job in open(f"/proc/{pid}/environ", "rb").read():
-                    for name in os.listdir(f"/proc/{pid}/fd"):
-                        owners[os.readlink(f"/proc/{pid}/fd/{name}")] = pid
-            except OSError:
-                pass
-        for kind in ("tcp", "tcp6", "udp", "udp6"):
-            for line in open(f"/proc/net/{kind}").read().splitlines()[1:]:
-                _, address, _, state, *_, inode = line.split()[:10]
-                if f"socket:[{inode}]" in owners and (state == "0A" or kind.startswith("udp")):
-                    print(kind, owners[f"socket:[{inode}]"], address.split(":")[0])
-"""
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "stop.py").write_text(STOP)
@@ -112,17 +87,6 @@ def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path)
     for rank in range(2):
         shown = json.loads((folder / f"shown.{rank}").read_text())
         assert shown == [given, "2", threads, None]
-
-
-@pytest.mark.distributed
-def test_on_one_machine_everything_listens_on_loopback(folder: Path) -> None:
-    """The launcher's agent with torch's store, the ranks with gloo's sockets, and rank 0 with the failure detector."""
-    (folder / "listens.py").write_text(LISTENS)
-    done = penstock(folder, "run", "--ranks", "2", "listens.py")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = [line.split() for line in done.stdout.splitlines()]
-    assert len({pid for _, pid, _ in found}) == 3
-    assert {(kind, address) for kind, _, address in found} == {("tcp", "0100007F")}
 
 
 def test_a_plan_a_module_with_chosen_threads_and_its_exit_status(folder: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,6 @@ def job_of(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return started(sys.executable, "-m", "penstock", "run", *arguments, folder=folder)
 
 
-def ended(job: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Its status, and what it printed and said."""
-    done = end_of(job)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.fixture
 def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job on two hosts that stays, and the ids of its ranks and of the processes that they started."""
@@ -75,13 +70,15 @@ def left_of(launcher: int) -> list[str]:
 
 @hosts_needed
 @pytest.mark.distributed
-def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: Path) -> None:
-    with job_of(
-        folder, "-n", "4", "--hosts", "2", "--threads", "3", "--link", "100mbit", "show.py", "--lr", "1"
-    ) as job:
-        status, printed, said = ended(job)
-    assert status == 3, said
-    assert sorted(printed.splitlines()) == [f"from rank {rank}" for rank in range(4)]
+def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    soon = replace(nodes.PATIENCE, failed_seconds=1.0)  # how long the other host's agent is waited for
+    monkeypatch.setitem(nodes.run.__kwdefaults__, "patience", soon)
+    options = ("--hosts", "2", "--threads", "3", "--link", "100mbit")
+    done = penstock("run", "-n", "4", *options, "show.py", "--lr", "1")
+    assert done.exit_code == 3, done.output
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"from rank {rank}" for rank in range(4)]
     for rank in range(4):
         arguments, (world, host, local, threads, interface), devices = json.loads(
             (folder / f"shown.{rank}").read_text()
@@ -89,11 +86,11 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
         assert arguments == ["--lr", "1"]
         assert (world, host, local, threads) == ("4", str(rank // 2), str(rank % 2), "3")
         assert sorted(devices) == sorted(["lo", interface])
-    assert said.splitlines() == [
+    assert done.stderr.splitlines() == [
         "penstock: network    2 hosts, 100mbit, by the kernel's tbf",
         "penstock: rank 2 ended with exit status 3",
     ]
-    assert left_of(job.pid) == []
+    assert left_of(os.getpid()) == []
 
 
 @pytest.mark.long  # distributed/launch/test_user.py
@@ -145,10 +142,10 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
     agent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
     host = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0GROUP_RANK=")[1][:1].decode()
     os.kill(agent, signal.SIGKILL)
-    _, _, said = ended(process)
-    assert process.returncode == 128 + signal.SIGKILL
+    done = end_of(process)
+    assert done.returncode == 128 + signal.SIGKILL
     agent_is = f"the agent of host {host} (ranks {host} to {host})"
-    assert said.splitlines()[-1] == f"penstock: {agent_is} was killed by SIGKILL"
+    assert done.stderr.splitlines()[-1] == f"penstock: {agent_is} was killed by SIGKILL"
     assert all(has_ended(pid) for pid in pids)
     assert left_of(process.pid) == []
 

@@ -11,7 +11,7 @@ import penstock
 from scaffolding.everything import ROWS, WIDTH, Layer, everything, everything_goes
 from scaffolding.models import squared_error
 
-STEPS = 10
+STEPS = 6
 
 
 class Untied(nn.Module):

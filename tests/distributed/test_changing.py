@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("schedule", "p", "transport"),
-    [
-        ("zb-h1", 2, "distributed"),
-        pytest.param("interleaved-1f1b", 4, "auto", marks=pytest.mark.long),
-    ],
+    ("schedule", "p", "transport"), long_after(1, ("zb-h1", 2, "distributed"), ("interleaved-1f1b", 4, "auto"))
 )
 def test_traps_5_7_12_21_batches_that_change_have_the_bits_of_one_device(
     schedule: str, p: int, transport: str, request: pytest.FixtureRequest

@@ -12,6 +12,7 @@ import torch
 from checkpoint_jobs import Trained
 
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -43,11 +44,13 @@ def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [
-        pytest.param("dropout", ("four ranks", "one device"), marks=pytest.mark.long),
-        ("tied_gpt_with_dropout", ("four ranks", "two ranks")),
-        ("convnet", ("two ranks, interleaved", "two ranks, zero-bubble V")),
-    ],
+    long_after(
+        *(2, ("tied_gpt_with_dropout", ("four ranks", "two ranks"))),
+        *(
+            ("convnet", ("two ranks, interleaved", "two ranks, zero-bubble V")),
+            ("dropout", ("four ranks", "one device")),
+        ),
+    ),
 )
 def test_training_goes_on(train: Callable[..., Trained], tmp_path: Path, name: str, change: tuple[str, str]) -> None:
     saves, loads = change
@@ -79,12 +82,11 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
     assert all("has no optimizer" in said for said in said_by)
 
 
-@pytest.mark.parametrize("change", [("two ranks", "one device"), ("one device", "two ranks")])
+@pytest.mark.parametrize(("saves", "loads"), long_after(1, ("one device", "two ranks"), ("two ranks", "one device")))
 def test_several_optimizers_and_averages_go_on(
-    train: Callable[..., Trained], tmp_path: Path, change: tuple[str, str]
+    train: Callable[..., Trained], tmp_path: Path, saves: str, loads: str
 ) -> None:
     """Each rank saves its own part of them, in whatever form the averages are kept."""
-    saves, loads = change
     whole, held = train(jobs.train_with_averages, loads, STEPS, tmp_path / "unused", STEPS)
     first, _ = train(jobs.train_with_averages, saves, SAVED, tmp_path, SAVED)
     then, again = train(jobs.train_with_averages, loads, STEPS, tmp_path)

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
 DP, TP = ((2, 2), ("dp", "pp")), ((2, 2), ("pp", "tp"))
 CHANGING = [[8, 8], [8, 1], [2, 8]]
+WAYS = long_after(1, ("every_block", DP[1]), ("by_plan", TP[1]))
 
 
 def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks) -> None:
@@ -39,12 +41,12 @@ def test_sharded_stages_under_autocast(ranks4: Ranks) -> None:
             torch.testing.assert_close(other[name], gradient)
 
 
-@pytest.mark.parametrize(("how", "names"), [("every_block", DP[1]), ("by_plan", TP[1])])
+@pytest.mark.parametrize(("how", "names"), WAYS)
 def test_the_unsplit_models_state_is_loaded_into_shards(ranks4: Ranks, how: str, names: Any) -> None:
     assert ranks4.run(combined_jobs.load, how, names) == [0.0] * 4
 
 
-@pytest.mark.parametrize(("how", "names"), [("every_block", DP[1]), ("by_plan", TP[1])])
+@pytest.mark.parametrize(("how", "names"), WAYS)
 def test_verify_compares_shards_as_a_whole(ranks4: Ranks, how: str, names: Any) -> None:
     for ok, summary in ranks4.run(combined_jobs.verify, how, names):
         assert ok, summary
@@ -57,10 +59,11 @@ def test_deferred_batch_norm_has_the_first_replicas_statistics(ranks4: Ranks) ->
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [
-        ("evaluates", "some train, others evaluate"),
+    long_after(
+        1,
         ("freezes", "they differ in modes, requires_grad flags or autocast"),
-    ],
+        ("evaluates", "some train, others evaluate"),
+    ),
 )
 def test_replicas_that_take_other_steps_are_told(ranks4: Ranks, what: str, text: str) -> None:
     with pytest.raises(RanksError, match=f"the replicas do not take the same step: {text}") as error:
@@ -70,11 +73,12 @@ def test_replicas_that_take_other_steps_are_told(ranks4: Ranks, what: str, text:
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [
+    long_after(
+        2,
         ("clip", "clip_grad_norm_: the last step was within no_sync()"),
-        ("scaler", "GradScaler: the last step was within no_sync()"),
         ("loss", "broadcast_loss=False, but the mesh has replicas"),
-    ],
+        ("scaler", "GradScaler: the last step was within no_sync()"),
+    ),
 )
 def test_what_would_part_replicas_is_refused(ranks4: Ranks, what: str, text: str) -> None:
     assert all(text in said for said in ranks4.run(combined_jobs.refused, what))

@@ -15,6 +15,7 @@ from penstock.schedule import Op
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -32,16 +33,14 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.mark.parametrize(
     ("ranks", "name", "schedule"),
-    [
-        (3, "tied_gpt_with_dropout", "1f1b"),
-        pytest.param(2, "llama", "naive", marks=pytest.mark.long),
-        (2, "in_place", "1f1b"),
-        (2, "deep_with_dropout", "chimera"),
-    ],
+    long_after(
+        *(2, (2, "in_place", "1f1b"), (2, "deep_with_dropout", "chimera")),
+        *((3, "tied_gpt_with_dropout", "1f1b"), (2, "llama", "naive")),
+    ),
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
-    """Every schedule: `test_nccl_rules.py` and `test_zoo_ranks.py`."""
+    """Every schedule: `test_nccl_rules.py` and `test_zoo_ranks.py`. A tie of three ranks' first and last: below."""
     reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 6})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     ok, summary, kinds = reports[0]

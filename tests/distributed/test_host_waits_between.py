@@ -8,12 +8,13 @@ import host_wait_jobs as jobs
 import pytest
 
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 from scaffolding.stand_in_streams import APART
 
 pytestmark = pytest.mark.distributed
 
-SHORT = [("zb-h1", ""), ("dualpipe", "read")]
-LONG = [("zb-v", "hang"), ("interleaved-1f1b", "hang")]
+SHORT = [("zb-h1", "")]
+LONG = [("dualpipe", "read"), ("zb-v", "hang"), ("interleaved-1f1b", "hang")]
 """zb-v has the loss on the first rank, and dualpipe on both."""
 
 
@@ -21,9 +22,7 @@ def _of_the_host(steps: list[jobs.Steps]) -> list[dict[str, int]]:
     return [{what: count for what, count in one.waits.items() if not what.endswith(APART)} for one in steps]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "also"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
-)
+@pytest.mark.parametrize(("schedule", "also"), long_after(len(SHORT), *SHORT, *LONG))
 def test_a_steady_step_waits_for_nothing(own_pair: Ranks, schedule: str, also: str) -> None:
     """Nor does it if the device hangs, or if one rank alone reads the loss. The losses are those of one device."""
     given = {"schedule": schedule}

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.schedule import generate
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -22,10 +23,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "p", "chunks", "rules", "tied"),
-    [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
-)
+@pytest.mark.parametrize(("schedule", "p", "chunks", "rules", "tied"), long_after(len(SHORT), *SHORT, *LONG))
 def test_each_microbatch_goes_its_way(
     schedule: str, p: int, chunks: int, rules: bool, tied: bool, request: pytest.FixtureRequest
 ) -> None:

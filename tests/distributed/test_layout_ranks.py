@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -22,9 +23,9 @@ def test_replicas_with_the_batch_in_dimension_1(ranks4: Ranks) -> None:
         assert ok, summary
 
 
-@pytest.mark.parametrize("job", [layout_jobs.train_and_predict, layout_jobs.train_graphs])
+@pytest.mark.parametrize("job", long_after(1, layout_jobs.train_graphs, layout_jobs.train_and_predict))
 def test_changing_batches_are_those_of_one_process(ranks3: Ranks, job: object) -> None:
-    assert job in (layout_jobs.train_and_predict, layout_jobs.train_graphs)
+    """Of tensors, in every run: test_layouts.py, in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

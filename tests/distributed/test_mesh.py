@@ -9,12 +9,11 @@ from torch import Tensor
 
 from penstock.schedule import generate, reduce_replicas
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6
-
-LONG = ("interleaved-1f1b", "dualpipe-v")
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -23,11 +22,10 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        ("deep_with_dropout", "zb-v"),
-        *(pytest.param("deep_with_dropout", s, marks=pytest.mark.long) for s in LONG),
-        ("frozen_first_stage", "zb-h1"),
-    ],
+    long_after(
+        *(2, ("deep_with_dropout", "zb-v"), ("frozen_first_stage", "zb-h1")),
+        *(("deep_with_dropout", "interleaved-1f1b"), ("deep_with_dropout", "dualpipe-v")),
+    ),
 )
 def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: str, schedule: str) -> None:
     seen = ranks4.run(mesh_jobs.verify, name, (2, 2), {"schedule": schedule, "microbatches": 6})
@@ -38,12 +36,13 @@ def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: st
     assert "loss loss" in seen[0].equal, "the loss of the whole batch, to the bit"
 
 
+@pytest.mark.long  # above: two by two; below: (4, 1)
 @pytest.mark.parametrize(
     ("name", "shape", "transport"),
     [
         ("tied_gpt_with_dropout", (2, 2), "distributed"),
-        pytest.param("convnet", (4, 1), "auto", marks=pytest.mark.long),
-        pytest.param("dicts_between_stages", (1, 4), "distributed", marks=pytest.mark.long),
+        ("convnet", (4, 1), "auto"),
+        ("dicts_between_stages", (1, 4), "distributed"),
     ],
 )
 def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], transport: str) -> None:

@@ -19,6 +19,7 @@ from penstock.schedule.generators import ScheduleParams
 from penstock.testing.nccl import nccl_rules
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -41,9 +42,8 @@ SHORT = [
     ("1f1b-v", 2, "a skip over one cut", True),
     ("zb-h1", 3, "a skip over one cut", False),
     ("chimera", 2, "a skip over two cuts", True),
-    ("dualpipe-v", 4, "chain", False),
 ]
-"""A schedule of each family: one, several and two stages a rank, a V, a split backward, two copies."""
+"""A schedule of each family: one and several stages a rank, a V, a split backward, two copies."""
 LONG = [
     (g.name, ranks, model, eager)
     for (s, g), (r, ranks), (m, model), eager in product(
@@ -55,9 +55,7 @@ LONG = [
 """Each schedule with each number of ranks under both rules, and with each model."""
 
 
-@pytest.mark.parametrize(
-    ("schedule", "p", "model", "eager"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
-)
+@pytest.mark.parametrize(("schedule", "p", "model", "eager"), long_after(len(SHORT), *SHORT, *LONG))
 def test_every_step_is_that_of_one_device(
     schedule: str, p: int, model: str, eager: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -68,13 +66,13 @@ def test_every_step_is_that_of_one_device(
         assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
 
 
-@pytest.mark.parametrize("eager", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("eager", long_after(1, True, False))
 def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks, eager: bool) -> None:
     cell = Cell("interleaved-1f1b", "a skip over two cuts", 8, 2, (False, True), "auto", eager)
     assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+@pytest.mark.parametrize("schedule", long_after(1, "dualpipe", "chimera"))
 def test_the_second_step_needs_no_kernel_that_the_first_has_not_loaded(ranks4: Ranks, schedule: str) -> None:
     """Ranks 1 and 2 each await the other's first gradient when they compute their own. On an H100 both hung."""
     cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False))

@@ -15,6 +15,7 @@ from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost
 from penstock.simulate.search import search
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -33,11 +34,7 @@ def _found() -> Plan:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        pytest.param({"devices": ()}, marks=pytest.mark.long),
-        pytest.param({"order": "", "choice": ParallelConfig(1, 2, 2, "zb-v", 4, 3)}, marks=pytest.mark.long),
-    ],
+    long_after(1, {}, {"devices": ()}, {"order": "", "choice": ParallelConfig(1, 2, 2, "zb-v", 4, 3)}),
     ids=["all at once", "in order", "zb-v"],
 )
 def test_processes_follow_a_plan_to_the_bit(ranks2: Ranks, changes: dict[str, object]) -> None:

@@ -22,7 +22,7 @@ def test_one_curve_of_losses_at_one_two_and_four_ranks(ranks2: Ranks, ranks4: Ra
     options: dict[str, Any] = {"recompute": recompute, "offload": {3: True}, "deferred_batch_norm": True}
     losses, norms, held = recompute_jobs.curve(0, clip, {**HERE, **options})
     assert len(set(losses)) == recompute_jobs.STEPS
-    assert losses[-5] < losses[0]
+    assert losses[5] < losses[0]  # of the same batch
     assert max(norms) > clip
     for ranks, how in ((ranks2, TWO), (ranks4, FOUR)):
         parts = ranks.run(recompute_jobs.curve, clip, {**how, **options})

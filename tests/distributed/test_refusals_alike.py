@@ -6,13 +6,12 @@ import pytest
 
 from distributed import refusal_jobs
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
-ALIKE = [case for case in refusal_jobs.CASES if case != "one rank"]
 
-
-@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize("case", long_after(1, *(case for case in refusal_jobs.CASES if case != "one rank")))
 def test_every_rank_raises_its_own_refusal(ranks2: Ranks, case: str) -> None:
     first, *others = ranks2.run(refusal_jobs.refused, case)
     assert first[0].startswith(("ArgumentError", "PartitionError"))

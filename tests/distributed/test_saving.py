@@ -14,6 +14,7 @@ import torch
 
 from penstock import CheckpointError, checkpoint
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -100,9 +101,7 @@ def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: 
     assert not list(tmp_path.glob(".step*"))
 
 
-@pytest.mark.parametrize(
-    ("saves", "loads"), [(4, 1), pytest.param(1, 4, marks=pytest.mark.long)], ids=["4 to 1", "1 to 4"]
-)
+@pytest.mark.parametrize(("saves", "loads"), long_after(1, (4, 1), (1, 4)))
 def test_groups_by_name_schedules_scalers_and_generators_go_on(
     ranks4: Ranks, tmp_path: Path, saves: int, loads: int
 ) -> None:
@@ -122,7 +121,7 @@ def test_groups_by_name_schedules_scalers_and_generators_go_on(
     assert [size[0] for size in sizes] == [2, 0, 0, 0], "the others have no parameter of the first group"
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("tied_gpt", False), ("mlp", True)], ids=["replicas", "shards"])
+@pytest.mark.parametrize(("name", "sharded"), long_after(1, ("mlp", True), ("tied_gpt", False)))
 def test_a_mesh_writes_one_checkpoint_of_whole_tensors(ranks4: Ranks, tmp_path: Path, name: str, sharded: bool) -> None:
     every = ranks4.run(jobs.save_on_a_mesh, tmp_path, name, sharded)
     alone = jobs.load_alone(tmp_path, name)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.schedule import Op, check, generate, merge_last_backward, schedule_specs
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -39,8 +40,7 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
 
 
 @pytest.mark.parametrize(
-    ("schedule", "how"),
-    [("zb-h1", "every_block"), pytest.param("interleaved-1f1b", "whole_stage", marks=pytest.mark.long)],
+    ("schedule", "how"), long_after(1, ("zb-h1", "every_block"), ("interleaved-1f1b", "whole_stage"))
 )
 def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
     options = {"schedule": schedule, "microbatches": 6}
@@ -120,9 +120,7 @@ def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) ->
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize(
-    ("schedule", "how"), [pytest.param("1f1b", "by_plan", marks=pytest.mark.long), ("zb-h1", "by_sequence")]
-)
+@pytest.mark.parametrize(("schedule", "how"), long_after(1, ("zb-h1", "by_sequence"), ("1f1b", "by_plan")))
 def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
     dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others
     plain = run(ranks4, ((4,), ("pp",)), "", steps=2, dropout=dropout)
@@ -142,17 +140,18 @@ def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "text"),
-    [
+    long_after(
+        5,
         ("tied", "which stages [0, 1] share; leave it whole"),
-        ("copies", "works on one copy of each stage"),
-        ("another module", "parallelize returned a Sequential for stage"),
         ("a part of the mesh", "the batch is divided along 'dp_replicate' as well"),
-        ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; pass at least 2"),
         ("nothing to gather", "unshard_window=1: parallelize= applied fully_shard to no stage; leave"),
         ("no names", "over a mesh without mesh_dim_names"),
-        ("replicated by FSDP", "parallelize applied torch's replicate to stage 0 (module"),
         ("sharded before", "model: fully_shard or replicate was applied before the pipeline was made (FSDPBlocks)"),
-    ],
+        ("copies", "works on one copy of each stage"),
+        ("another module", "parallelize returned a Sequential for stage"),
+        ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; pass at least 2"),
+        ("replicated by FSDP", "parallelize applied torch's replicate to stage 0 (module"),
+    ),
 )
 def test_what_would_be_wrong_is_refused(ranks4: Ranks, case: str, text: str) -> None:
     assert any(text in said for said in ranks4.run(shard_jobs.refused, case))

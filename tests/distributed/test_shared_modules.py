@@ -6,17 +6,15 @@ import gan_jobs as jobs
 import pytest
 
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(
-    ("first", "cut", "schedule"),
-    [
-        ("judging", "generator.2", "zb-h1"),
-        pytest.param("judged", "generator.2 generator.4 critic.0", "interleaved-1f1b", marks=pytest.mark.long),
-    ],
-)
+JUDGED = ("judged", "generator.2 generator.4 critic.0", "interleaved-1f1b")
+
+
+@pytest.mark.parametrize(("first", "cut", "schedule"), long_after(1, ("judging", "generator.2", "zb-h1"), JUDGED))
 def test_a_generator_and_a_discriminator_train_as_in_plain_torch(
     ranks2: Ranks, first: str, cut: str, schedule: str
 ) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import penstock
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 from scaffolding.small import batch, mlp
 from scaffolding.stand_in_streams import APART
 
@@ -27,9 +28,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "name"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
-)
+@pytest.mark.parametrize(("schedule", "name"), long_after(len(SHORT), *SHORT, *LONG))
 def test_bits_of_one_device(own_pair: Ranks, schedule: str, name: str) -> None:
     reports = own_pair.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"

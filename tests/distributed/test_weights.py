@@ -19,6 +19,7 @@ from penstock import checkpoint
 from penstock.cli import app
 from scaffolding.models import TRANSFORMERS
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -132,7 +133,7 @@ def test_a_first_rank_that_runs_out_of_memory_leaves_no_other_waiting(ranks2: Ra
     assert load_file(tmp_path / "model.safetensors").keys() >= {"embed.weight", "last.bias"}
 
 
-@pytest.mark.parametrize("what", ["file", pytest.param("checkpoint", marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", long_after(1, "file", "checkpoint"))
 def test_a_rank_never_holds_much_more_than_its_stage(ranks4: Ranks, tmp_path: Path, what: str) -> None:
     jobs.write_deep(tmp_path)
     every = ranks4.run(jobs.load_deep, tmp_path, what)

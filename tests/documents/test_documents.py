@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import click
 import pytest
 import typer
-from blocks import ROOT, Block, blocks, spoken_names
+from blocks import DOCUMENTS, ROOT, Block, blocks, spoken_names
 from typer.testing import CliRunner
 from world import assert_runs
 
@@ -82,6 +83,17 @@ def test_python_runs(block: Block, folder: Path) -> None:
         assert_runs(block.text, folder)
 
 
+def test_links_lead_somewhere() -> None:
+    """To a file that is there, and to a heading by the name that GitHub gives it."""
+    for document in DOCUMENTS:
+        for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", document.read_text(encoding="utf-8")):
+            target = document.parent / path if path else document
+            assert target.exists(), (document, path)
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            names = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in names, (document, path, anchor)
+
+
 def test_the_picture_is_what_the_schedules_are_now() -> None:
     pictures = ROOT / "docs" / "pictures"
     drawn = runpy.run_path(str(pictures / "schedules.py"))["picture"]()
@@ -90,10 +102,10 @@ def test_the_picture_is_what_the_schedules_are_now() -> None:
 
 def test_the_run_that_the_report_shows_can_be_made(tmp_path: Path) -> None:
     training = runpy.run_path(str(ROOT / "docs" / "pictures" / "training.py"))
-    training["main"](str(tmp_path / "run"), steps=2)
+    training["main"](str(tmp_path / "run"), steps=1)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
-    assert "2 steps" in (tmp_path / "run" / "report.html").read_text()
+    assert "1 step" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)

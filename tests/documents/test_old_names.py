@@ -19,7 +19,7 @@ MOVED = {
     "penstock.explain.around": "penstock.trace.outside_pipeline",
     "penstock.explain.case": "penstock.plan.explain.replay",
     "penstock.explain.columns": "penstock.trace.columns",
-    "penstock.explain.reading": "penstock.trace.files",
+    "penstock.explain.reading": "penstock.trace.formats",
     "penstock.fabric.alpha_beta": "penstock.network.fabric.alpha_beta",
     "penstock.fabric.emulation.signals": "penstock.network.fabric.emulation.trials",
     "penstock.fabric.forecast": "penstock.network.fabric.alpha_beta",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,12 @@ def mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, An
 @pytest.fixture
 def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, Callable[[], Curves]]]:
     run, client = mlflow_run
+    kept: Curves = {}
+
+    def keep(figures: dict[str, float], step: int) -> None:
+        """As a run of Weights & Biases; a real one is long."""
+        for name, figure in figures.items():
+            kept.setdefault(name, []).append((step, figure))
 
     def from_mlflow() -> Curves:
         names = client.get_run(run.info.run_id).data.metrics
@@ -81,6 +88,7 @@ def kinds(tmp_path: Path, mlflow_run: tuple[Any, Any]) -> dict[str, tuple[Log, C
         "json lines": (JsonLinesLog(tmp_path / "steps.jsonl"), lambda: from_json_lines(tmp_path)),
         "tensorboard": (TensorBoardLog(tmp_path / "events"), lambda: from_tensorboard(tmp_path / "events")),
         "mlflow": (MlflowLog(run, client), from_mlflow),
+        "weights and biases": (WandbLog(SimpleNamespace(log=keep)), lambda: kept),
     }
 
 
@@ -119,6 +127,7 @@ def test_every_figure_is_written_where_it_is_known(kinds: dict[str, tuple[Log, C
         assert shown == {}
 
 
+@pytest.mark.long  # above, with what stands in for its run
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install '.[test]'")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")

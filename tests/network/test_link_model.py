@@ -67,9 +67,8 @@ def test_the_jitter_has_its_distribution(distribution: str) -> None:
 
 @pytest.mark.parametrize("distribution", ["normal", "pareto", "paretonormal"])
 def test_the_distributions_are_those_of_tc(distribution: str) -> None:
-    tables = [
-        path for libraries in ("lib*", "lib*/*") for path in Path("/usr").glob(f"{libraries}/tc/{distribution}.dist")
-    ]
+    folders = ("lib/tc", "lib64/tc", "lib/*-linux-gnu/tc")
+    tables = [table for folder in folders for table in Path("/usr").glob(f"{folder}/{distribution}.dist")]
     if not tables:
         pytest.skip("tc's tables are not installed")
     lines = [line for line in tables[0].read_text().splitlines() if not line.startswith("#")]

@@ -80,9 +80,14 @@ def test_two_emulations_at_once_do_not_collide() -> None:
         assert len(reaper.list_namespaces(other.id)) == 3
 
 
+WAYS = [signal.SIGKILL, "fork", signal.SIGINT, signal.SIGTERM, "raise"]
+SWITCH_ENDS = [
+    pytest.param(way, ("switch",), marks=[switch_needed, *[pytest.mark.long] * (way in WAYS[2:])]) for way in WAYS
+]
+
+
 @hosts_needed
-@pytest.mark.parametrize("switch", [pytest.param((), id="bridge"), pytest.param(("switch",), marks=switch_needed)])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, "raise", "fork"])
+@pytest.mark.parametrize(("how", "switch"), [*((way, ()) for way in WAYS), *SWITCH_ENDS])
 def test_nothing_outlives_the_maker(how: signal.Signals | str, switch: tuple[str, ...]) -> None:
     devices = _devices()
     with maker(*[how] if isinstance(how, str) else [], *switch) as (process, emulation, worker, keeps):

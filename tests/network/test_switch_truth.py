@@ -70,9 +70,9 @@ OWN = {
     **{host: f"100mbit delay 5ms jitter 1ms distribution {name}" for host, name in enumerate(DISTRIBUTIONS)},
     **{len(DISTRIBUTIONS) + place: f"100mbit {text}" for place, (text, _) in enumerate(SHARES.values())},
 }
-FRAMES, APART = 700, 0.0085
+FRAMES, APART = 400, 0.0085
 """Further apart than the jitter reaches, or frames would wait for those in front."""
-SHARED_FRAMES, SHARED_APART = 2500, 0.002
+SHARED_FRAMES, SHARED_APART = 1700, 0.002
 
 
 @cache

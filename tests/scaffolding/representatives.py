@@ -1,4 +1,4 @@
-"""Picks a few cases to stand for a matrix; the others are `long`."""
+"""Picks a few cases to stand for a matrix, or for a list; the others are `long`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+
+
+def long_after(count: int, *cases: Any) -> list[Any]:
+    """The cases, for `parametrize`: the first so many, and those that are long. One of several arguments is a tuple."""
+    every = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.long) for case in every[count:])]
 
 
 def representatives(one_in: int, *axes: Sequence[Any]) -> list[Any]:

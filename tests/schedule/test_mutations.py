@@ -276,7 +276,6 @@ def kinds(schedule: Schedule) -> set[str]:
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda function: function.__name__)
-@settings(max_examples=60)
 @given(data=st.data())
 def test_every_break_is_reported(broken: Break, data: st.DataObject) -> None:
     variants = [name for name in VARIANTS if "messages" in name or broken not in OF_MESSAGES]

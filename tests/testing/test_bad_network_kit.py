@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,11 @@ def test_mine(bad_network):
 
 
 @pytest.mark.distributed
-def test_jobs_run_one_after_the_other_and_their_output_is_kept(bad_network: MakesNetworks, tmp_path: Path) -> None:
+def test_jobs_run_one_after_the_other_and_their_output_is_kept(
+    bad_network: MakesNetworks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon = replace(nodes.PATIENCE, failed_seconds=1.0)  # how long the other host's agent is waited for
+    monkeypatch.setitem(nodes.run.__kwdefaults__, "patience", soon)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with bad_network(2, "10mbit delay 1ms", host_links={1: "5mbit"}, background=["1mbit to 0"]) as network:

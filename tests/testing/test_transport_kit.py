@@ -25,6 +25,8 @@ Mailbox = dict[Any, "queue.Queue[Any]"]
 class Posted:
     """One end of a channel through a mailbox that both ranks share, as files in one folder would be."""
 
+    seconds = 5.0  # that a message is waited for
+
     def __init__(self, box: Mailbox, key: Any, link: Link) -> None:
         self.box, self.key, self.agreement = box, key, Agreement(link)
 
@@ -39,7 +41,7 @@ class Posted:
     def post(self, microbatch: int) -> None: ...
 
     def receive(self, microbatch: int) -> list[Any]:
-        parts = self.place(microbatch).get(timeout=5)
+        parts = self.place(microbatch).get(timeout=self.seconds)
         return [part and from_bytes(part[1], part[0], torch.device("cpu")) for part in parts]
 
 
@@ -93,6 +95,8 @@ def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None
 
 class Late(Posted):
     """Sends a little later, as from a queue of its own, unless it is closed before."""
+
+    seconds = 2.0
 
     def __init__(self, box: Mailbox, key: Any, link: Link) -> None:
         super().__init__(box, key, link)

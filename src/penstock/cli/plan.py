@@ -13,8 +13,8 @@ from rich.text import Text
 from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
 from penstock._base.formatting import pluralize
+from penstock.cli._cluster_options import ClusterOptions, TransformerOptions
 from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
-from penstock.cli._plan_options import ClusterOptions, TransformerOptions
 from penstock.cli._plan_tables import show, show_shortfall
 from penstock.cli._target import compute_as_ranks, load_profiles, profile_target
 

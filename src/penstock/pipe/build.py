@@ -208,6 +208,7 @@ def pipeline(
     check_not_parallelized(model)
     example = validate_inputs(args, kwargs)
     options = Options.of(arguments)
+    options.check_inputs(example[1])
     device_type = (
         parse_device(devices).type if isinstance(devices, (str, torch.device)) else default_device(model, example).type
     )

@@ -20,7 +20,7 @@ from penstock.runtime.execute.transport_choice import TransportChoice, Transport
 from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, check_not_class
-from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice
+from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice, uses_target
 from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.ownership import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
@@ -106,6 +106,15 @@ class Options:
         note = reduction_advice(self.loss, self.reduction)
         return () if note is None else (note,)
 
+    def check_inputs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if losses that add up would be averaged: those of a model that divides by
+        `num_items_in_batch`, as the Trainer of transformers has them."""
+        if not uses_target(self.loss) and self.reduction != "sum" and kwargs.get("num_items_in_batch") is not None:
+            raise ArgumentError(
+                f"num_items_in_batch with reduction={self.reduction!r}: the losses that a model divides by it add up "
+                "to the batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
+            )
+
     def stage_budget(self, order: Schedule) -> StageBudget:
         """Return the budget of each rank for its stages under this schedule, memory only if that matters for the
         cuts."""
@@ -135,7 +144,13 @@ class Options:
                 f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
-        _check_features(self.features)
+        if not isinstance(self.features, Sequence) or not all(map(callable, self.features)):
+            raise ArgumentError(
+                f"features={self.features}: expected a list of functions that make a feature for a stage, such as "
+                "[Counts.of]"
+            )
+        for feature in self.features:
+            check_not_class("features", feature)
         check_flags(**{name: getattr(self, name) for name in ("broadcast_loss", "deferred_batch_norm", "check_finite")})
         for name in ("materialize", "parallelize"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
@@ -174,12 +189,3 @@ class Options:
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
                 "pass parallelize= too, or leave it out"
             )
-
-
-def _check_features(features: Any) -> None:
-    if not isinstance(features, Sequence) or not all(map(callable, features)):
-        raise ArgumentError(
-            f"features={features}: expected a list of functions that make a feature for a stage, such as [Counts.of]"
-        )
-    for feature in features:
-        check_not_class("features", feature)

@@ -225,7 +225,7 @@ def _pieces(
     if not sizes or not all(is_integer(rows) and rows >= 1 for rows in sizes):
         raise ArgumentError(f"{argument}: expected numbers of rows, each >= 1")
     try:
-        return [(cutting.take_rows(example, rows).pieces[0], rows) for rows in sorted({*sizes})]
+        return [(cutting.take_rows(example, rows), rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
         raise ArgumentError(f"{argument}: {error}") from None
 

@@ -33,7 +33,7 @@ from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, OutputLoss, explain_missing_target, padding_advice
+from penstock.runtime.loss.functions import explain_missing_target, padding_advice, uses_target
 from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, CachedSchedule, Call
@@ -96,7 +96,7 @@ class Session:
         local_stages = [stage for stage, rank in enumerate(order.placement.rank_of) if rank in engine.ranks]
         self.has_inputs = any(map(order.placement.is_first, local_stages))
         self.has_outputs = any(map(order.placement.is_last, local_stages))
-        self.looks_at_targets = _uses_target(options.loss) or callable(options.reduction)
+        self.looks_at_targets = uses_target(options.loss) or callable(options.reduction)
         cuts_both = options.cutting.split is not None and self.looks_at_targets  # by one function of the user's
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
         self.needs_targets = self.looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
@@ -253,6 +253,7 @@ class Session:
     def cut(self, batch: Batch, label: str, device: torch.device | None) -> batches.CutBatch:
         """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order, cutting = self.order, self.options.cutting
+        self.options.check_inputs(batch.kwargs)
         return cutting.cut(batch, order.microbatches, label, device, order.placement.pipelines)
 
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
@@ -297,20 +298,20 @@ class Session:
     def _for_loss(self, cached: CachedSchedule, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
         """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
-        if not _uses_target(self.options.loss) or batch.has_target or cached.bound.training:
+        if not uses_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
-        weight, devices = self._weights(cached, targets), self._devices(cached, self.order.placement.is_last)
+        weight, devices = self._weights(cached, targets, batch), self._devices(cached, self.order.placement.is_last)
         return targets and [
             batches.move_to(target, device) for target, device in zip(targets, devices, strict=True)
         ], weight
 
-    def _weights(self, cached: CachedSchedule, targets: Sequence[Any] | None) -> list[float]:
+    def _weights(self, cached: CachedSchedule, targets: Sequence[Any] | None, batch: Batch) -> list[float]:
         """Return the weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self.engine.replicas, self.engine
         if targets and reduction == "mean" and not self._padding_checked:
             on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
-            advice = padding_advice(self.options.loss, targets, cached.sizes)
+            advice = padding_advice(self.options.loss, targets, cached.sizes, self.split.model, batch.kwargs)
             self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
             if advice is not None:
                 warn(advice)
@@ -406,7 +407,3 @@ def _sharded(split: SplitModel, options: Options) -> Sharded:
             "unshard_window out, or shard the stages"
         )
     return Sharded(split.sharded_stages, options.unshard_window)
-
-
-def _uses_target(loss: Loss | None) -> bool:
-    return loss is not None and not isinstance(loss, OutputLoss)

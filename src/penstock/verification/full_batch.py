@@ -24,24 +24,19 @@ from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.chain import default_kwargs
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.batch.batch_dims import Dims, Microbatches
-from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.batch_dims import Microbatches
+from penstock.runtime.batch.cutting import UNCUT, Cutting, Microbatch
 from penstock.runtime.batch.microbatches import split
 from penstock.runtime.loss.functions import Loss, padding_advice, reduction_advice
 from penstock.runtime.loss.loss import Reduction, extract_loss, model_loss, no_loss_error, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
 from penstock.verification.comparison import FullBatchCheck
 
-_ALONG_DIM0 = Dims("batch", (("", None),))
-
 _REMEDY = (
     "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
     "as two inputs that are cut alike (chosen and rejected), or cut the batch yourself with split_fn="
 )
 """The remedy for samples that a loss or a model compares."""
-
-
-FLOATS = {torch.float64, torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +55,8 @@ class _Results:
 
     def is_close(self, whole: _Results) -> bool:
         """Whether two losses differ by no more than rounding, over the largest microbatch's."""
-        dtypes = {leaf.dtype for leaf in leaf_tensors(whole.outputs) if leaf.is_floating_point()}
-        tolerance = self.rounding if dtypes <= {torch.float64} else 2e-5 if dtypes <= FLOATS else 2e-2
+        narrow = {leaf.dtype for leaf in leaf_tensors(whole.outputs) if leaf.is_floating_point()} - {torch.float64}
+        tolerance = 2e-2 if narrow - {torch.float32} else 2e-5 if narrow else self.rounding
         return abs(self.loss - whole.loss) <= tolerance * max(self.largest, whole.largest)
 
 
@@ -139,7 +134,9 @@ class FullBatch:
             return "warning", f"the outputs agree, but {pairing}: {_REMEDY}"
         if rows_depend is False:
             targets, sizes = [piece.target for piece in self.pieces], [piece.rows or 1 for piece in self.pieces]
-            hint = reduction_advice(self.loss, self.reduction) or padding_advice(self.loss, targets, sizes)
+            hint = reduction_advice(self.loss, self.reduction)
+            if not callable(self.reduction):
+                hint = hint or padding_advice(self.loss, targets, sizes, self.single.model, self.batch.kwargs)
             return "warning", (
                 "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights "
                 "of classes), and gradients are those of the microbatches' losses; "
@@ -248,4 +245,4 @@ def _copy_microbatch(piece: Microbatch, device: torch.device, is_wide: bool) -> 
     """Copy a microbatch, in double precision if the model is."""
     tree: Any = (piece.args, dict(piece.kwargs), piece.target)
     tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
-    return Microbatch._make((*split(tree, (1,), "batch", device, _ALONG_DIM0)[0], piece.rows))
+    return Microbatch._make((*split(tree, (1,), "batch", device, UNCUT)[0], piece.rows))

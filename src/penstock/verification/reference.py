@@ -28,7 +28,7 @@ from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import draws_outside_modules
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import OutputLoss, checked_loss, explain_missing_target
+from penstock.runtime.loss.functions import checked_loss, explain_missing_target, uses_target
 from penstock.runtime.loss.loss import (
     Reduction,
     backward_root,
@@ -282,7 +282,7 @@ class _ReferenceRunner:
     def _loss_of(self, output: Any, target: Any, *, training: bool) -> Tensor | None:
         """Return the loss; in evaluation, None if it needs a target, and there is none."""
         loss = self._loss
-        if loss is not None and target is None and not training and not isinstance(loss, OutputLoss):
+        if uses_target(loss) and target is None and not training:
             return None
         result = model_loss(output) if loss is None else loss(output, target)
         return None if result is None and not training else checked_value(result, output, loss)

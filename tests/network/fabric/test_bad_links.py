@@ -1,4 +1,7 @@
-"""`penstock fabric` over links that are far and lossy, that change, and whose switch is killed."""
+"""`penstock fabric` over links that are far and lossy, that change, and whose switch is killed.
+
+In every run: test_switch_truth.py, test_scenario.py, test_switch_changes.py and, for the command, test_fabric_hosts.py.
+"""
 
 import json
 import os
@@ -22,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)),
     pytest.mark.distributed,
     pytest.mark.alone,
+    pytest.mark.long,
 ]
 
 CHANGES = """
@@ -79,7 +83,6 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     assert "gone = True" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.long  # test_stalls.py has the rule
 def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
     link = "100mbit delay 5ms stall 400ms every 900ms"
     asked = ["--sizes", "2600", "--trials", "150", "--warmup", "1", "--link", link]
@@ -97,7 +100,6 @@ def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
     assert [one["every_ns"] for one in found["environment"]["switch"]["stalls"]] == [900_000_000]
 
 
-@pytest.mark.long  # test_namespaces.py has its end, test_emulation.py that of a run
 def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
     asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
     with _fabric(tmp_path, *asked) as process:

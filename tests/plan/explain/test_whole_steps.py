@@ -15,15 +15,14 @@ from planted import even, recorded, timeline, twice
 
 from penstock.plan.explain import Event, TraceData, explain, load_trace, steps_of_trace
 from penstock.plan.explain.stragglers import describe, summarize_steps
+from scaffolding.representatives import long_after
 
 DATA = Path(__file__).parents[3] / "benchmarks/fidelity/data"
 OPS = {"forward": "forward-compute", "backward": "backward-compute"}
 SAME = {"forward-message": "forward-pp-comm", "backward-message": "backward-pp-comm"}
 
 
-@pytest.mark.parametrize(
-    "name", ["ST", pytest.param("AR", marks=pytest.mark.long), pytest.param("SE", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", long_after(1, "ST", "AR", "SE"))
 def test_what_stragglers_cost_is_what_was_published(name: str) -> None:
     """The usual times are those of these six steps, not of all that the source had."""
     published = json.loads((DATA / "trace_published.json").read_text())[name]["steps"]

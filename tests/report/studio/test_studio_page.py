@@ -207,23 +207,26 @@ def test_a_token_opens_the_page_and_leaves_the_address(open_page: Any, studio: S
 # -- with a keyboard or a screen reader: axe-core finds nothing, in either theme and size ------------------------------
 
 VIEWS = {
-    "play": ("view=play&schedules=1f1b,zb-h1", "tr[data-schedule=zb-h1]"),
-    "step by step": ("view=walk&slot=3", ".slots"),
-    "runs": ("view=runs", ".entries tbody tr"),
-    "a run": ("view=runs&run=a&what_if=schedule%3Dgpipe", ".outcome"),
-    "runs compared": ("view=runs&compare=a|b", ".compared table"),
+    "view=play&schedules=1f1b,zb-h1": "tr[data-schedule=zb-h1]",
+    "view=runs&run=a&what_if=schedule%3Dgpipe": ".outcome",
+}
+MORE = {
+    "view=walk&slot=3": ".slots",
+    "view=runs": ".entries tbody tr",
+    "view=runs&compare=a|b": ".compared table",
 }
 
 
-def test_axe_finds_nothing_in_any_view(open_page: Any, studio: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("views", [VIEWS, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "others"])
+def test_axe_finds_nothing_in_any_view(open_page: Any, studio: Start, tmp_path: Path, views: dict[str, str]) -> None:
     for name in "ab":
         a_run(tmp_path / name)
     link, found = studio(tmp_path).link, {}
-    for number, (name, (view, there)) in enumerate(VIEWS.items()):
+    for number, (view, there) in enumerate(views.items()):
         page = open_page(f"{link}&{view}", size=("wide", "phone")[number % 2], dark=number % 2 == 1)
         page.wait_for_selector("html[data-ready]")
         page.wait_for_selector(there)
-        found[name] = barriers(page)
+        found[view] = barriers(page)
         page.goto("about:blank")  # it asks nothing more
     page.goto(f"{link.partition('#')[0]}report?name=a")
     page.wait_for_selector("#timeline canvas")

@@ -37,7 +37,7 @@ class Attention(nn.Module):
 class Net(nn.Module):
     def __init__(self, make: Callable[[], BlockMask] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Attention(make) for _ in range(4))
+        self.blocks = nn.ModuleList(Attention(make) for _ in range(2))
 
     def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
         for block in self.blocks:
@@ -104,12 +104,12 @@ class Makes(Net):
     """Makes its mask in its own forward."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        for block in self.blocks[:2]:
+        for block in self.blocks[:1]:
             x = block(x)
         lengths = lengths + (x[:, 0, 0] > 0)  # known only while it runs
         function = and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < lengths[b])
         mask = create_block_mask(function, len(x), None, LENGTH, LENGTH, device="cpu")
-        for block in self.blocks[2:]:
+        for block in self.blocks[1:]:
             x = block(x, mask)
         return x
 

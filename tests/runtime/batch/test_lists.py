@@ -207,6 +207,23 @@ def test_a_model_that_cannot_take_a_microbatch_is_told_how_the_batch_was_cut(
     assert any(re.search(words, note) for note in caught.value.__notes__), caught.value.__notes__
 
 
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda rows: rows.to_sparse(), "sparse"),
+        (lambda rows: rows.to_sparse_csr(), "sparse"),
+        (lambda rows: torch.nested.nested_tensor([*rows], layout=torch.jagged), "nested"),
+    ],
+)
+@pytest.mark.parametrize("batch_dims", [None, {"kwargs": {"scale": None}}])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_tensors_that_are_not_dense_are_named(made: Callable[[Tensor], Tensor], kind: str, batch_dims: Any) -> None:
+    """Sparse adjacencies among the inputs, as pygcn passes them."""
+    inputs = ((random(8, 5),), {"scale": made(random(8, 5))})
+    with pytest.raises(ShapeError, match=rf"\['scale'\] is a {kind} tensor; expected a dense one"):
+        pipeline(Scaled(), *inputs, loss_fn=squared_error, ranks=2, microbatches=4, batch_dims=batch_dims)
+
+
 def test_a_target_that_is_no_tensor_is_named() -> None:
     x, labels = random(8, 9), np.arange(8) % 3
     with (
@@ -305,6 +322,25 @@ def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
         torch.testing.assert_close(single.step(*batches[2]).loss, model(*batches[2]).detach())
     with pipeline(model, batches[1], **options, batch_dims={"args": (0, 0)}) as pipe:
         torch.testing.assert_close(pipe.step(*batches[1]).loss, model(*batches[1]).detach())
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 2, 4), (6, 6, 6, 6)])
+def test_samples_of_one_length_are_samples(lengths: tuple[int, ...]) -> None:
+    """In the example, as `batch_dims` says, and in a later batch: their length is no number of rows."""
+
+    def forward(samples: list[Tensor]) -> Tensor:
+        output: Tensor = model.last(torch.stack([model.first(sample).mean(0) for sample in samples]))
+        return output
+
+    model, y = Resized(), random(4, 5)
+    model.forward = forward  # type: ignore[method-assign, assignment]
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
+    options |= {"batch_dims": {"args": (0,)}} if len({*lengths}) == 1 else {}
+    with pipeline(model, ([random(n, 5) for n in lengths],), **options) as pipe:
+        for batch in ([random(n, 5) for n in each] for each in (lengths, (6, 6, 6, 6), (4, 4, 4, 4), (2, 3, 2, 5))):
+            result = pipe.step(batch, target=y)
+            assert result.sizes == (2, 2)
+            torch.testing.assert_close(result.loss, squared_error(forward(batch), y).detach())
 
 
 def test_features_that_look_like_pictures_are_cut_as_stated() -> None:

@@ -21,6 +21,7 @@ from penstock.runtime.features.compiled import compile_notes
 from scaffolding.models import CASES, TRANSFORMERS, gpt
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 from scaffolding.small import batch, mlp
 
 # torch's compiler hides this warning of its own, but not from a filter that makes errors of warnings.
@@ -52,9 +53,10 @@ class Counting:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    [pytest.param("convnet", 2, "zb-h1", marks=pytest.mark.long), ("in_place", 2, "1f1b"), ("gpt", 2, "zb-h1")],
+    long_after(1, ("in_place", 2, "1f1b"), ("convnet", 2, "zb-h1"), ("gpt", 2, "zb-h1")),
 )
 def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
+    """With zb-h1 and dropout on real ranks: below."""
     case = gpt(0.2) if name == "gpt" else CASES[name]()
     options = {"ranks": ranks, "schedule": schedule, "microbatches": 2, "compile": SAME_BITS}
     penstock.verify(
@@ -324,7 +326,7 @@ def test_inductor_is_close_and_draws_the_same_masks() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_leaves_most_of_a_transformer_to_w() -> None:
-    """Another backend, in the short tests: `test_most_of_a_transformer_waits` of `test_compiled_products.py`."""
+    """Another backend: `test_most_of_a_transformer_waits` of `test_compiled_products.py`."""
     case = TRANSFORMERS["gpt2"]()
     assert isinstance(case.model, nn.Module)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1", "compile": True}

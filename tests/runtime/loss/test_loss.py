@@ -39,11 +39,6 @@ def test_weights_that_are_none(values: list[float]) -> None:
         weights(lambda target: values[int(target)], [1, 1], [0, 1])
 
 
-def test_unknown_reduction() -> None:
-    with pytest.raises(ArgumentError, match=r"reduction='max': expected 'mean', 'sum' or a function"):
-        weights("max", [1], [None])  # type: ignore[arg-type]
-
-
 SCALAR = torch.tensor(1.5)
 
 

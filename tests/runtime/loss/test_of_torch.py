@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,3 +97,52 @@ def test_a_models_own_loss_with_padding_in_its_labels() -> None:
             result = pipe.step(**inputs)
         assert result.loss.isnan()
         pipe.step(**inputs)  # said once
+
+
+def test_labels_of_two_kinds_have_no_weights() -> None:
+    """As those of BertForPreTraining: the loss has a mean over tokens, and one over rows. Nor is it advised again what
+    was followed."""
+
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor, labels: Tensor, next_sentence_label: Tensor | None = None) -> dict[str, Tensor]:
+            output = super().forward(x)
+            loss = F.cross_entropy(output, labels)
+            if next_sentence_label is not None:
+                loss = loss + F.cross_entropy(output[:, :2], next_sentence_label)
+            return {"loss": loss, "logits": output}
+
+    labels = torch.where(torch.arange(11) % 5 < 2, -100, CLASSES)
+    inputs = {"x": batch()[0], "labels": labels, "next_sentence_label": torch.arange(11) % 2}
+    with (
+        penstock.pipeline(Own(*mlp()), (), inputs, ranks=2, microbatches=3) as pipe,
+        pytest.warns(UserWarning, match="no weights make it so .* over next_sentence_label, too: pass a loss_fn="),
+    ):
+        pipe.step(**inputs)
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 3, "reduction": lambda target: (target != -100).sum()}
+    report = penstock.verify(Own(*mlp()), (), inputs, **options)
+    assert "the outputs agree, so that the loss is not a mean over rows" in str(report)
+    assert "targets of -100" not in str(report)
+
+
+def test_maps_of_labels_name_the_class_that_is_ignored() -> None:
+    """As Segformer and BEiT do: 255, which is a class like others where each row has one label."""
+
+    class Own(nn.Sequential):
+        config = SimpleNamespace(semantic_loss_ignore_index=255)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            output = super().forward(x)[..., None, None].expand(-1, -1, 2, 2)
+            return F.cross_entropy(output, labels, ignore_index=255)
+
+    labels = torch.where(PADDED < 0, 255, PADDED)[:, None, None].expand(-1, 2, 2).clone()
+    labels[0, 0, 0] = 1
+    inputs = {"x": batch()[0], "labels": labels}
+    whole = Own(*mlp())(**inputs).detach()
+    with (
+        penstock.pipeline(Own(*mlp()), (), inputs, ranks=2, microbatches=3) as pipe,
+        pytest.warns(UserWarning, match=r"pass reduction=lambda target: \(target != 255\).sum\(\) to"),
+    ):
+        pipe.step(**inputs)
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 3, "reduction": lambda target: (target != 255).sum()}
+    with penstock.pipeline(Own(*mlp()), (), inputs, **options) as pipe:
+        torch.testing.assert_close(pipe.step(**inputs).loss, whole)

@@ -17,6 +17,7 @@ import penstock
 from penstock._base.errors import PartitionError
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from scaffolding.models import TRANSFORMERS
+from scaffolding.representatives import long_after
 from scaffolding.small import WIDTH, batch, mlp
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
@@ -89,7 +90,9 @@ def assert_equal(mine: Grads, its: Grads) -> None:
             assert torch.equal(grad, other), (name, (grad - other).abs().max())
 
 
-@pytest.mark.parametrize("options", [{"autocast": True}, {"recompute": "always"}, {"offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", long_after(1, {"autocast": True}, {"recompute": "always"}, {"offload": True}), ids=str
+)
 def test_the_gradients_are_those_of_a_whole_compiled_backward(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, data = Many(), tokens()
@@ -303,6 +306,7 @@ def test_backends_that_wrap_equal_ones_are_equal() -> None:
     assert schedule_arguments(False, split) is None
 
 
+@pytest.mark.long  # most of `Many`, which has all kinds of products, does above
 def test_most_of_a_transformer_waits() -> None:
     """Of one that verifies: `test_compiled_stages_give_the_bits_of_one_device` of `test_compile.py`."""
     case = TRANSFORMERS["llama"]()

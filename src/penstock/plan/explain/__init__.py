@@ -19,7 +19,7 @@ from penstock.plan.explain.explanation import Explanation, explain
 from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.replay import Change
 from penstock.trace.event import Event, TraceData
-from penstock.trace.files import load_trace
+from penstock.trace.formats import load_trace
 from penstock.trace.measured import TraceSteps, steps_of_trace
 
 __all__ = [

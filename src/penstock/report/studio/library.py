@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.files import read_json
-from penstock.trace.files import SUFFIXES
+from penstock.trace.formats import SUFFIXES
 from penstock.trace.runs.about import FORMAT
 from penstock.trace.runs.folder import ABOUT
 from penstock.trace.runs.summary import Summary

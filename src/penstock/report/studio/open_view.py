@@ -15,7 +15,7 @@ from penstock.report.web.timeline_data import band, timeline_data
 from penstock.schedule import Schedule, from_csv
 from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate
-from penstock.trace.files import SUFFIXES
+from penstock.trace.formats import SUFFIXES
 from penstock.trace.runs import is_run, read_run
 
 _MAX_SHOWN = 100_000

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.report.web.idle import Idle
+from penstock.report.web.idle_table import Idle
 from penstock.trace.runs.about import moment
 
 if TYPE_CHECKING:

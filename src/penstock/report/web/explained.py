@@ -9,7 +9,7 @@ from penstock._base.formatting import pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
 from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
-from penstock.report.web.idle import explain_idle
+from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, StageCost, memory

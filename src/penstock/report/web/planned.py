@@ -11,7 +11,7 @@ from penstock.plan import Plan
 from penstock.plan.explain import Prediction
 from penstock.plan.predict import schedule_for_plan
 from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
-from penstock.report.web.idle import Idle
+from penstock.report.web.idle_table import predicted_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -46,11 +46,7 @@ def from_plan(plan: Plan, name: str) -> Contents:
     )
     fullest, limit = peaks[plan.fullest], limits[plan.fullest]
     limit_text = f"of {format_bytes(limit)}" if limit is not None else "no limit"
-    idle = None
-    if plan.idle:  # of all ranks together: a plan does not keep those of each
-        pipeline_seconds = plan.pipeline_seconds
-        causes = {cause: share * pipeline_seconds for cause, share in plan.idle.items()}
-        idle = Idle((pipeline_seconds * (1 - plan.bubble),), (causes,), "On average over all ranks.")
+    idle = predicted_idle(plan) if plan.idle else None
     facts = [("microbatches", f"{choice.microbatches} of {pluralize(choice.rows, 'row')}, on each replica")]
     if plan.cuts:
         facts.append(("stages begin with", ", ".join(("the input", *plan.cuts))))

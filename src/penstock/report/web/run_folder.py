@@ -14,7 +14,7 @@ from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.web.contents import Contents, Metric, PeakMemory, Series, date_text, duration
 from penstock.report.web.explained import TURNS_NOTE, comparison_bands, idle_metrics, prediction_metrics, vs_prediction
-from penstock.report.web.idle import explain_idle
+from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band
 from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns

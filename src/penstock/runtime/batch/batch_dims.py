@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, TypedDict
 
 import torch
@@ -74,9 +75,14 @@ class Dims:
         """Return the dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
-            ShapeError: the tensor has no such dimension.
+            ShapeError: the tensor has no such dimension, or is sparse (adjacencies of pygcn) or nested.
         """
         dim = self.get(path)
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
+            raise ShapeError(
+                f"{label} is a {'nested' if tensor.is_nested else 'sparse'} tensor; expected a dense one (to_dense(), "
+                "to_padded_tensor(0.0)), from which a block may make it; one for all batches may be a buffer"
+            )
         if dim is None or not tensor.ndim:
             return None
         assert isinstance(dim, int)  # only outputs are reduced
@@ -124,42 +130,36 @@ def parse(dims: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
     if named and isinstance(parts.get("kwargs", {}), Mapping):
         parts["kwargs"] = {**parts.get("kwargs", {}), **named}
         named = {}
-    if named or not parts.keys() <= keys or (not isinstance(dims, Mapping) and isinstance(_parse_dim(dims), _NotADim)):
+    if named or not parts.keys() <= keys or (not isinstance(dims, Mapping) and _parse_dim(dims) is ...):
         raise ArgumentError(
             f"batch_dims={dims!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target', "
             "'output' and names of inputs by keyword, such as {'args': (1, 0), 'mask': None, 'target': 1, 'output': 1}"
         )
-    inputs = {f"[{index}]": parts[key] for index, key in enumerate(("args", "kwargs")) if key in parts}
-    stated = [pair for prefix, tree in inputs.items() for pair in _parse_dims(tree, prefix, ("args", "kwargs"))]
+    inputs = (*_parse_dims(parts, "args", "[0]"), *_parse_dims(parts, "kwargs", "[1]"))
     return (
-        Dims("input", tuple(stated)),
-        Dims("target", tuple(_parse_dims(parts["target"], "", ("target",))) if "target" in parts else ()),
-        Dims("output", tuple(_parse_dims(parts["output"], "", ("output",))) if "output" in parts else ()),
+        Dims("input", inputs),
+        Dims("target", _parse_dims(parts, "target")),
+        Dims("output", _parse_dims(parts, "output")),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _NotADim:
-    """Something that is not a dimension."""
-
-
-def _parse_dims(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, Dim]]:
-    flat = flatten(tree)
+def _parse_dims(parts: Mapping[str, Any], name: str, prefix: str = "") -> tuple[tuple[str, Dim], ...]:
+    flat = flatten(parts.get(name, {}))
     stated = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         dim = _parse_dim(leaf)
-        if isinstance(dim, _NotADim) or (isinstance(dim, str) and names != ("output",)):
-            name = names[int(prefix[1])] if prefix else names[0]
+        if dim is ... or (isinstance(dim, str) and name != "output"):
             extra = ", 'mean' or 'sum'" if name == "output" else ""
             raise ArgumentError(
                 f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
                 f"microbatch{extra}"
             )
         stated.append((normalize_path(prefix + path), dim))
-    return stated
+    return tuple(stated)
 
 
-def _parse_dim(leaf: Any) -> Dim | _NotADim:
+def _parse_dim(leaf: Any) -> Dim | EllipsisType:
+    """Return a stated dimension; `...` for what is none."""
     if leaf is None or is_integer(leaf) or leaf in REDUCED:
         return leaf  # type: ignore[no-any-return]
     torch_module: Any = sys.modules.get(
@@ -169,7 +169,7 @@ def _parse_dim(leaf: Any) -> Dim | _NotADim:
         return int(leaf.split_dim)
     if torch_module is not None and (leaf is torch_module._Replicate or isinstance(leaf, torch_module._Replicate)):
         return None
-    return _NotADim()
+    return ...
 
 
 def normalize_path(path: str) -> str:
@@ -224,7 +224,8 @@ def count_rows(
     tree: Any, label: str, dims: Dims = FIRST, raw: Flat | None = None, sizes_for: SizesFor = lambda rows: ()
 ) -> int:
     """Return the number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of
-    lists, the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
+    lists, or `dims` state that for all tensors, the length of these; without tensors, that of all lists and arrays.
+    `raw`: the tree, flattened.
 
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
@@ -233,12 +234,12 @@ def count_rows(
     names: dict[int, str] = {}
     for rows, name in named_rows:
         names.setdefault(rows, name)
-    if len(names) == 1 and named_rows[0][0] != 3:
+    if len(names) == 1 and named_rows[0][0] != 3 and 0 not in dict(dims.stated).values():
         return named_rows[0][0]
     flat = flatten(tree, is_leaf=lambda value, path: may_be_column(value, path, dims))
     pairs = [*zip(flat.leaves, flat.paths, strict=True)]
-    if len(names) == 1 and not _are_image_rows(pairs, len(named_rows), label, dims):
-        return 3
+    if len(names) == 1 and not _are_in_entries(pairs, named_rows, label, dims):
+        return named_rows[0][0]
     lengths = {length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
     if len(lengths) == 1:
         return lengths.pop() or 0
@@ -268,13 +269,19 @@ def _is_image_list(value: Any) -> bool:
     )
 
 
-def _are_image_rows(pairs: Sequence[tuple[Any, str]], num_tensors: int, label: str, dims: Dims) -> bool:
-    """Whether all `num_tensors` tensors, whose first dimension is 3, are images that are one row each.
+def _are_in_entries(pairs: Sequence[tuple[Any, str]], rows: Sequence[tuple[int, str]], label: str, dims: Dims) -> bool:
+    """Whether all tensors, of as many `rows`, are in lists with one row of the batch in each entry: those for which
+    `batch_dims` state 0, and images [3, H, W].
 
-    Raise ShapeError if `batch_dims` does not state that, or the batch dimension of Qwen2-VL's positions [3, 3, S]."""
-    images = [pair for pair in pairs if _is_image_list(pair[0])]
-    if sum(len(leaf_tensors(leaf)) for leaf, _ in images) == num_tensors:
-        for leaf, path in images:
+    Raise ShapeError if it does not for images, nor the batch dimension of Qwen2-VL's positions [3, 3, S]."""
+    stated = {path for _, path in pairs if dims.is_stated(path) and dims.get(path) == 0}
+    lists = [
+        (leaf, path)
+        for leaf, path in pairs
+        if type(leaf) in LIST_TYPES and (path in stated or (rows[0][0] == 3 and _is_image_list(leaf)))
+    ]
+    if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(rows):
+        for leaf, path in lists:
             _check_stated(leaf, path, f"{label}{path}", dims)
         return True
     leading_shapes = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
 from penstock._base.formatting import pluralize
-from penstock._base.pytree import flatten, unflatten
+from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.values.memory import overlap
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch import microbatches as batches
@@ -124,10 +124,9 @@ class Cutting:
                 cut = is_column(leaf, path, rows, f"example{path}", dims)
                 stated.append((normalize_path(path), 0 if cut else None))
                 if not dims.is_stated(path) and (cut or len(leaf) > 3):  # up to 3 values are a size
-                    name = ("args", "kwargs")[path.startswith("[1]")] + path[3:]
                     treatment = f"is cut; to give all of them to each microbatch, {_PASS_WHOLE}"
                     treatment = treatment if cut else f"goes whole to each microbatch: the batch has {rows} rows"
-                    notes.append(f"{name}, a {type(leaf).__name__} of {len(leaf)} values, {treatment}")
+                    notes.append(f"{input_path(path)}, a {type(leaf).__name__} of {len(leaf)} values, {treatment}")
                     ambiguous += notes[-1:] if cut and all(type(number) in (int, float) for number in leaf) else []
             elif type(leaf) in LIST_TYPES and not dims.is_stated(path) and is_column(leaf, path, rows, path, dims):
                 stated.append((normalize_path(path), 0))  # each picture's objects, which may be as many as pictures
@@ -160,7 +159,7 @@ class Cutting:
             inputs = batch.args, dict(batch.kwargs)
             return batches.cut(inputs, microbatches, label, device, pipelines=pipelines, dims=self.inputs)
         examples = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
-        pieces = tuple(flatten(batches.split(example, (1,), label, device, _UNCUT)[0]) for example in examples)
+        pieces = tuple(flatten(batches.split(example, (1,), label, device, UNCUT)[0]) for example in examples)
         sizes = tuple(piece.rows or 0 for piece in batch.pieces)
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.input_signature, pieces))))
 
@@ -184,7 +183,7 @@ class Cutting:
                 if not isinstance(leaf, torch.Tensor):
                     is_cut = length(leaf, path, dims) == rows
                     return sys.modules["numpy"].roll(leaf, offset, dims.get(path)) if is_cut else leaf
-                dim = dims.cut_dim(path, leaf, path) if leaf.layout == torch.strided else None
+                dim = dims.cut_dim(path, leaf, path)
                 if dim is None or leaf.shape[dim] != rows:
                     return leaf
                 with outside_autocast(leaf.device.type):  # which casts what `roll` joins
@@ -199,7 +198,7 @@ class Cutting:
         """Cut a batch without a target into at most `count` microbatches, where it is."""
         return self.cut(self.divide(Batch(*example), count, label, pipelines), count, label, None, pipelines)
 
-    def take_rows(self, example: Example, rows: int) -> CutBatch:
+    def take_rows(self, example: Example, rows: int) -> Flat:
         """Return one microbatch of exactly this many rows, whatever the number of microbatches: the first of the batch,
         or the first one of that size that the user's own cut makes.
 
@@ -217,8 +216,7 @@ class Cutting:
                     f"{total}"
                 )
             sizes = (rows, total - rows) if rows < total else (rows,)
-            piece = flatten(batches.split(example, sizes, "example", None, self.inputs)[0])
-            return CutBatch((piece,), (rows,), None)
+            return flatten(batches.split(example, sizes, "example", None, self.inputs)[0])
         count = max(piece_counts, default=1)
         if self.split is not None:
             count = max(1, sum(self.batch(example, 1, "example", 1).sizes) // rows)
@@ -229,8 +227,7 @@ class Cutting:
                 "already cut into" if piece_counts else f"cut by split_fn= into {pluralize(count, 'microbatch')} of"
             )
             raise ArgumentError(f"no microbatch has {pluralize(rows, 'row')}: the batch is {origin} {sizes_text} rows")
-        index = cut.sizes.index(rows)
-        return CutBatch((cut.pieces[index],), (rows,), None)
+        return cut.pieces[cut.sizes.index(rows)]
 
     def default_count(self, example: Example) -> int:
         """Return the default number of microbatches of a whole batch: `MICROBATCHES`, or as many as it yields (one per
@@ -266,16 +263,18 @@ class Cutting:
             )
         piece_targets = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
         return [
-            batches.split(piece_target, (1,), f"target of microbatch {k}", device, replace(_UNCUT, label="target"))[0]
+            batches.split(piece_target, (1,), f"target of microbatch {k}", device, replace(UNCUT, label="target"))[0]
             for k, piece_target in enumerate(piece_targets)
         ]
 
     def join(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """The output of the whole batch; see `microbatches.join`."""
-        if self.merge is None:
-            return batches.join(outputs, sizes, self.output)
-        batches.check_all_present(outputs)
-        return self.merge(list(outputs))
+        """The output of the whole batch; see `microbatches.join`. Raise ArgumentError if some are on another rank."""
+        if any(output is None for output in outputs):
+            raise ArgumentError(
+                "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; pass "
+                "outputs='all' or a rank"
+            )
+        return batches.join(outputs, sizes, self.output) if self.merge is None else self.merge(list(outputs))
 
     def _with_rows(self, piece: Microbatch, label: str) -> Microbatch:
         if not isinstance(piece.args, tuple) or not isinstance(piece.kwargs, Mapping):
@@ -298,7 +297,7 @@ class Cutting:
 
 
 _PASS_WHOLE = "pass batch_dims= with None for it (0 confirms the cut)"
-_UNCUT = Dims("piece", (("", None),))
+UNCUT = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 
 

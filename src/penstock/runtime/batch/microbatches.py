@@ -155,7 +155,7 @@ def _split_leaf(
             f"{label} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
             f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} to pass it whole to each microbatch, set "
-            "batch_dims= to None for it"
+            "batch_dims= to None for it; what no dimension describes (graphs, packed sequences), cut with split_fn="
         )
     plain = not dim and device is None and not leaf.requires_grad
     if plain and (parts := exact.copy_parts_aligned(leaf, sizes)) is not None:
@@ -286,18 +286,13 @@ def _shifted(mask_mod: Callable[..., Tensor], start: Tensor) -> Callable[..., Te
     return shifted
 
 
-_FIRST = Dims("output")
-
-
-def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> Any:
+def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims) -> Any:
     """Join the outputs of the microbatches, of `sizes` rows, into the output of the whole batch.
 
     Raises:
-        ArgumentError: some outputs are on another rank.
         ShapeError: a value is not a tensor with its microbatch's rows, unless it is plain and the same in all, or
             `dims` say how to combine it. Where they state a dimension for it alone, it may have other rows.
     """
-    check_all_present(outputs)
     flats = [flatten(output) for output in outputs]
     first = flats[0]
     if any(flat.structure != first.structure for flat in flats):
@@ -309,15 +304,6 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
         [_merge(column, sizes, f"output{path}", dims.get(path), bool(dims.is_stated(path))) for column, path in pairs],
         first.structure,
     )
-
-
-def check_all_present(outputs: Sequence[Any]) -> None:
-    """Raise ArgumentError if some outputs are on another rank."""
-    if any(output is None for output in outputs):
-        raise ArgumentError(
-            "outputs=True: the schedule has two copies of the model, and this rank one's outputs alone; pass "
-            "outputs='all' or a rank"
-        )
 
 
 _REMEDY = (

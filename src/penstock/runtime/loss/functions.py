@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +27,11 @@ class OutputLoss:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         return self._function(output)
+
+
+def uses_target(loss: Loss | None) -> bool:
+    """Whether it is a loss of output and target, rather than of the output alone or the model's own."""
+    return loss is not None and not isinstance(loss, OutputLoss)
 
 
 def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
@@ -62,7 +67,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 def explain_missing_target(loss: Loss | None) -> Loss | None:
     """Wrap the loss with a clear message if it raises because a step has no target, or none of tensors."""
-    if loss is None or isinstance(loss, OutputLoss):
+    if loss is None or not uses_target(loss):
         return loss
 
     def call(output: Any, target: Any) -> Tensor:
@@ -126,18 +131,26 @@ def reduction_advice(loss: Callable[..., Any] | None, reduction: object) -> str 
             "with the number of microbatches; omit reduction=, or pass reduction='sum' to loss_fn, too"
         )
     if reduction == "mean" and (rule.weight is not None or rule.ignored not in (None, _IGNORED)):
-        return f"loss_fn weights its targets, so that the mean of its microbatches is not the batch's; {_remedy(rule)}"
+        return f"loss_fn weights targets: unless these are probabilities, the mean is not the batch's; {_remedy(rule)}"
     return None
 
 
-def padding_advice(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequence[int]) -> str | None:
+def padding_advice(
+    loss: Callable[..., Any] | None,
+    targets: Sequence[Any],
+    sizes: Sequence[int],
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+) -> str | None:
     """Return what to pass as `reduction` if microbatches differ in how many targets are not ignored, as padding is; or
     None.
 
     A mean over no target is NaN. Any integer target of -100 counts as ignored: for a model's own loss and for functions
-    that call torch's, as most do.
+    that call torch's, as most do. For maps of labels, models name another class (Segformer and BEiT of transformers).
     """
-    rule = _find_reduction(loss) or _Reduction("mean", None, _IGNORED)
+    are_maps = loss is None and all(isinstance(target, Tensor) and target.dim() > 2 for target in targets)
+    ignored = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", _IGNORED) if are_maps else _IGNORED
+    rule = _find_reduction(loss) or _Reduction("mean", None, ignored)
     if rule.ignored is None or rule.reduction != "mean":
         return None
     if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
@@ -147,18 +160,21 @@ def padding_advice(loss: Callable[..., Any] | None, targets: Sequence[Any], size
         count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True)
     ):
         return None
+    remedy, others = _remedy(rule), [name for name, value in kwargs.items() if "_label" in name and value is not None]
+    if loss is None and others:  # BertForPreTraining's next_sentence_label
+        remedy = (
+            f"no weights make it so if the loss has a mean over {others[0]}, too: pass a loss_fn= that divides the sum "
+            "of each by its number in the whole batch, and reduction='sum'"
+        )
+    elif loss is None:
+        remedy += (
+            " (target[:, 1:] in both places, if the model shifts its labels; leave it out if its loss is a mean over "
+            "samples, as that of CTC is with ctc_loss_reduction='mean')"
+        )
     return (
         f"targets of {rule.ignored} are ignored, and the microbatches have {counts} others: the mean of their losses "
-        f"is not that of the batch, and NaN for a microbatch without any; {_remedy(rule)}"
-        f"{'' if loss else _MODELS_OWN}"
+        f"is not that of the batch, and NaN for a microbatch without any; {remedy}"
     )
-
-
-_MODELS_OWN = (
-    " (target[:, 1:] in both places, if the model shifts its labels; leave it out if its loss is a mean over samples, "
-    "as that of CTC is with ctc_loss_reduction='mean')"
-)
-"""Advice on the loss of a model, whose reduction is not known."""
 
 
 def _remedy(rule: _Reduction) -> str:

@@ -42,16 +42,11 @@ def weights(
         mean: returns the mean over the replicas of the numbers that they pass in.
 
     Raises:
-        ArgumentError: the reduction is unknown, or its weights are negative or all zero.
+        ArgumentError: the weights are negative or all zero.
     """
     if reduction == "sum":
         return [float(replicas)] * len(sizes)
-    if reduction == "mean":
-        raw = [float(size) for size in sizes]
-    elif callable(reduction):
-        raw = [float(reduction(target)) for target in targets]
-    else:
-        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or a function of the target")
+    raw = [float(size) for size in sizes] if reduction == "mean" else [float(reduction(target)) for target in targets]
     total = mean(sum(raw))
     if any(weight < 0 or weight != weight for weight in raw) or total == 0:
         raise ArgumentError(
@@ -209,7 +204,11 @@ class LossHead:
             returned = self._loss(output, target)
         for (name, buffer), version in zip(self._fixed_buffers.items(), versions, strict=True):
             if buffer._version != version:
-                raise _buffer_update_error(name)
+                raise ArgumentError(
+                    f"the loss updates its buffer {name!r} (a moving average, as in DINO), but this schedule has "
+                    "several copies of the last stage, each of which calls the loss for a part of the batch only; use "
+                    "a schedule with one copy (dualpipe-v for dualpipe)"
+                )
         return returned
 
     def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
@@ -245,14 +244,6 @@ class LossHead:
 
     def _rows(self) -> list[Sequence[Tensor | None]]:
         return [self.losses, *([parts.get(name) for parts in self.parts] for name in self.names)]
-
-
-def _buffer_update_error(name: str) -> ArgumentError:
-    return ArgumentError(
-        f"the loss updates its buffer {name!r} (a moving average, as in DINO), but this schedule has several copies of "
-        "the last stage, each of which calls the loss for a part of the batch only; use a schedule with one copy "
-        "(dualpipe-v for dualpipe)"
-    )
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Files of a run -> a `TraceData`: our timelines, Chrome's trace events (Perfetto, Kineto), and columns of events."""
+"""Reads a run's files, telling formats apart: our timelines, Chrome's trace events (Perfetto, Kineto), columns."""
 
 from __future__ import annotations
 

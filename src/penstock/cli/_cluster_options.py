@@ -1,4 +1,4 @@
-"""Options of `penstock plan`: devices, by numbers or specifications (--device h100), and analytic models."""
+"""What `penstock plan` plans for: devices, by numbers or specifications (--device h100), and models on paper."""
 
 from __future__ import annotations
 

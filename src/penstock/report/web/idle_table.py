@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.plan import Plan
     from penstock.plan.explain import Explanation
 
 _IDLE_NOTE = (
@@ -54,3 +55,10 @@ def explain_idle(explanation: Explanation) -> Idle:
     ranks = explanation.where.ranks
     causes = tuple({str(reason): value for reason, value in rank.idle_seconds.items()} for rank in ranks)
     return Idle(tuple(rank.compute_seconds for rank in ranks), causes, _IDLE_NOTE)
+
+
+def predicted_idle(plan: Plan) -> Idle:
+    """Return why the ranks of a plan are expected to idle, all together: a plan does not keep those of each."""
+    pipeline_seconds = plan.pipeline_seconds
+    causes = {cause: share * pipeline_seconds for cause, share in plan.idle.items()}
+    return Idle((pipeline_seconds * (1 - plan.bubble),), (causes,), "On average over all ranks.")
