@@ -49,7 +49,7 @@ CPU_SECONDS = {
     "tests/verification/blame/test_blame.py": 105,
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_falling.py": 75,
-    "tests/report/studio/test_studio_page.py": 25,
+    "tests/report/studio/test_studio_page.py": 35,
     "tests/report/studio/test_runs_page.py": 5,
     "tests/report/studio/test_opened_page.py": 10,
     "tests/cli/test_demo.py": 25,
@@ -86,7 +86,6 @@ CPU_SECONDS = {
     "tests/distributed/test_refusals_alike.py": 5,
     "tests/integrations/test_loggers.py": 5,
     "tests/documents/test_site.py": 35,
-    "tests/report/studio/test_accessibility.py": 10,
     "tests/distributed/test_combined.py": 15,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
