@@ -517,7 +517,14 @@ def test_a_models_own_sum_is_told_from_what_compares_samples() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).square().sum()
 
-    assert "the loss is a sum over rows; pass reduction='sum'" in verify(Sums(*mlp(2)), batch()[:1], **TWO).summary()
+    class Draws(Sums):  # in evaluation, too, as the VAE of pytorch/examples does
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 0.01 * torch.randn_like(x))
+
+    for kind in (Sums, Draws):
+        assert (
+            "the loss is a sum over rows; pass reduction='sum'" in verify(kind(*mlp(2)), batch()[:1], **TWO).summary()
+        )
 
 
 @pytest.mark.parametrize("padded", [slice(0, 3), slice(9, 11)])

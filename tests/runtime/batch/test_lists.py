@@ -332,9 +332,9 @@ def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
         torch.testing.assert_close(pipe.step(*batches[1]).loss, model(*batches[1]).detach())
 
 
-@pytest.mark.parametrize("lengths", [(3, 1, 2, 4), (6, 6, 6, 6)])
-def test_samples_of_one_length_are_samples(lengths: tuple[int, ...]) -> None:
-    """In the example, as `batch_dims` says, and in a later batch: their length is no number of rows."""
+@pytest.mark.parametrize("stated", [{}, {"batch_dims": {"args": (0,)}}])
+def test_samples_of_one_length_are_samples_as_in_the_example(stated: dict[str, Any]) -> None:
+    """Those of the example differ in length: that of a later batch's is no number of rows."""
 
     def forward(samples: list[Tensor]) -> Tensor:
         output: Tensor = model.last(torch.stack([model.first(sample).mean(0) for sample in samples]))
@@ -342,10 +342,9 @@ def test_samples_of_one_length_are_samples(lengths: tuple[int, ...]) -> None:
 
     model, y = Resized(), random(4, 5)
     model.forward = forward  # type: ignore[method-assign, assignment]
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
-    options |= {"batch_dims": {"args": (0,)}} if len({*lengths}) == 1 else {}
-    with pipeline(model, ([random(n, 5) for n in lengths],), **options) as pipe:
-        for batch in ([random(n, 5) for n in each] for each in (lengths, (6, 6, 6, 6), (4, 4, 4, 4), (2, 3, 2, 5))):
+    example, options = [random(n, 5) for n in (3, 1, 2, 4)], {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
+    with pipeline(model, (example,), **options, **stated) as pipe:
+        for batch in (example, *([random(n, 5) for n in each] for each in ((6, 6, 6, 6), (4, 4, 4, 4), (2, 3, 2, 5)))):
             result = pipe.step(batch, target=y)
             assert result.sizes == (2, 2)
             torch.testing.assert_close(result.loss, squared_error(forward(batch), y).detach())

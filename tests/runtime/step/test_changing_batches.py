@@ -347,13 +347,19 @@ def test_num_items_in_batch_makes_accumulated_microbatches_the_whole_batch(kind:
             torch.testing.assert_close(torch.stack(result.losses), parts.detach() / given["num_items_in_batch"])
             for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, msg=name, rtol=1e-4, atol=1e-7)
-    with pytest.raises(ArgumentError, match=r"reduction='mean'.*pass reduction='sum'"):  # a mean would be a third
+    with pytest.raises(ArgumentError, match=r"num_items_in_batch, but .*pass reduction='sum'"):
         pipeline(model, (), inputs(6), ranks=2, microbatches=3)
     without = {**inputs(6), "num_items_in_batch": None}
     with pipeline(model, (), without, ranks=2, microbatches=3, reduction=lambda target: target.numel()) as pipe:
         assert pipe.step(**without).loss.isfinite()
-        with pytest.raises(ArgumentError, match=r"num_items_in_batch with reduction=.*pass reduction='sum'"):
-            pipe.step(**inputs(6))
+        assert pipe.predict(input_ids=without["input_ids"], outputs=True) is not None  # there is nothing to weigh
+        with pytest.raises(ArgumentError, match="reduction is a function of the target, but the step has none"):
+            pipe.step(input_ids=without["input_ids"])
+    with (
+        pipeline(model, (), without, ranks=2, microbatches=3, reduction=lambda target: target.numel()) as pipe,
+        pytest.raises(ArgumentError, match=r"num_items_in_batch, but .*pass reduction='sum'"),
+    ):
+        pipe.step(**inputs(6))
 
 
 def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() -> None:
