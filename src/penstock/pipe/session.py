@@ -301,9 +301,8 @@ class Session:
         targets: Sequence[Any] | None = None
         if not uses_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
-        if callable(self.options.reduction) and not (
-            cached.bound.training or any(x is not None for x in targets or ())
-        ):
+        has_none = all(target is None for target in targets or ())
+        if callable(self.options.reduction) and has_none and not cached.bound.training:
             targets = None  # a prediction without labels
         weight, devices = self._weights(cached, targets, batch), self._devices(cached, self.order.placement.is_last)
         return targets and [

@@ -83,7 +83,7 @@ class Dims:
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
             raise ShapeError(
                 f"{label} is a {'nested' if tensor.is_nested else 'sparse'} tensor; expected a dense one (to_dense(), "
-                "to_padded_tensor(0.0)), from which a block may make it; one for all batches may be a buffer"
+                "to_padded_tensor(0.0)), from which a block may make it; one for all batches may be a buffer (COO)"
             )
         if dim is None or not tensor.ndim:
             return None
