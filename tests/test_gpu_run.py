@@ -42,17 +42,9 @@ def rows(tmp_path: Path, device: str, *patterns: str, more: Sequence[str] = ()) 
     return found
 
 
-def assert_ok(found: dict[str, dict[str, Any]], number: int) -> None:
-    assert len(found) == number
-    for row in found.values():
-        assert row["status"] in ("ok", "measured"), row
-
-
-SHORT = [
+KINDS = [
     *("verify/one process/mlp/float32/zb-h1", "waits/2 processes/zb-h1", "figures/addmm_*/bfloat16"),
     "feature/one process/check_finite finds an infinite value",
-]
-LONG = [
     *("feature/one process/recompute", "feature/2 processes/offload", "checkpoint/*", "dropout/*"),
     *("waits/read", "waits/clip", "falls/kill", "falls/stop", "falls/raise in backward", "falls/out of memory"),
     "verify/2 processes/gpt/float32/1f1b",
@@ -66,16 +58,12 @@ ON_CPU = [
 
 
 @pytest.mark.long
-def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
-    assert_ok(rows(tmp_path, "standin", *SHORT), len(SHORT))
-
-
-@pytest.mark.long  # as above, of the other kinds
 @pytest.mark.parametrize("device", ["standin", "cpu"])
 def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
-    found = rows(tmp_path, device, *LONG, *(ON_CPU if device == "cpu" else ()))
+    found = rows(tmp_path, device, *KINDS, *(ON_CPU if device == "cpu" else ()))
     statuses = {name: row["status"] for name, row in found.items() if row["status"] not in ("ok", "measured")}
-    assert statuses == ({} if device == "standin" else dict.fromkeys(("waits/read", "waits/clip"), "skipped")), found
+    waits = ("waits/2 processes/zb-h1", "waits/read", "waits/clip")
+    assert statuses == ({} if device == "standin" else dict.fromkeys(waits, "skipped")), found
 
 
 def test_every_case_is_collected() -> None:
@@ -111,7 +99,7 @@ def test_the_page_counts_the_rows_of_the_file() -> None:
 
 
 RANKS = ["ranks/4/verify/zb-v", "ranks/4/replicas, 2 x 2/1f1b", "ranks/falls/kill"]
-RANKS_LONG = [
+BY_TORCHRUN = [
     *("ranks/2*", "ranks/3/nccl by itself", "ranks/3/verify/interleaved-1f1b", "ranks/4/a checkpoint*"),
     *("ranks/4/*/interleaved-1f1b", "ranks/4/messages*/dualpipe", "ranks/penstock verify*", "ranks/falls/*"),
 ]
@@ -120,14 +108,15 @@ RANKS_LONG = [
 @pytest.mark.long  # NCCL's rules: distributed/test_nccl_rules.py
 def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
     found = rows(tmp_path, "cpu", *RANKS, more=["--forks"])
-    assert_ok(found, len(RANKS) + 1)
+    assert {row["status"] for row in found.values()} <= {"ok", "measured"}, found
+    assert len(found) == len(RANKS) + 1
     each = found["ranks/4/verify/zb-v"]["found"]["each"]
     assert [rank["messages"] > 0 for rank in each] == [True] * 4
 
 
 @pytest.mark.long  # as above, of the other kinds, by torchrun
 def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
-    found = rows(tmp_path, "cpu", *RANKS_LONG)
+    found = rows(tmp_path, "cpu", *BY_TORCHRUN)
     assert found.pop("ranks/2/waits/1f1b")["says"] == "nothing waits for a CPU"
     for name, row in found.items():
         assert row["status"] == "ok", (name, row)
@@ -196,14 +185,11 @@ def large(setting):
     return over_nccl.large_messages("zb-h1", setting)
 
 CASES = [
-    (exchanges, dropped), (partial(over_nccl.steps, "1f1b"), nearly), (partial(over_nccl.evaluation, "1f1b"), halved),
+    (exchanges, dropped), (exchanges, not_added), (partial(over_nccl.steps, "1f1b"), nearly),
+    (large, small), (large, nothing_waits),
+    (partial(over_nccl.accumulation, "1f1b"), nearly), (partial(over_nccl.accumulation, "1f1b"), nothing_held),
+    (partial(over_nccl.evaluation, "1f1b"), halved), (partial(over_nccl.evaluation, "1f1b"), training),
 ]
-if sys.argv[3] == "all":
-    CASES += [
-        (exchanges, not_added), (large, small), (large, nothing_waits),
-        (partial(over_nccl.accumulation, "1f1b"), nearly), (partial(over_nccl.accumulation, "1f1b"), nothing_held),
-        (partial(over_nccl.evaluation, "1f1b"), training),
-    ]
 
 def job(setting, rank):
     found = []
@@ -237,9 +223,8 @@ with mock.patch.object(penstock, "verify", uncompared):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", ["some", "all"])
-def test_each_case_sees_what_is_broken(tmp_path: Path, which: str) -> None:
-    lines = lines_of_script(BROKEN, FOLDER, tmp_path, which, seconds=120)
+def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
+    lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
     by_rank, gate, several, watched, uncompared = (json.loads(line) for line in lines if line.startswith(("[", "{")))
     for rank, found in enumerate(by_rank):
         assert found == [[name, True, False] for name, _, _ in found], (rank, found)

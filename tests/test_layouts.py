@@ -68,23 +68,6 @@ def test_a_batch_in_dimension_1_is_verified(schedule: str) -> None:
     close(verify(recurrent, args, target=target, kwargs=kwargs, **options))
 
 
-def test_it_is_what_plain_torch_does_with_slices_along_dimension_1() -> None:
-    args, kwargs, target = batch()
-    model, plain = recurrent(), recurrent()
-    with pipeline(model, args, kwargs, loss=entropy, batch_dims=DIMS, **M) as pipe:
-        result = pipe.step(*args, target=target, outputs=True, **kwargs)
-        assert result.sizes == (3, 3, 3, 2)
-        for k, (start, size) in enumerate(zip((0, 3, 6, 9), result.sizes, strict=True)):
-            x, state = args[0].narrow(1, start, size), tuple(s.narrow(1, start, size).clone() for s in args[1])
-            output = plain(x.clone(), state, kwargs["scale"])
-            loss = entropy(output, target.narrow(1, start, size))
-            loss.backward(torch.tensor(size / B))
-            assert torch.equal(result.losses[k], loss.detach())
-            assert torch.equal(result.outputs[k]["logits"], output["logits"])
-    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
-
-
 def test_evaluation_and_prediction_put_outputs_together_leaf_by_leaf() -> None:
     args, kwargs, target = batch()
     model = recurrent()

@@ -58,25 +58,6 @@ def test_descending_order_is_noted_as_inexact() -> None:
     assert note.endswith(" (and 2 more)")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"example_args": torch.zeros(4, 5)}, r"pass \(x,\)"),
-        ({"model": nn.Identity}, r"a class; pass an instance, Identity\(\.\.\.\)"),
-        ({"loss": "mse"}, "loss_fn='mse': expected a function"),
-        ({"reduction": "median"}, "reduction='median'"),
-        ({"cuts": "1"}, r"cuts='1': expected a list"),
-        ({"cuts": 1}, "cuts=1: expected a list of names"),
-        ({"leaf_modules": [1]}, r"leaf_modules=\[1\]: expected a list of names"),
-    ],
-)
-def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str) -> None:
-    x, _ = batch()
-    given: dict[str, Any] = {"model": mlp(), "example_args": (x,), "loss": squared_error, **change}
-    with pytest.raises(ArgumentError, match=words):
-        pipeline(given.pop("model"), given.pop("example_args"), **given)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, float("inf"), "inf"])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
 def test_clipping_is_that_of_one_device(max_norm: float, norm_type: Any) -> None:

@@ -24,29 +24,12 @@ def test_counted(number: int, what: str, text: str) -> None:
 
 
 def test_names_that_count_up_are_one_range() -> None:
-    names = [
-        "embed",
-        "h.0",
-        "h.1",
-        "h.2",
-        "h.4",
-        "fc1",
-        "fc2",
-        "s.2.b.8",
-        "s.2.b.9",
-        "s.2.b.10",
-        "h.3.mlp",
-        "h.4.mlp",
-        "x",
-    ]
+    names = [*("embed", "h.0", "h.1", "h.2", "h.4", "fc1", "fc2"), *(f"s.2.b.{n}" for n in (8, 9, 10))]
+    names += ["h.3.mlp", "h.4.mlp", "x"]
     assert collapse_ranges(names) == ["embed", "h.0-2", "h.4", "fc1-2", "s.2.b.8-10", "h.3-4.mlp", "x"]
     assert collapse_ranges(["h.1", "h.0", "0", "1", ""]) == ["h.1", "h.0", "0-1", ""]
 
 
 def test_article() -> None:
-    assert [a(name) for name in ("Tensor", "int", "Embedding", "UserDict")] == [
-        "a Tensor",
-        "an int",
-        "an Embedding",
-        "a UserDict",
-    ]
+    names = ["Tensor", "int", "Embedding", "UserDict"]
+    assert [a(name) for name in names] == ["a Tensor", "an int", "an Embedding", "a UserDict"]

@@ -1,8 +1,10 @@
-"""Runs the command `penstock` in this process, and reads what it prints."""
+"""Runs the command `penstock` in this process, and reads what it prints; what became of processes of its own."""
 
 from __future__ import annotations
 
 import json
+import os
+import select
 from typing import Any
 
 import pytest
@@ -52,3 +54,15 @@ def refusal(*arguments: str) -> str:
     (line,) = done.stderr.splitlines()
     assert line.startswith("penstock: error: ")
     return line.removeprefix("penstock: error: ")
+
+
+def has_ended(pid: int, seconds: float = 30) -> bool:
+    """Whether a process that is not our child ends in that time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)

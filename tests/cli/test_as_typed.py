@@ -81,6 +81,15 @@ plan no:file --devices 4 --global-batch-size 8 --inter-host-link 1gbit | '1gbit'
 plan no:file --devices 4 --global-batch-size 8 --schedule 1f2b | did you mean '1f1b'
 plan no:file --devices 4 --global-batch-size 8 --memory many | 'many' is not a size
 plan no:file --devices 4 --global-batch-size 8 --devices-per-host 0 | --devices-per-host 0: expected an integer >= 1
+plan --transformer gpt2 --device h100 --global-batch-size 64 -n 61 --tensor-parallel 4 | 61 is not a multiple of
+plan --transformer gpt2 --device h100 --global-batch-size 64 -n 64 --link 100gbit | as --device sets the links
+plan --transformer gpt2 --device h1000 --global-batch-size 64 -n 64 | did you mean
+plan --transformer gpt2 --device h100 --global-batch-size 64 -n 64 --profile p.json | pass only one of the three
+plan --transformer gpt2 --global-batch-size 64 -n 64 | --transformer requires --device
+plan no:file -n 2 --global-batch-size 8 --out no/such/folder.json | --out no/such/folder.json cannot be written: No such
+profile no:file --out no/such/folder.json | --out no/such/folder.json cannot be written: No such file or directory
+studio --port 70000 | expected a number from 0 to 65535
+studio --host 203.0.113.7 --port 0 | pass an address of this machine
 verify no:file --schedule 1f1 | did you mean '1f1b'
 verify no:file --ranks 0 | --ranks 0: expected an integer >= 1
 verify no:file --replicas 2 --transport local | replicas need one process per rank; omit --transport local

@@ -14,6 +14,8 @@ from command_line import as_json, output, refusal
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import explain, load_trace
 from penstock.report import to_perfetto
+from penstock.report.studio.open_view import open_view
+from penstock.report.web.sources import load_contents
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
@@ -73,12 +75,6 @@ def ranges_of_torch(folder: Path) -> None:
     spans = (measured().spans(rank) for rank in range(4))
     waiting = merged([replace(s, start_seconds=s.start_seconds - s.waited_seconds) for s in row] for row in spans)
     by_rank(folder, "PP:{a}", waiting)
-
-
-def begins_and_ends(folder: Path) -> None:
-    events = named(measured(), "{o} stage {s} mb {k}")
-    split = [{**e, "ph": "B"} for e in events] + [{**e, "ph": "E", "ts": e["ts"] + e["dur"]} for e in events]
-    write(folder / "trace.json", split)
 
 
 def in_arguments(folder: Path) -> None:
@@ -144,7 +140,7 @@ FORMS: dict[str, Any] = {
     **{
         form.__name__: form
         for form in (
-            *(ranges_of_torch, begins_and_ends, in_arguments, parts_of_other_names),
+            *(ranges_of_torch, in_arguments, parts_of_other_names),
             *(columns, a_list_for_each_rank, a_list_for_each_column, names_in_columns),
         )
     },
@@ -355,6 +351,21 @@ def test_that_stages_are_alike_is_not_said_where_the_replay_cannot_tell(tmp_path
     found = replace(explain(load_trace(a_timeline(tmp_path))), changes=(), worst_error=0.231)
     assert found.nothing == "no significant improvement: every change is within the replay's error, 23.1%"
     assert replace(found, worst_error=0.001).nothing == "no imbalance above 0.5% of a step"
+
+
+def test_every_list_of_advice_is_the_same(tmp_path: Path) -> None:
+    """In the terminal, the report and the studio: in the same order, in the same words."""
+    costs = [StageCost(one, one, one) for one in (0.01, 0.01, 0.015, 0.01)]
+    path = write(tmp_path / "timeline.json", simulate(generate("zb-h1", 4, 8), costs, LinkCost(0.0001)).to_dict())
+    listed = [(one["claim"], one["text"], one["note"]) for one in as_json("explain", str(path))["changes"]]
+    assert {claim.startswith("at most") for claim, *_ in listed} == {False, True}
+    assert [(one.claim, one.text, one.note) for one in load_contents([path]).improvements] == listed
+    studio = open_view(path, path.name)["explanation"]["changes"]
+    assert [(one["claim"], one["text"], one["note"]) for one in studio] == listed
+    said = " ".join(output("explain", str(path), columns=400).split())
+    places = [said.index(" ".join(f"{claim} {text}".split())) for claim, text, _ in listed]
+    assert places == sorted(places)
+    assert "no significant improvement" not in said
 
 
 # -- what cannot be explained -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,16 @@ import numpy as np
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock._base.errors import ArgumentError, FabricError
+from network.fabric.drawn_runs import run_of
+from network.fabric.made_runs import write_run
+from penstock._base.errors import ArgumentError, FabricError, MissingExtraError
 from penstock.cli._traffic import TrafficOptions
 from penstock.cli.fabric import _check, _progress
 from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, SPEC, Run, SampleFile
+from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
+from penstock.network.fabric.statistics import trend
 from penstock.network.fabric.views import page
 from penstock.network.fabric.workload import Workload, preset
 from penstock.network.namespaces import why_not
@@ -231,6 +235,22 @@ def test_what_torchrun_has_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "--link is for hosts created here" in refusal("fabric", *SIZES, "--link", "1mbit")
 
 
+@pytest.mark.parametrize("package", ["jinja2", "scipy"])
+def test_the_command_asks_for_its_extra_before_any_host_starts(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"penstock fabric: this needs {package}, pip install 'penstock[fabric]'" in refusal(
+        "fabric", "--preset", "mlp"
+    )
+
+
+def test_statistics_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(
+        MissingExtraError, match=r"the statistics of a run: this needs scipy, pip install 'penstock\[fabric\]'"
+    ):
+        trend([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+
 # -- runs that end before their first trial -------------------------------------------------------------------------
 
 
@@ -282,14 +302,12 @@ class Runs(NamedTuple):
 
 def _recorded(folder: Path) -> None:
     """A folder as `TRAINING` writes it, of nine steps on two hosts; each layer computes for 2 ms and sends for 1."""
-    folder.mkdir()
-    layers = [replace(transfer, compute_seconds=2e-3) for transfer in preset("mlp").transfers]
-    record = {"workload": replace(preset("mlp"), transfers=tuple(layers)).to_dict(), "algorithm": "engine"}
-    (folder / RUN).write_text(json.dumps({**record, "backend": "gloo", "hosts": 2, "trials": 9, "complete": True}))
-    file = SampleFile(folder / SAMPLES, HEAD)
-    for number, (trial, layer) in enumerate(np.ndindex(9, len(layers))):
-        file.add((trial, layer, rank, 3_000_000 * number, 3_000_000 * number + 1_000_000) for rank in range(2))
-    file.close()
+    layers = tuple(replace(transfer, compute_seconds=2e-3) for transfer in preset("mlp").transfers)
+    workload = replace(preset("mlp"), transfers=layers)
+    write_run(
+        run_of(np.full((9, len(layers)), 1e-3), layers, 2, workload=workload, algorithm="engine", backend="gloo"),
+        folder,
+    )
 
 
 @pytest.mark.long

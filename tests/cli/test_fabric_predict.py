@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
+from network.fabric.drawn_runs import run_of
+from network.fabric.made_runs import write_run
 from penstock.network.fabric.algorithms import algorithms, closed_form
 from penstock.network.fabric.alpha_beta import LinkFit
-from penstock.network.fabric.samples import HEAD, RUN, SAMPLES
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Transfer, Workload
+from penstock.network.fabric.workload import Transfer
 
 ALPHA, BETA = 250e-6, 8e-8
 SIZES = (4096, 65536, 1048576, 8388608)
@@ -37,24 +37,15 @@ def sweep(
     **record: Any,
 ) -> str:
     """A run whose every trial takes what the closed form says; `off`: some sizes take so many times as long."""
-    transfers = [Transfer(f"{kind} {size}", size, kind) for kind in collectives for size in sizes]
-    workload = Workload("made", tuple(transfers))
+    transfers = tuple(Transfer(f"{kind} {size}", size, kind) for kind in collectives for size in sizes)
     took = []
     for transfer in transfers:
         form = algorithms(transfer.collective)[0] if algorithm == "engine" else algorithm
         seconds = LinkFit(ALPHA, BETA).seconds(closed_form(transfer.collective, form, hosts), transfer.bytes)
-        took.append(round(seconds * (off or {}).get(transfer.bytes, 1.0) * 1e9))
-    made = {"workload": workload.to_dict(), "algorithm": algorithm, "hosts": hosts, "trials": trials, "links": LINKS}
-    made |= {"cpu": [CPU] * hosts, "machine_cores": 2, "shared_machine": True, "complete": True, "missing": ""}
-    folder.mkdir()
-    (folder / RUN).write_text(json.dumps({**made, **record}))
-    rows, now = [",".join(HEAD)], 0
-    for trial in range(trials):
-        for place, nanoseconds in enumerate(took):
-            rows += [f"{trial},{place},{rank},{now},{now + nanoseconds}" for rank in range(hosts)]
-            now += nanoseconds
-    (folder / SAMPLES).write_text("\n".join(rows) + "\n")
-    return str(folder)
+        took.append(seconds * (off or {}).get(transfer.bytes, 1.0))
+    usual = {"links": LINKS, "cpu": [CPU] * hosts, "machine_cores": 2, "shared_machine": True, "missing": ""}
+    run = run_of([took] * trials, transfers, hosts, algorithm=algorithm, **{**usual, **record})
+    return str(write_run(run, folder))
 
 
 def test_an_exact_sweep_is_found_back_and_predicts_the_closed_form(tmp_path: Path) -> None:

@@ -111,16 +111,6 @@ def test_a_device_that_torch_does_not_have_here_is_refused() -> None:
     assert says.startswith("--device cuda: torch cannot compute there: ")
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:
-    """Nor is TARGET loaded: there is none."""
-    for verb in (
-        ("profile", "no.py:make", "--out"),
-        ("plan", "no.py:make", "-n", "2", "--global-batch-size", "8", "--out"),
-    ):
-        says = refusal(*verb, "no/such/folder.json")
-        assert says == f"{verb[-1]} no/such/folder.json cannot be written: No such file or directory"
-
-
 def test_it_measures_with_the_threads_that_a_rank_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)

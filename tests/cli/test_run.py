@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import has_ended, refusal, stay
 from command_line import penstock as in_process
-from command_line import refusal, stay
-from processes import has_ended
 
 from penstock import ArgumentError
 from penstock.distributed.launch import processes as launch

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import penstock, refusal, stay
-from processes import has_ended
+from command_line import has_ended, penstock, refusal, stay
 
 from penstock.distributed.launch.processes import Outcome
 from penstock.network import namespaces, nodes, reaper

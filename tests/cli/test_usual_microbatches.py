@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import output
+from command_line import as_json
 from torch import nn
 
 import penstock
@@ -30,21 +29,21 @@ def large():
 """
 
 OF_A_BATCH = {
-    "verify": ("verify", "{}", "--json"),
-    "inspect": ("inspect", "{}", "--json"),
-    "fabric": ("fabric", "--model", "{}", "--hosts", "2", "--ranks", "2", "--dry-run", "--json"),
+    "verify": ("verify", "{}"),
+    "inspect": ("inspect", "{}"),
+    "fabric": ("fabric", "--model", "{}", "--hosts", "2", "--ranks", "2", "--dry-run"),
 }
 WITHOUT = {
-    "simulate": ("simulate", "--schedule", "1f1b", "--ranks", "2", "--json"),
-    "search": ("search", "--ranks", "2", "--time-limit", "0.1", "--json"),
-    "draw": ("draw", "--schedule", "1f1b", "--ranks", "2", "--json"),
+    "simulate": ("simulate", "--schedule", "1f1b", "--ranks", "2"),
+    "search": ("search", "--ranks", "2", "--time-limit", "0.1"),
+    "draw": ("draw", "--schedule", "1f1b", "--ranks", "2"),
 }
 
 
-def counted(name: str, printed: str) -> int:
+def counted(*command: str) -> int:
     """How many microbatches a command's JSON is about."""
-    found = json.loads(printed)
-    if name == "fabric":
+    found = as_json(*command)
+    if command[0] == "fabric":
         return sum(row["times"] for row in found["transfers"] if row["kind"] == "activation")
     return int(found["microbatches"])
 
@@ -58,13 +57,12 @@ def target(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", list(OF_A_BATCH))
 def test_a_batch_makes_eight_or_as_many_as_it_has_rows(name: str, target: str) -> None:
     for batch, expected in (("large", MICROBATCHES), ("small", 5)):
-        printed = output(*(word.format(target + batch) for word in OF_A_BATCH[name]))
-        assert counted(name, printed) == expected, batch
+        assert counted(*(word.format(target + batch) for word in OF_A_BATCH[name])) == expected, batch
 
 
 @pytest.mark.parametrize("name", list(WITHOUT))
 def test_without_a_batch_they_are_eight(name: str) -> None:
-    assert counted(name, output(*WITHOUT[name])) == MICROBATCHES
+    assert counted(*WITHOUT[name]) == MICROBATCHES
 
 
 def test_verify_and_inspect_take_pieces_that_a_batch_is_cut_into_already() -> None:

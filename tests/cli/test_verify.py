@@ -5,14 +5,14 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from command_line import penstock
 from rich.console import Console
-from typer.testing import CliRunner
 
-from penstock.cli import _order, app
+from penstock.cli import _order
 from penstock.cli.verify import rank_main, show
 from penstock.schedule import schedule_spec
 from penstock.verification.comparison import Comparison, VerificationReport
@@ -115,8 +115,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def verify(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["verify", *arguments])
+verify = partial(penstock, "verify")
 
 
 def rank_of_pool(rank: int, folder: str) -> int:
@@ -271,7 +270,7 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
 
 @pytest.mark.parametrize("verb", ["inspect", "profile"])
 def test_no_command_ends_well_when_its_target_ends_the_process(verb: str) -> None:
-    done = CliRunner().invoke(app, [*verb.split(), "cases.py:exits_in_forward"])
+    done = penstock(verb, "cases.py:exits_in_forward")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "raised SystemExit: 0 (cases.py:" in last_line(done.stderr)
 

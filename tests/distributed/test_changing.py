@@ -2,16 +2,291 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
-import changing_jobs as jobs
 import pytest
 import torch
+from torch import Tensor, nn
 
+import penstock
+from penstock.partition import partitioner
+from penstock.runtime.step import bound_schedules
+from scaffolding.by_hand import sizes_by_hand, step_by_hand
+from scaffolding.models import Block, squared_error, token_error
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.refusals import refusal_of
 from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
+
+
+MICROBATCHES = 4
+
+BATCHES = ((11, 6), (5, 6), (3, 6), (2, 9), (11, 6), (5, 6), (5, 6), (1, 3))
+"""Rows and length of each step's batch. Fewer rows than microbatches, fewer microbatches than stages; and kinds that
+come a second time (which over shared memory is another way) and a third."""
+
+
+LENGTHS = tuple((8, length) for length in (6, 7, 8, 9, 12, 6, 16, 14, 9))
+
+
+class Words(nn.Module):
+    """Blocks between an embedding and a head, nothing tied, so that all is equal to the bit."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19)
+        self.h = nn.ModuleList(Block(8, 2, 0.0) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.embed(ids)
+        for block in self.h:
+            x = block(x, positions[:, None] >= positions[None, :])
+        return self.head(x)
+
+
+def words(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids, and targets of which some do not count."""
+    generator = torch.Generator().manual_seed(100 * rows + length)
+    ids = torch.randint(0, 19, (rows, length + 1), generator=generator)
+    target = ids[:, 1:].clone()
+    target[::2, 1:] = -100
+    return ids[:, :-1].clone(), target
+
+
+def count(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def weights_by_hand(target: Tensor, microbatches: int) -> list[float]:
+    counts = [float(count(part)) for part in torch.split(target, sizes_by_hand(len(target), microbatches))]
+    return [one / sum(counts) for one in counts]
+
+
+def lengths(rank: int, options: dict[str, Any]) -> tuple[list[str], int]:
+    """What differs, in words, in batches that differ in length alone, and how often the model was recorded."""
+    with mock.patch.object(partitioner, "record", wraps=partitioner.record) as recorded:
+        return train(rank, 4, options, LENGTHS), recorded.call_count
+
+
+def train(rank: int, layers: int, options: dict[str, Any], batches: Sequence[tuple[int, int]] = BATCHES) -> list[str]:
+    """What differs, in words."""
+    torch.manual_seed(0)
+    model, wrong = Words(layers), []
+    reference = copy.deepcopy(model)
+    ids, _ = words(*batches[0])
+    with penstock.pipeline(
+        model, (ids,), loss=token_error, reduction=count, microbatches=MICROBATCHES, **options
+    ) as pipe:
+        for number, (rows, length) in enumerate(batches):
+            ids, target = words(rows, length)
+            microbatches = min(MICROBATCHES, rows)
+            reference.zero_grad()
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            expected = step_by_hand(
+                reference, (ids,), target, token_error, microbatches, weights_by_hand(target, microbatches)
+            )
+            mine = (ids,) if pipe.needs_inputs else ()
+            wanted = target if pipe.needs_targets else None
+            result = pipe.step(*mine, target=wanted, outputs="all")
+            grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+            wrong += [f"{number}: {n}" for n, p in pipe.named_parameters() if not torch.equal(p.grad, grads[n])]
+            evaluated = pipe.evaluate(*mine, target=wanted)
+            for what, loss in (("loss", result.loss), ("evaluated", evaluated.loss)):
+                wrong += [] if torch.equal(loss, expected.total) else [f"{number}: {what}"]
+            if not all(map(torch.equal, result.outputs, expected.outputs)) or len(result.outputs) != microbatches:
+                wrong.append(f"{number}: outputs")
+            if pipe.has_outputs and not all(map(torch.equal, result.losses, expected.losses)):
+                wrong.append(f"{number}: losses")
+    return wrong
+
+
+def buckets(rank: int) -> list[str]:
+    """Microbatches that are cut already, each of a length of its own."""
+    torch.manual_seed(0)
+    model, wrong = Words(4), []
+    reference = copy.deepcopy(model)
+    pieces = [words(rows, length) for rows, length in ((3, 5), (1, 9), (2, 2))]
+    given = [penstock.Microbatches(one) for one in zip(*pieces, strict=True)]
+    with penstock.pipeline(
+        model, given[:1], loss=token_error, reduction="sum", microbatches=3, transport="distributed"
+    ) as pipe:
+        for turn in (slice(None), slice(1, None), slice(None), slice(None, None, -1)):
+            reference.zero_grad()
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            losses = [step_by_hand(reference, (x,), y, token_error, 1).total for x, y in pieces[turn]]
+            ids, target = (penstock.Microbatches(one) for one in zip(*pieces[turn], strict=True))
+            result = pipe.step(ids, target=target)
+            grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+            wrong += [n for n, p in pipe.named_parameters() if not torch.equal(p.grad, grads[n])]
+            if pipe.has_outputs and not all(map(torch.equal, result.losses, losses)):
+                wrong.append("losses")
+    return wrong
+
+
+def predict(rank: int, who: list[Any], schedule: str) -> list[Tensor | None]:
+    """The whole output, where it was asked for, each time."""
+    torch.manual_seed(0)
+    options = {"loss": token_error, "microbatches": MICROBATCHES, "schedule": schedule}
+    with penstock.pipeline(Words(2), (words(4, 5)[0],), **options) as pipe:
+        pipe.predict(words(4, 5)[0], outputs="all")
+        return [pipe.predict(words(7, 5)[0], outputs=where) for where in who]
+
+
+class Odd(nn.Module):
+    """Returns a slice of memory that is mostly gaps, a dtype that cannot be pickled, and what holds no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        h = self.last(torch.tanh(self.first(x)))
+        small = h.detach().to(torch.float8_e4m3fn)
+        return {"sliced": h[:, :1], "small": small, "plain": 3, "loss": h.square().mean()}
+
+
+def odd_outputs(rank: int) -> list[str]:
+    """Which outputs differ from the model's own, on any rank."""
+    model, x = Odd(), torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    expected = [Odd()(piece.clone()) for piece in x.split(2)]
+    dims = {"output": {"sliced": 0, "small": 0, "plain": None, "loss": "mean"}}
+    wrong = []
+    with penstock.pipeline(model, (x,), microbatches=3, cuts=["last"], batch_dims=dims) as pipe:
+        for mine, own in zip(pipe.step(x, outputs="all").outputs, expected, strict=True):
+            for name in ("sliced", "small"):
+                pair = [(t.dtype, t.stride(), t.detach().float().tolist()) for t in (mine[name], own[name])]
+                wrong += [] if pair[0] == pair[1] and mine["plain"] == 3 else [name]
+    return wrong
+
+
+def disagree(rank: int, what: str) -> None:
+    """The last rank does something else than the others in the second step."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 5), torch.randn(6, 5)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    with penstock.pipeline(model, (x,), loss=squared_error, microbatches=3) as pipe:
+        pipe.step(x, target=y)
+        if pipe.has_outputs and what == "evaluate":
+            pipe.evaluate(x, target=y)
+        elif pipe.has_outputs and what == "outputs":
+            pipe.step(x, target=y, outputs="all")
+        elif pipe.has_outputs and what == "mode":
+            pipe.eval().step(x, target=y)
+        elif pipe.has_outputs and what == "target":
+            pipe.step(x, target=y[:5])
+        else:
+            pipe.step(x, target=y)
+
+
+def many_kinds(rank: int, most: int, kinds: int) -> tuple[int, int]:
+    """More kinds of batches than are kept, each twice: how many are kept, and how many lanes are open."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    few = mock.patch.object(bound_schedules, "CACHED_SCHEDULES", most)
+    with few, penstock.pipeline(model, (torch.zeros(1, 5),), loss=squared_error, microbatches=1) as pipe:
+        for rows in range(1, kinds + 1):
+            for _ in range(2):
+                pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))
+        channels = [c for some in pipe.session.engine.transports[rank]._channels.values() for c in some]  # type: ignore[attr-defined]
+        return len(list(pipe.session.bound_schedules)), sum(channel._ring is not None for channel in channels)
+
+
+class Averaged(nn.Module):
+    """A student, and a teacher that follows it; by default between steps, in the script."""
+
+    def __init__(self, in_forward: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]) for _ in range(2))
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+        self.in_forward = in_forward
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.mul_(0.9).add_(new, alpha=0.1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.in_forward:
+            self.follow()
+        with torch.no_grad():
+            expected = self.teacher(x)
+        return self.student(x), expected
+
+
+def average(rank: int, in_forward: bool) -> str:
+    """What the script raises on the rank that holds the teacher."""
+    torch.manual_seed(0)
+    model, x = Averaged(in_forward), torch.randn(8, 4)
+    pipe = penstock.pipeline(
+        model, (x,), loss=lambda output: output[0].sub(output[1]).square().sum(), cuts=["student"], microbatches=4
+    )
+    pipe.step(x)
+    return "" if in_forward else refusal_of(model.follow)
+
+
+class Skipping(nn.Sequential):
+    """Every layer uses the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for layer in self:
+            hidden = layer(hidden).relu() + x
+        return hidden
+
+
+def input_gradients(rank: int, schedule: str) -> tuple[bool, Tensor | None, Tensor, bool]:
+    """Whether this rank has the inputs, their gradient after two steps and by hand, and whether verify passes."""
+    torch.manual_seed(0)
+    model = Skipping(*(nn.Linear(5, 5) for _ in range(4)))
+    reference, options = copy.deepcopy(model), {"microbatches": MICROBATCHES, "schedule": schedule}
+    x, y = torch.randn(7, 5, requires_grad=True), torch.randn(7, 5)
+    other, sizes = x.detach().requires_grad_(), sizes_by_hand(7, MICROBATCHES)
+    with penstock.pipeline(model, (x.detach(),), loss_fn=squared_error, **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+            for part, target in zip(other.split(sizes), y.split(sizes), strict=True):
+                squared_error(reference(part.clone()), target).backward(torch.tensor(len(part) / 7))
+        has = pipe.needs_inputs
+    assert other.grad is not None
+    report = penstock.verify(reference, (x,), target=y, loss_fn=squared_error, **options)
+    return has, x.grad, other.grad, report.ok and any(row.name == "input args[0]" for row in report.rows)
+
+
+class Weighed(nn.Module):
+    """Weighs each row by how long its text is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, texts: list[str]) -> Tensor:
+        return self.last(self.first(x) * torch.tensor([float(len(text)) for text in texts]).view(-1, 1))
+
+
+def listed(rank: int) -> list[tuple[float, float]]:
+    """The losses of steps whose texts and targets are lists, and of one device."""
+    torch.manual_seed(0)
+    model, x = Weighed(), torch.randn(8, 5)
+    texts, boxes = ["a" * n for n in (3, 1, 4, 1, 5, 9, 2, 6)], [{"box": torch.randn(n, 5)} for n in range(1, 9)]
+
+    def loss(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+        return squared_error(output, torch.stack([one["box"].sum(0) for one in target]))
+
+    found = []
+    with penstock.pipeline(copy.deepcopy(model), (x, texts), microbatches=MICROBATCHES, loss_fn=loss) as pipe:
+        for rows in (8, 5):
+            expected = loss(model(x[:rows], texts[:rows]), boxes[:rows])
+            found.append((float(pipe.step(x[:rows], texts[:rows], target=boxes[:rows]).loss), float(expected)))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -23,22 +298,22 @@ def test_traps_5_7_12_21_batches_that_change_have_the_bits_of_one_device(
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
     chunks = 2 if schedule == "interleaved-1f1b" else 1
     options = {"schedule": schedule, "transport": transport, "stages_per_rank": chunks}
-    assert ranks.run(jobs.train, max(4, p * chunks), options) == [[]] * p
+    assert ranks.run(train, max(4, p * chunks), options) == [[]] * p
 
 
 def test_microbatches_of_lengths_of_their_own(ranks3: Ranks) -> None:
-    assert ranks3.run(jobs.buckets) == [[]] * 3
+    assert ranks3.run(buckets) == [[]] * 3
 
 
 def test_lists_with_one_entry_per_row_are_cut_on_both_ends(ranks2: Ranks) -> None:
-    for losses in ranks2.run(jobs.listed):
+    for losses in ranks2.run(listed):
         for loss, expected in losses:
             assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("schedule", "places"), [("zb-h1", [0]), ("chimera", [0, 1])])
 def test_inputs_get_their_gradients_where_they_live(ranks2: Ranks, schedule: str, places: list[int]) -> None:
-    found = ranks2.run(jobs.input_gradients, schedule)
+    found = ranks2.run(input_gradients, schedule)
     assert [rank for rank, (has, *_) in enumerate(found) if has] == places
     for has, gradient, by_hand, verified in found:
         assert verified
@@ -53,17 +328,17 @@ def test_trap_7_the_whole_output_is_in_order_of_microbatch_where_it_was_asked_fo
     p: int, schedule: str, here: dict[Any, list[int]], request: pytest.FixtureRequest
 ) -> None:
     """Of two copies, the first rank has the outputs of the last microbatches."""
-    found = request.getfixturevalue(f"ranks{p}").run(jobs.predict, [*here], schedule)
+    found = request.getfixturevalue(f"ranks{p}").run(predict, [*here], schedule)
     torch.manual_seed(0)
-    model = jobs.Words(2)
-    expected = torch.cat([model(part.clone()) for part in torch.split(jobs.words(7, 5)[0], [2, 2, 2, 1])])
+    model = Words(2)
+    expected = torch.cat([model(part.clone()) for part in torch.split(words(7, 5)[0], [2, 2, 2, 1])])
     for which, ranks in enumerate(here.values()):
         assert [rank for rank, outputs in enumerate(found) if outputs[which] is not None] == ranks
         assert all(torch.equal(found[rank][which], expected) for rank in ranks)
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "said"),
     [
         ("evaluate", r"rank 0 runs a training step, this rank \(1\) an evaluation; every rank must make the same"),
         ("outputs", r"rank 0 runs with outputs=True or False, this rank \(1\) with outputs='all'"),
@@ -71,21 +346,21 @@ def test_trap_7_the_whole_output_is_in_order_of_microbatch_where_it_was_asked_fo
         ("target", r"target has 5 rows \(shape \[5, 5\]\); expected 6, as the inputs have"),
     ],
 )
-def test_trap_23_ranks_that_do_not_make_the_same_call_are_told(ranks2: Ranks, what: str, words: str) -> None:
-    with pytest.raises(RanksError, match=words):
-        ranks2.run(jobs.disagree, what)
+def test_trap_23_ranks_that_do_not_make_the_same_call_are_told(ranks2: Ranks, what: str, said: str) -> None:
+    with pytest.raises(RanksError, match=said):
+        ranks2.run(disagree, what)
 
 
 def test_kinds_that_are_forgotten_leave_nothing_behind(ranks2: Ranks) -> None:
     kept = 6  # rather than CACHED_SCHEDULES
-    for jobs_kept, lanes in ranks2.run(jobs.many_kinds, kept, kept + 5):
+    for jobs_kept, lanes in ranks2.run(many_kinds, kept, kept + 5):
         assert jobs_kept == kept
         assert lanes == 2 * kept  # one there and one back
 
 
 def test_lengths_between_those_recorded_have_the_bits_of_one_device(ranks2: Ranks) -> None:
     options = {"schedule": "1f1b", "transport": "distributed", "balance": "parameters"}
-    found = ranks2.run(jobs.lengths, options)
+    found = ranks2.run(lengths, options)
     assert found == [([], 11)] * 2  # first for the weights, then 6, 7, 8, 13 and 16 in training and in evaluation
 
 
@@ -93,11 +368,11 @@ def test_an_average_over_parameters_of_two_ranks_is_refused_in_the_script_and_ke
     ranks2: Ranks,
 ) -> None:
     """Torch takes `mine.add_(theirs)`, where theirs are on the meta device, and does nothing."""
-    said = [text for text in ranks2.run(jobs.average, False) if text]
+    said = [text for text in ranks2.run(average, False) if text]
     assert len(said) == 1
     assert "has no values on this rank" in said[0]
-    assert ranks2.run(jobs.average, True) == ["", ""]
+    assert ranks2.run(average, True) == ["", ""]
 
 
 def test_outputs_of_any_dtype_and_layout_reach_all_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(jobs.odd_outputs) == [[], []]
+    assert ranks2.run(odd_outputs) == [[], []]

@@ -2,24 +2,132 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
-import gradient_dtype_jobs as jobs
 import pytest
 import torch
+from mesh_jobs import mesh_of, part
+from shard_jobs import Blocks, by_sequence, every_block
+from torch import Tensor
 
 import penstock
 from penstock.network.fabric.traffic import from_model
-from scaffolding.low_precision import MICROBATCHES, TIED, Net, assert_sums, batch, by_hand
+from penstock.runtime.gradients.distribution import local_gradient
+from penstock.runtime.gradients.sums import GradientSum
+from scaffolding.low_precision import MICROBATCHES, TIED, Gradients, Net, assert_sums, batch, by_hand, loss
+from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
+from scaffolding.refusals import refusal_of
 
 pytestmark = pytest.mark.distributed
+
+
+def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
+    """The gradients that this process holds after two steps without an optimizer."""
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32} | options
+    replica = 0
+    if replicas > 1:
+        options["mesh"] = mesh_of((replicas, torch.distributed.get_world_size() // replicas), ("dp", "pp"))
+        replica = options["mesh"].get_local_rank("dp")
+    with penstock.pipeline(Net(), part(batch()[:1], replica, replicas), **options) as pipe:
+        for step in range(2):
+            x, y = part(batch(step), replica, replicas)
+            pipe.step(x, target=y)
+        return {
+            name: parameter.grad for name, parameter in pipe.session.split.all_parameters() if not parameter.is_meta
+        }
+
+
+def in_turn(rank: int) -> list[Tensor]:
+    """Gradients within `no_sync` and then averaged, against those of two steps that average."""
+    found = []
+    mesh = mesh_of((2, 1), ("dp", "pp"))
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32, "mesh": mesh}
+    for waits in (True, False):
+        with penstock.pipeline(Net(), part(batch()[:1], rank, 2), **options) as pipe:
+            for step in range(2):
+                x, y = part(batch(step), rank, 2)
+                if waits and step == 0:
+                    with pipe.no_sync():
+                        pipe.step(x, target=y)
+                else:
+                    pipe.step(x, target=y)
+            found.append(torch.cat([p.grad.flatten().float() for p in pipe.parameters() if p.grad is not None]))
+    return found
+
+
+def divided_by_sequence(rank: int) -> dict[str, float]:
+    """How far gradients are from the float32 sum of what single microbatches give, if they are not equal."""
+    mesh = mesh_of((2, 2), ("pp", "tp"))
+    x, y = torch.randn(16, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    found: list[dict[str, Tensor]] = []
+    for dtype in (torch.float32, None):
+        torch.manual_seed(0)
+        model = Blocks(dropout=0.0).bfloat16()
+        sums: dict[str, Tensor] = {}
+        options = {"mesh": mesh, "parallelize": by_sequence(mesh["tp"]), "grad_dtype": dtype}
+        count = MICROBATCHES if dtype else 1
+        parts = [(x, y)] if dtype else list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True))
+        with penstock.pipeline(
+            model, parts[0][:1], loss_fn=squared_error, schedule="zb-h1", microbatches=count, **options
+        ) as pipe:
+            for rows, target in parts:
+                pipe.step(rows, target=target, loss_scale=1 / len(parts))
+                for name, parameter in pipe.named_parameters():
+                    assert parameter.grad is not None
+                    assert parameter.grad.dtype == (dtype or torch.bfloat16)
+                    term = local_gradient(parameter)
+                    assert term is not None
+                    sums[name] = sums[name] + term.float() if name in sums else term.float()
+                    parameter.grad = None
+        found.append(sums)
+    mine, expected = found
+    assert mine.keys() == expected.keys()
+    away = {name: float((mine[name] - other).abs().max() / other.abs().max()) for name, other in expected.items()}
+    return {name: distance for name, distance in away.items() if distance}
+
+
+def refusal(rank: int, case: str) -> str:
+    mesh = mesh_of((2, 1), ("dp", "pp"))
+    options: dict[str, Any] = {"mesh": mesh, "grad_dtype": torch.float32}
+    if case == "sharded":
+        options["parallelize"] = every_block(mesh["dp"])
+    elif rank == 1:
+        del options["grad_dtype"]
+    model, x = Blocks().bfloat16(), torch.randn(8, 8).bfloat16()
+    return refusal_of(penstock.pipeline, model, (x,), loss_fn=squared_error, **options)
+
+
+class Bytes(NamedTuple):
+    """What a process sums of gradients in a step, each sum by itself, and the gradients that it holds afterwards."""
+
+    summed: list[int]
+    held: int
+
+
+def count_bytes(rank: int, options: dict[str, Any]) -> Bytes:
+    """The bytes of a step of two replicas."""
+    mesh = mesh_of((2, torch.distributed.get_world_size() // 2), ("dp", "pp"))
+    x, y = part(batch(), mesh.get_local_rank("dp"), 2)
+    summed: list[int] = []
+    start = GradientSum.start
+
+    def counted(self: GradientSum) -> None:
+        start(self)
+        summed.extend(buffer.nbytes for buffer in self._buffers)
+
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "mesh": mesh, "transport": "distributed"} | options
+    with mock.patch.object(GradientSum, "start", counted), penstock.pipeline(Net(), (x,), **options) as pipe:
+        pipe.step(x, target=y)
+        held = sum(p.grad.nbytes for p in pipe.parameters() if p.grad is not None)
+    return Bytes(sorted(summed), held)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_tied_weight_is_summed_over_ranks_in_float32(ranks2: Ranks, schedule: str) -> None:
     expected = by_hand(steps=2)
-    found = ranks2.run(jobs.train, {"schedule": schedule})
+    found = ranks2.run(train, {"schedule": schedule})
     for mine in found:
         # In a V, one rank adds the terms of the first and the last stage, as they come.
         assert_sums(mine, expected, reordered=TIED if schedule == "zb-v" else "")
@@ -28,18 +136,18 @@ def test_a_tied_weight_is_summed_over_ranks_in_float32(ranks2: Ranks, schedule: 
 
 def test_replicas_are_averaged_in_float32(ranks4: Ranks) -> None:
     expected = by_hand(steps=2, replicas=2)
-    for mine in ranks4.run(jobs.train, {"schedule": "zb-h1"}, 2):
+    for mine in ranks4.run(train, {"schedule": "zb-h1"}, 2):
         assert_sums(mine, expected)
 
 
 def test_steps_that_do_not_average_leave_float32(ranks2: Ranks) -> None:
-    for late, at_once in ranks2.run(jobs.in_turn):
+    for late, at_once in ranks2.run(in_turn):
         assert (late - at_once).abs().max() <= 1e-6 * at_once.abs().max()
 
 
 def test_activations_divided_by_a_plan(ranks4: Ranks) -> None:
     """Each rank has a part of the gradient of what is whole; alone, microbatches have these summed in bfloat16."""
-    for away in ranks4.run(jobs.divided_by_sequence):
+    for away in ranks4.run(divided_by_sequence):
         assert len(away) == 4
         assert all("norm" in name and distance < 2**-7 for name, distance in away.items())
 
@@ -50,7 +158,7 @@ def test_a_run_sums_and_holds_as_many_bytes_as_predicted(ranks4: Ranks, dtype: t
     rows = batch()[0].chunk(2)[0]
     seen = penstock.inspect(Net(), (rows,), stages=2, **options)
     sent = from_model(Net(), (rows.chunk(MICROBATCHES)[0],), hosts=4, ranks=2, traffic="pipeline", **options)
-    for host, mine in enumerate(ranks4.run(jobs.count_bytes, options)):
+    for host, mine in enumerate(ranks4.run(count_bytes, options)):
         summed = [each.bytes for each in sent.transfers if "gradients" in each.name and host in each.ranks]
         assert mine.summed == sorted(summed)
         assert mine.held == seen.stages[host % 2].gradient_bytes
@@ -64,4 +172,4 @@ def test_a_run_sums_and_holds_as_many_bytes_as_predicted(ranks4: Ranks, dtype: t
     ],
 )
 def test_what_is_refused(ranks2: Ranks, case: str, text: str) -> None:
-    assert all(text in said for said in ranks2.run(jobs.refusal, case))
+    assert all(text in said for said in ranks2.run(refusal, case))

@@ -6,18 +6,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import plan_jobs
 import pytest
 import torch
+from torch import Tensor
 
+import penstock
+from penstock.costs import ModelFingerprint
 from penstock.plan import ParallelConfig, Plan
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost
 from penstock.simulate.search import search
+from scaffolding.everything import everything_goes
+from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
+from scaffolding.small import batch, mlp
 
 pytestmark = pytest.mark.distributed
+
+
+def made_for() -> ModelFingerprint:
+    return ModelFingerprint({name: tuple(p.shape) for name, p in mlp().named_parameters()}, "cpu", "float32")
+
+
+@everything_goes
+def gradients(rank: int, plan: Plan) -> tuple[list[float], dict[str, Tensor], int | None]:
+    """The losses, the gradients that this rank holds after three steps, and its rank in the pipeline."""
+    x, y = batch()
+    with penstock.pipeline(mlp(), (x,), loss_fn=squared_error, plan=plan) as pipe:
+        losses = [float(pipe.step(x * (1 + step), target=y).loss) for step in range(3)]
+        held = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+        return losses, held, pipe.session.engine.world.rank
 
 
 def _found() -> Plan:
@@ -28,7 +47,7 @@ def _found() -> Plan:
     return Plan(
         ParallelConfig(1, 2, 2, "search", 4, 3), ("1", "3", "4"), (0,), (1.0,) * 4, 9.0, 0.0, {}, (1.0,) * 2,
         (2.0,) * 2,
-        offload=(1, 3), devices=(1, 0), order=str(order), made_for=plan_jobs.made_for(),
+        offload=(1, 3), devices=(1, 0), order=str(order), made_for=made_for(),
     )  # fmt: skip
 
 
@@ -39,8 +58,8 @@ def _found() -> Plan:
 )
 def test_processes_follow_a_plan_to_the_bit(ranks2: Ranks, changes: dict[str, object]) -> None:
     plan = replace(_found(), **changes)  # type: ignore[arg-type]
-    losses, whole, _ = plan_jobs.gradients(0, plan)
-    parts = ranks2.run(plan_jobs.gradients, plan)
+    losses, whole, _ = gradients(0, plan)
+    parts = ranks2.run(gradients, plan)
     assert [rank for _, _, rank in parts] == [*(plan.devices or (0, 1))]
     assert all(part[0] == losses for part in parts)
     together = parts[0][1] | parts[1][1]

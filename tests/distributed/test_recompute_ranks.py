@@ -5,12 +5,58 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import recompute_jobs
 import torch
+from torch import Tensor, nn
 
+import penstock
+from scaffolding.everything import ROWS, WIDTH, Layer, everything, everything_goes
+from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
+
+
+STEPS = 6
+
+
+class Untied(nn.Module):
+    """Batch norm, dropout, and a skip across all stages; no parameter is on two stages, so that every bit is equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = y = self.layers[0](x)
+        for layer in self.layers[1:]:
+            y = layer(y) + skip
+        return y
+
+
+@everything_goes
+def curve(rank: int, clip: float, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The losses of the steps, the norms of their gradients, and what the rank then holds."""
+    torch.manual_seed(0)
+    model = Untied()
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    losses, norms = [], []
+    with penstock.pipeline(model, (x,), loss=squared_error, microbatches=4, seed=0, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(float(pipe.step(x * (1 + step % 5), target=y).loss))
+            norms.append(float(pipe.clip_grad_norm_(clip)))
+            optimizer.step()
+        held = {name: p.detach().clone() for name, p in (*pipe.named_parameters(), *pipe.named_buffers())}
+    return losses, norms, held
+
+
+@everything_goes
+def verify_everything(rank: int, options: dict[str, Any]) -> tuple[bool, str]:
+    model, x, y = everything()
+    report = penstock.verify(model, (x,), target=y, loss_fn=squared_error, **options)
+    return report.ok, report.summary()
+
 
 HERE = {"ranks": 1, "stages_per_rank": 4, "schedule": "gpipe"}
 TWO = {"schedule": "interleaved-1f1b", "stages_per_rank": 2}
@@ -20,12 +66,12 @@ FOUR = {"schedule": "1f1b"}
 def test_one_curve_of_losses_at_one_two_and_four_ranks(ranks2: Ranks, ranks4: Ranks) -> None:
     clip, recompute = 0.5, {0: "always", 1: 1, 2: "except_last"}
     options: dict[str, Any] = {"recompute": recompute, "offload": {3: True}, "deferred_batch_norm": True}
-    losses, norms, held = recompute_jobs.curve(0, clip, {**HERE, **options})
-    assert len(set(losses)) == recompute_jobs.STEPS
+    losses, norms, held = curve(0, clip, {**HERE, **options})
+    assert len(set(losses)) == STEPS
     assert losses[5] < losses[0]  # of the same batch
     assert max(norms) > clip
     for ranks, how in ((ranks2, TWO), (ranks4, FOUR)):
-        parts = ranks.run(recompute_jobs.curve, clip, {**how, **options})
+        parts = ranks.run(curve, clip, {**how, **options})
         assert all(part[:2] == (losses, norms) for part in parts)
         found = {name: tensor for part in parts for name, tensor in part[2].items()}
         assert found.keys() == held.keys()
@@ -36,5 +82,5 @@ def test_bits_of_one_device(ranks2: Ranks) -> None:
     """The weight that is used at both ends is summed over ranks, and close."""
     asked: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 5, "exact": True, "transport": "distributed"}
     asked |= {"recompute": {0: 2, 1: "except_last"}, "offload": {1: True}, "deferred_batch_norm": True}
-    for ok, summary in ranks2.run(recompute_jobs.verify_everything, asked):
+    for ok, summary in ranks2.run(verify_everything, asked):
         assert ok, summary

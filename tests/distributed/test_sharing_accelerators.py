@@ -6,17 +6,40 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from distributed import sharing_jobs as jobs
+import penstock
 from penstock._base.errors import ArgumentError
 from penstock.runtime.execute.transport_choice import accelerator_id, check_distinct_accelerators, check_queues
+from scaffolding import stand_in
 from scaffolding.ranks import Ranks
+from scaffolding.refusals import refusal_of
 
 pytestmark = pytest.mark.distributed
 
 
+def refusal(rank: int) -> str:
+    """What is said where two ranks would compute on the one device. The model stays where it is."""
+    stand_in.install()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    said = refusal_of(penstock.pipeline, model, (x,), microbatches=2, loss=F.mse_loss, devices=stand_in.DEVICE)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    return said
+
+
+def devices_of_two_types(rank: int) -> str:
+    """What each rank says where rank 0 computes on the device, and rank 1 on the CPU."""
+    torch.manual_seed(0)
+    stand_in.install()
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    device = "cpu" if rank else stand_in.DEVICE
+    return refusal_of(penstock.pipeline, layers, (torch.randn(4, 6),), microbatches=2, loss=F.mse_loss, devices=device)
+
+
 def test_more_ranks_than_accelerators_are_refused_on_each(own_pair: Ranks) -> None:
-    for said in own_pair.run(jobs.refusal):
+    for said in own_pair.run(refusal):
         assert "ranks [0, 1] would compute on the same accelerator (2 ranks have 1 in all)" in said
         assert "Start no more ranks on a machine than it has accelerators" in said
 
@@ -55,6 +78,6 @@ def test_a_device_has_a_queue_for_each_communicator(monkeypatch: pytest.MonkeyPa
 
 
 def test_ranks_on_devices_of_different_types_are_refused_on_each(own_pair: Ranks) -> None:
-    for said in own_pair.run(jobs.devices_of_two_types):
+    for said in own_pair.run(devices_of_two_types):
         assert "rank 0 computes on 'standin', and rank 1 on 'cpu'" in said
         assert "pass the same devices= on every rank" in said

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
-from distributed import factory_jobs, jobs
+import penstock
+from distributed import jobs
 from penstock import ArgumentError, pipeline
 from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
@@ -14,6 +18,63 @@ from scaffolding.small import batch, mlp
 from scaffolding.tcp import EXAMPLES_OWN, sockets
 
 pytestmark = pytest.mark.distributed
+
+
+CLOSED: list[int] = []
+"""The ranks whose transport was closed."""
+
+
+class Half:
+    """Messages, and one of the two collectives."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._rank = endpoint.rank
+
+    def connect(self, *_: Any) -> None: ...
+
+    channel = release = end_step = drop_step = broadcast = connect
+
+    def close(self) -> None:
+        CLOSED.append(self._rank)
+
+
+def only_on(rank: int, endpoint: Endpoint) -> Any:
+    """Sockets on one rank, and nothing on others."""
+    made = sockets(endpoint)
+    return made if endpoint.rank == rank else None
+
+
+def raises_on(rank: int, kind: type[Exception], endpoint: Endpoint) -> PointToPoint:
+    """A rank fails by itself while the others wait for it."""
+    if endpoint.rank == rank:
+        raise kind("no such network")
+    endpoint.gather(None)
+    return sockets(endpoint)
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What each wrong factory is told, and what the sockets give afterwards."""
+    task = jobs.mlp()
+    said = {}
+
+    def attempt(name: str, transport: Any) -> None:
+        try:
+            penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=transport)
+        except penstock.PenstockError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    attempt("another", sockets if rank == 0 else "auto")
+    attempt("other factories", sockets if rank == 0 else partial(only_on, 0))
+    attempt("half", Half)
+    said["closed"] = str(CLOSED)
+    attempt("nothing on rank 1", partial(only_on, 0))
+    said["then"] = jobs.verify(rank, "mlp", {"microbatches": 3, "transport": sockets})[1]
+    return said
+
+
+def fail(rank: int, kind: type[Exception]) -> None:
+    task = jobs.mlp()
+    penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1, kind))
 
 
 def test_conformance_of_two_threads() -> None:
@@ -69,15 +130,18 @@ def test_a_rank_that_is_done_first_fails_nobody(ranks3: Ranks) -> None:
 
 
 def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
-    first, second = ranks2.run(factory_jobs.refused)
+    first, second = ranks2.run(refused)
     other = "and rank 1 'auto'; every rank must pass the same"
     assert first["another"] == f"ArgumentError: transport: rank 0 has scaffolding.tcp.sockets, {other}"
     assert "transport: rank 1 has 'auto', and rank 0 scaffolding.tcp.sockets" in second["another"]
-    assert "rank 1 distributed.factory_jobs.only_on" in first["other factories"]
+    assert "rank 1 test_transport_factory.only_on" in first["other factories"]
     for said in (first, second):
         assert "made an object of Half, which lacks reduce; expected an object with the methods" in said["half"]
     assert (first["closed"], second["closed"]) == ("[0]", "[1]")
-    assert "factory_jobs.only_on made nothing (None), which lacks connect, channel," in second["nothing on rank 1"]
+    assert (
+        "test_transport_factory.only_on made nothing (None), which lacks connect, channel,"
+        in second["nothing on rank 1"]
+    )
     assert first["nothing on rank 1"].startswith("RankFailedError: rank 0 stops: rank 1 failed")
     assert "made nothing (None)" in first["nothing on rank 1"]
     assert all("bitwise identical" in said["then"] for said in (first, second))
@@ -85,7 +149,7 @@ def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
 
 def test_a_factory_that_raises_ends_the_run(ranks2: Ranks) -> None:
     with pytest.raises(RanksError) as error:
-        ranks2.run(factory_jobs.fail, OSError, seconds=30)
+        ranks2.run(fail, OSError, seconds=30)
     assert "OSError: no such network" in str(error.value)
     assert str(error.value).count("no such network") >= 2, "both ranks name the cause"
     assert "did not end" not in str(error.value)

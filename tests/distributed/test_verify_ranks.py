@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
-import pytest
-import verify_jobs
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import pytest
+
+import penstock
+from distributed.jobs import TASKS
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
+
+
+class Found(NamedTuple):
+    """What was reported: of each row that is not as promised, its kind, name, verdict and step."""
+
+    ok: bool
+    summary: str
+    wrong: list[tuple[str, str, str, int]]
+
+
+def _gradient(pipe: penstock.Pipeline, name: str) -> None:
+    grad = dict(pipe.named_parameters())[name].grad
+    assert grad is not None
+    grad.view(-1)[0] += 1.0
+
+
+def _no_gradient(pipe: penstock.Pipeline, name: str) -> None:
+    dict(pipe.named_parameters())[name].grad = None
+
+
+def _buffer(pipe: penstock.Pipeline, name: str) -> None:
+    dict(pipe.named_buffers())[name].view(-1)[0] += 1
+
+
+SPOILS: dict[str, Callable[[penstock.Pipeline, str], None]] = {
+    "gradient": _gradient,
+    "no gradient": _no_gradient,
+    "buffer": _buffer,
+}
+
+
+def verify(rank: int, task: str, what: str, name: str) -> Found:
+    """Spoils what is called `name` on rank 1 alone, after each step."""
+    made, step = TASKS[task](), penstock.Pipeline.step
+
+    def spoiled(pipe: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
+        result = step(pipe, *args, **kwargs)
+        if rank == 1:
+            SPOILS[what](pipe, name)
+        return result
+
+    penstock.Pipeline.step = spoiled  # type: ignore[method-assign]
+    try:
+        report = penstock.verify(made.model, made.args, target=made.target, loss_fn=made.loss, microbatches=3)
+    finally:
+        penstock.Pipeline.step = step  # type: ignore[method-assign]
+    return Found(report.ok, report.summary(), [(r.kind, r.name, r.verdict, r.step) for r in report.failures])
 
 
 @pytest.mark.parametrize(
@@ -20,7 +71,7 @@ pytestmark = pytest.mark.distributed
 def test_what_one_rank_has_wrong_is_in_every_report(
     ranks2: Ranks, task: str, what: str, row: tuple[str, str, str, int]
 ) -> None:
-    seen = ranks2.run(verify_jobs.verify, task, what, row[1])
+    seen = ranks2.run(verify, task, what, row[1])
     assert seen[0] == seen[1], "each rank has the same report"
     assert not seen[0].ok
     in_steps = [wrong for wrong in seen[0].wrong if not wrong[1].endswith(" in evaluation")]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -33,6 +33,8 @@ from penstock.runtime.gradients.sums import TieReducer
 from penstock.runtime.transport.shared_memory import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from falling import Tied
+
 from scaffolding import stand_in
 from scaffolding.forked import forked, log_of
 from scaffolding.tcp import sockets
@@ -40,22 +42,6 @@ from scaffolding.tcp import sockets
 RANKS = 3
 LIMIT_SECONDS = 90.0
 QUICK = {"beat_seconds": 0.1, "stall_seconds": 1.0, "warn_seconds": 0.6}
-
-
-class Model(nn.Module):
-    """Its first and its last stage share a parameter."""
-
-    def __init__(self, fall: Callable[[str], None]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.fall = fall
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.embed.weight.T
 
 
 def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
@@ -167,7 +153,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
         here("materialize", nothing)()
         getattr(module, "reset_parameters", nothing)()
 
-    model = Model(here("forward", nothing))
+    model = Tied()
     if phase == "materialize":
         model = model.to("meta")
     pipe = penstock.pipeline(

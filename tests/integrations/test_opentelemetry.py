@@ -6,14 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import spans_jobs
+from torch.nn.functional import mse_loss
 
+import penstock
 from penstock._base.errors import ArgumentError
 from penstock.integrations.opentelemetry import export_spans
 from penstock.schedule import Op, add_communication, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from scaffolding import small
 from scaffolding.ranks import Ranks
+
+
+def timed_step(rank: int) -> Timeline | None:
+    """The second step: in the first, ranks agree on shapes."""
+    x, y = small.batch()
+    with penstock.pipeline(small.mlp(), (x,), microbatches=4, loss_fn=mse_loss) as pipe:
+        pipe.step(x, target=y)
+        return pipe.step(x, target=y, timeline=True).timeline
+
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install '.[test]'")
 
@@ -60,7 +71,7 @@ def test_receives_link_to_sends() -> None:
 
 
 def test_a_step_of_processes(ranks2: Ranks) -> None:
-    timeline, *_ = ranks2.run(spans_jobs.timed_step)
+    timeline, *_ = ranks2.run(timed_step)
     assert any(span.action.op is Op.RECV_B for span in timeline)
     check_links(timeline, exported(timeline))
 

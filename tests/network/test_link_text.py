@@ -1,11 +1,13 @@
-"""A link's text: what it means, and where it is wrong."""
+"""Texts of links and of slow hosts: what they mean, and where they are wrong."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
+from penstock.network.cpu_limit import parse_slow
 from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Bursts, Chance, Impairment, Link
+from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 from penstock.network.quantities import parse_size
 
@@ -187,3 +189,45 @@ def test_any_text_is_a_link_or_an_argument_error(text: str) -> None:
 def test_a_size_means_the_same_everywhere() -> None:
     for unit in ("k", "kb", "KiB", "mb", "m", "MiB"):
         assert parse_size(f"64{unit}") == parse_link(f"1gbit limit 64{unit}").limit_bytes
+
+
+# -- slow hosts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        ({2: 0.5}, "host 2 does not exist: the hosts are 0 to 1"),
+        ({-1: 0.5}, "host -1"),
+        ({0: 0.0}, r"host 0 is given 0 \(0%\) of a core: pass more than 0"),
+        ({0: -0.1}, "more than 0"),
+        ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
+        ({0: float("nan")}, "nan"),
+        ({0: 0.0009}, r"0\.09%.*least.*0\.1%"),
+    ],
+)
+def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        Machines(2, slow=slow)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["4=25%"], "host 4 does not exist: the hosts are 0 to 3"),
+        (["1=25%", "2=25%,1=50%"], "'1=50%': host 1 is given twice"),
+        (["1=0"], "more than 0"),
+        (["1=100.1%"], r"100\.1%.*at most"),
+        (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
+        (["1=0.05%"], "least that can be enforced is 0.1%"),
+        ([""], r"'' is not a host with its share of one core: pass one like 2=25% or 2=0\.25"),
+        (["1=-5%"], "'-5%' is not a share of a core: pass one like 25% or 0.25"),
+        (["1=nan"], "like 25%"),
+        (["1:25%"], "like 2=25%"),
+        (["\N{SUPERSCRIPT ONE}=25%"], "like 2=25%"),
+        (["9" * 5000 + "=25%"], "like 2=25%"),
+    ],
+)
+def test_texts_that_are_none(texts: list[str], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        parse_slow(texts, 4)

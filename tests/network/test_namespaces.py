@@ -17,6 +17,8 @@ from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not, within
 from penstock.network.parse import parse_link
 from penstock.network.shapers import why_no_switch
+from penstock.network.switch import client
+from penstock.network.topology import State
 
 pytestmark = pytest.mark.alone
 
@@ -238,3 +240,53 @@ def test_what_the_kernel_lacks_is_named(
     assert module in str(why_not())
     assert "Unknown device type" in str(why_not())
     assert _devices() == before
+
+
+# -- the end of the switch --------------------------------------------------------------------------------------------
+
+
+@switch_needed
+def test_a_switch_that_is_killed_is_named_and_the_hosts_go() -> None:
+    made = Machines(2, parse_link("100mbit delay 5ms"), changes=True)
+    with made:
+        assert made._switch is not None
+        made._switch._process.kill()
+        with pytest.raises(FabricError, match="the switch has ended"):
+            made.counters()
+        with pytest.raises(FabricError, match="the switch has ended"):
+            made.change(State(made.topology, gone=(1,)))
+    assert reaper.list_namespaces(made.id) == []
+
+
+@switch_needed
+def test_a_switch_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
+    made = Machines(2, parse_link("100mbit delay 5ms"))
+    with made:
+        assert made._switch is not None
+        os.kill(made._switch._process.pid, signal.SIGSTOP)
+        with pytest.raises(FabricError, match="the switch does not answer"):
+            made.counters()
+    assert reaper.list_namespaces(made.id) == []
+
+
+_REFUSES = "import multiprocessing.connection as mc; mc.Connection(0).send({'error': 'Operation not permitted'})"
+
+
+@switch_needed
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise SystemExit('no such luck')", "the switch has ended: no such luck"),
+        (_REFUSES, "cannot create the devices of the hosts: Operation not permitted"),
+    ],
+)
+def test_a_switch_that_cannot_start_says_why_and_nothing_is_left(
+    program: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "PROGRAM", ("-c", program))
+    made = Machines(2, parse_link("100mbit delay 5ms"))
+    with pytest.raises(FabricError, match=said), made:
+        pass
+    assert reaper.list_namespaces(made.id) == []
+    assert not marked(os.getpid())

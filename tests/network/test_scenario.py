@@ -5,8 +5,6 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.network.parse import parse_link
@@ -75,25 +73,6 @@ def test_events_come_with_steps_and_times_and_go_again(tmp_path: Path) -> None:
     assert [said.partition(":")[0] for said in play.advance(41.0, 85)] == ["over", "over"]
     assert _holds(play) == ("100mbit", "100mbit", (), ("5mbit", "300mbit to 1"))
     assert play.state.topology.seed == 7
-
-
-@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 20)), max_size=30))
-def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, int]]) -> None:
-    link = parse_link("1mbit")
-    events = [
-        Event(step=5, host=1, link=link, for_seconds=3),
-        Event(step=5, host=0, is_gone=True, for_seconds=1),
-        Event(at_seconds=9, link=link, for_seconds=20),
-        Event(at_seconds=2, background=("1mbit",), for_seconds=0.5),
-    ]
-    play = Playback(events, State(BEFORE))
-    seconds, step = 0.0, 0
-    for later, further in moments:
-        seconds, step = max(seconds, later), max(step, further)
-        play.advance(seconds, step)
-    play.advance(seconds + 100, 20)
-    play.advance(seconds + 200, 20)
-    assert play.state == State(BEFORE)
 
 
 class Told:

@@ -1,20 +1,28 @@
-"""Operations and bytes of units, against those counted by hand: forward, whole backward, and its input gradient."""
+"""Operations and bytes of units, against those counted by hand: forward, whole backward, and its input gradient; and
+what they say of times that were published."""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.costs import OpCounts, Profile
-from penstock.costs.hardware import Operation
+import penstock
+from penstock.costs import OpCounts, Profile, estimate, fit_efficiency
+from penstock.costs.hardware import Operation, device
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import UnmeasurableError
 from penstock.partition.recorder.attempts import record
+from scaffolding.models import Forward
 
 ROWS, IN, OUT = 6, 8, 16
 FLOAT = 4
@@ -68,20 +76,15 @@ def test_what_takes_no_gradient_is_not_counted() -> None:
     assert (first.input_gradient, flops(first.backward)) == ((), 2 * ROWS * IN * OUT)
 
 
-class Attention(nn.Module):
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x * self.gain, x, x, is_causal=self.causal)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(causal: bool) -> None:
     batch, heads, length, width = 2, 3, 10, 4
-    found = second(Attention(causal), nn.Linear(width, width), given=torch.randn(batch, heads, length, width))
+
+    def attend(self: Any, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * self.gain, x, x, is_causal=causal)
+
+    attention = Forward(attend, gain=nn.Parameter(torch.ones(1)))
+    found = second(attention, nn.Linear(width, width), given=torch.randn(batch, heads, length, width))
     pairs = batch * heads * (length * (length + 1) // 2 if causal else length * length)
     assert flops(found.forward) == 2 * (2 * pairs * width)  # with the keys, and with the values
     assert flops(found.backward) == 5 * (2 * pairs * width)  # scores again, and four gradients
@@ -148,51 +151,33 @@ def test_bytes_are_those_of_a_measurement_and_weights_need_no_memory() -> None:
     ]
 
 
-class Counts(nn.Module):
-    """What it makes depends on values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0].sum() * x
-
-
 def test_what_depends_on_values_cannot_be_counted() -> None:
     with pytest.raises(UnmeasurableError, match="running its units on fake tensors fails"):
-        profile_of(nn.Sequential(nn.Linear(IN, IN), Counts(), nn.Linear(IN, IN)), torch.randn(ROWS, IN))
-
-
-class Experts(nn.Module):
-    """Each group of rows meets its own matrix."""
-
-    def __init__(self, experts: int, width: int, out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(experts, width, out, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.arange(1, len(self.weight) + 1, dtype=torch.int32) * (len(x) // len(self.weight))
-        return torch._grouped_mm(x, self.weight, offs=ends)
+        profile_of(
+            nn.Sequential(nn.Linear(IN, IN), Forward(lambda _, x: x[x > 0].sum() * x), nn.Linear(IN, IN)),
+            torch.randn(ROWS, IN),
+        )
 
 
 def test_experts_multiply_their_own_rows_only() -> None:
     rows, experts, width, out = 32, 4, 8, 16
     before = nn.Linear(width, width, dtype=torch.bfloat16)
-    found = second(Experts(experts, width, out), before, given=torch.zeros(rows, width, dtype=torch.bfloat16))
+
+    def route(self: Any, x: Tensor) -> Tensor:
+        ends = torch.arange(1, experts + 1, dtype=torch.int32) * (len(x) // experts)
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+    layer = Forward(route, weight=nn.Parameter(torch.zeros(experts, width, out, dtype=torch.bfloat16)))
+    found = second(layer, before, given=torch.zeros(rows, width, dtype=torch.bfloat16))
     product = 2 * rows * width * out
     assert (flops(found.forward), flops(found.backward), flops(found.input_gradient)) == (product, 2 * product, product)
 
 
-class Tied(nn.Module):
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(rows, width), nn.Linear(width, rows, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x))
-
-
 def test_a_tied_weight_counts_where_it_is_used() -> None:
     rows, width, ids = 100, 8, torch.zeros(3, 5, dtype=torch.long)
-    table, head = profile_of(Tied(rows, width), ids).units
+    parts = {"table": nn.Embedding(rows, width), "head": nn.Linear(width, rows, bias=False)}
+    parts["head"].weight = parts["table"].weight
+    table, head = profile_of(Forward(lambda self, x: self.head(self.table(x)), **parts), ids).units
     assert (table.parameter_bytes, head.parameter_bytes) == (FLOAT * rows * width,) * 2
     assert table.operations is not None
     assert head.operations is not None
@@ -201,13 +186,73 @@ def test_a_tied_weight_counts_where_it_is_used() -> None:
     assert table.operations.input_gradient == ()
 
 
-class Sums(nn.Module):
-    """Its gradient is one number, spread out without memory of its own."""
+def test_what_is_spread_out_is_read_once() -> None:
+    """The gradient of a sum is one number, without memory of its own."""
+    found = second(Forward(lambda _, x: (x * 2).sum()), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
+    assert moved(found.backward) == FLOAT + FLOAT * ROWS * IN
+
+
+# -- beside times that were published for A100s: without any calibration, and calibrated by another model --------------
+
+
+A100 = device("a100")
+PUBLISHED = json.loads((Path(__file__).parents[1] / "scaffolding" / "published.json").read_text())["tables5and6"]
+LAYERS, GIVEN_ROWS = 3, {"1.5B": 6, "14.6B": 1}
+"""Of a stage in the middle, and of a microbatch: Qi et al. 2023, table 3."""
+
+
+class Block(nn.Module):
+    """A layer of GPT as Megatron-LM has it: its attention writes the scores."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout, self.heads = nn.Dropout(0.1), heads
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * 2).sum()
+        B, T, D = x.shape
+        qkv = self.qkv(self.first(x)).view(B, T, 3, self.heads, D // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        weights = self.dropout(torch.softmax(q @ k.transpose(-1, -2), -1))
+        x = x + self.dropout(self.out((weights @ v).transpose(1, 2).reshape(B, T, D)))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.second(x)))))
 
 
-def test_what_is_spread_out_is_read_once() -> None:
-    found = second(Sums(), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
-    assert moved(found.backward) == FLOAT + FLOAT * ROWS * IN
+def rows_of(model: str) -> dict[str, float]:
+    return next(one for one in PUBLISHED if one["model"] == model)
+
+
+@functools.cache
+def counted(model: str) -> Profile:
+    given = rows_of(model)
+    width = int(given["hidden"])
+    with torch.device("meta"):
+        first, *blocks = nn.Linear(width, width), *(Block(width, int(given["heads"])) for _ in range(2))
+        layers = nn.Sequential(first, *blocks).to(torch.bfloat16)
+    x = torch.zeros(GIVEN_ROWS[model], int(given["seq"]), width, dtype=torch.bfloat16)
+    found = penstock.profile(layers, (x,), microbatches=1, device=A100)
+    return replace(found, units=found.units[1:2])
+
+
+def measured(model: str) -> Profile:
+    """The same with what was published for a layer."""
+    given, profile = rows_of(model), counted(model)
+    names = {"forward_seconds": "forward", "input_gradient_seconds": "backward_input"}
+    names["weight_gradient_seconds"] = "backward_weight"
+    unit = replace(profile.units[0], **{name: given[key] * 1e-6 / LAYERS for name, key in names.items()})
+    return replace(profile, units=(unit,), source="measured", device_name="NVIDIA A100-SXM4-80GB")
+
+
+@pytest.mark.parametrize("model", GIVEN_ROWS)
+def test_forward_and_input_gradient_are_near_without_calibration(model: str) -> None:
+    guessed, given = counted(model).units[0], rows_of(model)
+    assert LAYERS * guessed.forward_seconds * 1e6 == pytest.approx(given["forward"], rel=0.05)
+    assert LAYERS * guessed.input_gradient_seconds * 1e6 == pytest.approx(given["backward_input"], rel=0.1)
+
+
+@pytest.mark.parametrize(("known", "other"), [tuple(GIVEN_ROWS), tuple(reversed(GIVEN_ROWS))])
+def test_one_model_calibrates_for_the_other(known: str, other: str) -> None:
+    guessed = estimate(counted(other), A100, fit_efficiency([measured(known)], A100)).units[0]
+    assert guessed.seconds == pytest.approx(measured(other).units[0].seconds, rel=0.1)

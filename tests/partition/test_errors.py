@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from chained import NoStreams
 from torch import Tensor, nn
 
-from penstock import inspect, verify
+from penstock import demo, inspect, verify
+from penstock._base import compat, pytree
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock.partition import Partition, Partitioner
+from penstock.partition import NoStreams, Partition, Partitioner, source
+from penstock.partition.recorder import recorder
 from scaffolding.models import gpt, mlp, skips
 
 
@@ -59,11 +60,26 @@ def test_a_branch_on_values_names_the_line_and_the_remedy() -> None:
         partition(model)
 
 
-def test_a_package_whose_name_begins_with_torch_is_named_too() -> None:
-    path = Path(torch.__file__).parent.parent / "torch_things" / "model.py"
+@pytest.mark.parametrize(
+    "file", [str(Path(torch.__file__).parents[1] / "torch_things" / "model.py"), "<stdin>", "/tmp/ipykernel_7/42.py"]
+)
+def test_code_of_any_origin_has_lines(file: str) -> None:
+    """Of a package whose name begins with torch's, of standard input, of a notebook."""
     code: dict[str, Any] = {}
-    exec(compile("def read(x):\n    return x if x.sum() > 0 else -x", str(path), "exec"), code)
-    assert_refused(lambda self, index, x: code["read"](x), r"torch_things/model\.py:2 in")
+    exec(compile("def read(x):\n    return x if x.sum() > 0 else -x", file, "exec"), code)
+    assert_refused(lambda self, index, x: code["read"](x), rf"depends on the values of a tensor at .*{file[-20:]}:2")
+
+
+def test_torchs_own_code_has_lines_if_the_user_has_none() -> None:
+    class Checks(nn.Sequential):
+        pass
+
+    with pytest.raises(RuntimeError) as raised:
+        Checks(nn.Linear(4, 4))(torch.randn(3))
+    raised.value.__traceback__ = raised.value.__traceback__ and raised.value.__traceback__.tb_next
+    assert "torch/nn/modules/linear.py" in source.raising_line(raised.value)
+    assert all(source.is_ours(str(module.__file__)) for module in (compat, pytree, recorder))
+    assert not source.is_ours(str(demo.__file__))
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "nonzero", "__array__"])
@@ -157,39 +173,24 @@ def test_a_block_that_fails_for_real_too_is_named() -> None:
     [
         (["nope"], r"no module named 'nope'; it begins with '"),
         (["h.11"], r"no module named 'h\.11'; the nearest is 'h\.1'"),
-        (["h.2.norm2"], None),
-        (["h"], None),
         (["wte"], r"stage 0 \(from the beginning to 'wte'\) would run nothing of its own"),
-    ],
-)
-def test_cut_names(cuts: list[str], match: str | None) -> None:
-    case = gpt()
-    if match is None:
-        assert Partitioner(case.model, 2, cuts, streams=NoStreams())(case.args).cuts == tuple(cuts)
-        return
-    with pytest.raises(PartitionError, match=match):
-        Partitioner(case.model, 2, cuts, streams=NoStreams())(case.args)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "match"),
-    [
         (["h.2", "h.1"], r"'h\.1' runs before 'h\.2'"),
         (["h.2", "h.2"], "both begin at the same call"),
         (["h", "h.0"], "both begin at the same call"),
+        (["unused"], "'unused' never runs"),
     ],
 )
-def test_cuts_out_of_order(cuts: list[str], match: str) -> None:
-    case = gpt()
-    with pytest.raises(PartitionError, match=match):
-        Partitioner(case.model, 3, cuts, streams=NoStreams())(case.args)
-
-
-def test_a_module_that_never_runs_is_no_cut() -> None:
+def test_cuts_that_make_no_stages(cuts: list[str], match: str) -> None:
     case = gpt()
     case.model.unused = nn.Linear(2, 2)
-    with pytest.raises(PartitionError, match=r"'unused' never runs"):
-        Partitioner(case.model, 2, ["unused"], streams=NoStreams())(case.args)
+    with pytest.raises(PartitionError, match=match):
+        Partitioner(case.model, len(cuts) + 1, cuts, streams=NoStreams())(case.args)
+
+
+@pytest.mark.parametrize("cut", ["h.2.norm2", "h"])
+def test_names_within_blocks_and_of_lists(cut: str) -> None:
+    case = gpt()
+    assert Partitioner(case.model, 2, [cut], streams=NoStreams())(case.args).cuts == (cut,)
 
 
 def test_numbers_of_stages() -> None:

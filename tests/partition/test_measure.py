@@ -16,23 +16,13 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.costs.stage_costs import price_stages
-from penstock.partition import Balance, BalanceChoice, Partitioner, StageBudget, decision
+from penstock.partition import Balance, BalanceChoice, NoStreams, Partitioner, StageBudget, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.units import UnmeasurableError
 from penstock.partition.recorder.attempts import record
 from scaffolding.models import SkipsTwice
-
-
-class Silent:
-    """Torch's own generators."""
-
-    def enter(self, name: str) -> None:
-        """Goes on."""
-
-    def pass_by(self, calls: Any) -> None:
-        """Goes on."""
 
 
 class Waits(nn.Module):
@@ -77,7 +67,7 @@ def profile_of(model: nn.Module, *args: Tensor, budget_seconds: float = 0.0) -> 
 
 
 def weighed(model: nn.Module, stages: int, balance: Balance | BalanceChoice = "time") -> Partitioner:
-    partitioner = Partitioner(model, stages, streams=Silent(), balance=balance)
+    partitioner = Partitioner(model, stages, streams=NoStreams(), balance=balance)
     partitioner.weigh((X,))
     return partitioner
 
@@ -92,14 +82,7 @@ def measures_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_of_one_kind_are_measured_once(reads: list[int]) -> None:
     found = profile_of(waiting([5]), X)
-    assert [unit.like for unit in found.units] == [
-        "",
-        "",
-        "1",
-        "1",
-        "1",
-        "",
-    ]  # the first one gets no gradient to pass on
+    assert [unit.like for unit in found.units] == ["", "", "1", "1", "1", ""]  # the first passes no gradient on
     assert len(reads) == 3 * 4  # before and after forward and backward of one run
     assert [unit.forward_seconds for unit in found.units] == [0.001] * 5 + [0.04]
 
@@ -278,7 +261,7 @@ def test_a_module_that_is_slower_than_its_work_is_opened(measures_all: None) -> 
     assert by_work.cuts == ("groups.1", "groups.2", "groups.3")
     assert by_time.cuts == ("groups.3.blocks.1", "groups.3.blocks.2", "groups.3.blocks.3")
     assert not any("limits throughput" in note for note in by_time((X,)).notes)
-    other = Partitioner(Grouped(groups), 4, streams=Silent(), balance="time")
+    other = Partitioner(Grouped(groups), 4, streams=NoStreams(), balance="time")
     other((X,))
     other.divide(by_time.division)
     assert other((X,)).cuts == by_time.cuts
@@ -304,7 +287,7 @@ def test_parts_that_are_no_faster_stay_together(measures_all: None, monkeypatch:
 def test_other_processes_divide_like_the_first(measures_all: None, reads: list[int]) -> None:
     first = weighed(waiting([0, 1]), 2)
     reads.clear()
-    other = Partitioner(waiting([5]), 2, streams=Silent(), balance="time")
+    other = Partitioner(waiting([5]), 2, streams=NoStreams(), balance="time")
     assert other((X,)).cuts == ("3",)
     other.divide(first.division)
     assert other((X,)).cuts == ("1",)
@@ -322,21 +305,29 @@ def test_a_profile_says_where_to_cut(tmp_path: Any) -> None:
     assert weighed(waiting([]), 2, str(tmp_path / "profile.json")).cuts == ("1",)
 
 
+class Reversed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (waiting([], 5), "the model has no parameter '5.layer.weight'"),
         (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "it has no parameter '0.weight'"),
         (waiting([]).bfloat16(), "it was made for dtype 'float32', and this is 'bfloat16'"),
+        (Reversed(*waiting([])), r"not of this model: there .* runs before .*, and here after"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(model: nn.Module, words: str) -> None:
     found = profile_of(waiting([]), X)
     with pytest.raises(ArgumentError, match=words):
-        Partitioner(model, 2, streams=Silent(), balance=found)((X.to(next(model.parameters()).dtype),))
+        Partitioner(model, 2, streams=NoStreams(), balance=found)((X.to(next(model.parameters()).dtype),))
     elsewhere = replace(found, device="cuda")
     with pytest.raises(ArgumentError, match="made for device 'cuda', and this is 'cpu'"):
-        Partitioner(waiting([]), 2, streams=Silent(), balance=elsewhere)((X,))
+        Partitioner(waiting([]), 2, streams=NoStreams(), balance=elsewhere)((X,))
 
 
 def test_a_function_says_what_modules_cost() -> None:
@@ -369,7 +360,7 @@ def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None
     held = found.units[0].held_bytes  # all units hold alike
     for balance in ("time", found):
         room = StageBudget(limit_bytes=5 * held + 500, in_flight=(2, 1))
-        partitioner = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, room=room)
+        partitioner = Partitioner(waiting([0]), 2, streams=NoStreams(), balance=balance, room=room)
         partitioner.weigh((X,))
         assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five
 
@@ -380,7 +371,7 @@ def test_a_memory_limit_is_held_to_this_batch_whatever_the_profile_was_made_with
     room = StageBudget(limit_bytes=sum(unit.held_bytes + 10 * unit.activation_bytes for unit in found.units))
 
     def notes(x: Tensor, balance: Profile, **room: StageBudget) -> tuple[str, ...]:
-        made = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, **room)((x,))
+        made = Partitioner(waiting([0]), 2, streams=NoStreams(), balance=balance, **room)((x,))
         return tuple(note for note in made.notes if "other microbatches" in note)
 
     assert notes(X, found, room=room) == ()
@@ -404,21 +395,9 @@ def test_buffers_count_as_what_a_stage_holds() -> None:
         bare.units
     )
     room = StageBudget(limit_bytes=sum(unit.held_bytes + unit.activation_bytes for unit in bare.units))
-    Partitioner(waiting([0]), 2, streams=Silent(), balance=bare, room=room)((X,))
+    Partitioner(waiting([0]), 2, streams=NoStreams(), balance=bare, room=room)((X,))
     with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
-        Partitioner(buffered(), 2, streams=Silent(), balance=found, room=room)((X,))
-
-
-def test_a_profile_of_modules_in_another_order_is_refused() -> None:
-    class Reversed(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in reversed(self):
-                x = layer(x)
-            return x
-
-    found = profile_of(waiting([0]), X)
-    with pytest.raises(ArgumentError, match=r"not of this model: there .* runs before .*, and here after"):
-        Partitioner(Reversed(*waiting([0])), 2, streams=Silent(), balance=found)((X,))
+        Partitioner(buffered(), 2, streams=NoStreams(), balance=found, room=room)((X,))
 
 
 # -- whatever chose the cuts ------------------------------------------------------------------------------------------
@@ -469,7 +448,7 @@ def test_a_slow_stage_is_reported_whatever_chose_the_cuts(
     measured = of_one_unit(model)
     monkeypatch.setattr(decision, "measure", lambda *_: measured)
     balance = measured if balance is of_one_unit else balance
-    partitioner = Partitioner(model, 2, cuts, streams=Silent(), balance=balance, room=StageBudget(in_flight=(2, 1)))
+    partitioner = Partitioner(model, 2, cuts, streams=NoStreams(), balance=balance, room=StageBudget(in_flight=(2, 1)))
     partitioner.weigh((X,))
     (note,) = partitioner((X,)).notes
     slow = 1 if much in ([5], []) else 0

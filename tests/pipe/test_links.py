@@ -7,21 +7,55 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import link_jobs as jobs
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Profile
-from penstock.costs import MeasuredLink
+from penstock.costs import MeasuredLink, UnitCost
 from penstock.costs.links import slowest_link
 from penstock.partition.measure.clock import Clock
-from penstock.pipe import links
+from penstock.pipe import links, profiling
 from penstock.simulate import LinkCost
 from scaffolding.ranks import Ranks
+from scaffolding.refusals import refusal_of
 from scaffolding.stand_in import DEVICE, on_the_device
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def profiled(rank: int) -> str:
+    """The profile with links, as this rank got it."""
+    found = penstock.profile(model(), (torch.randn(4, 8),), microbatches=2, budget_seconds=0.0, links=True)
+    return json.dumps(found.to_dict())
+
+
+def refused(rank: int) -> str:
+    """What this rank raised."""
+    with torch.device("meta"):
+        layers = model()
+    return refusal_of(penstock.profile, layers, (torch.randn(4, 8),), microbatches=2, budget_seconds=0.0, links=True)
+
+
+def uneven() -> Profile:
+    """A made-up profile of the model, whose middle cut sends most."""
+    sizes = (0, 1_000, 10_000, 1_000)
+    units = tuple(UnitCost(str(i), 1.0, 1.0, 1.0, boundary_bytes=size) for i, size in enumerate(sizes))
+    parameters = {name: tuple(value.shape) for name, value in model().named_parameters()}
+    return Profile(units, "cpu", "float32", parameters)
+
+
+def profiled_on_device() -> tuple[str, int, float]:
+    """A device of torch's, but not of CUDA: what the profile says of it."""
+    layers = model().to(DEVICE)
+    with mock.patch.object(profiling, "ACCELERATOR_FACTOR", 1):  # 8 takes it three seconds
+        found = penstock.profile(layers, (torch.randn(4, 8).to(DEVICE),), microbatches=2, budget_seconds=0.05)
+    return found.device, found.runs, found.units[1].forward_seconds
 
 
 class Wire:
@@ -71,7 +105,7 @@ def test_latency_and_bandwidth_are_the_link_s(latency: float, rate: float, monke
 
 @pytest.mark.distributed
 def test_ranks_get_one_profile_with_their_links(ranks2: Ranks) -> None:
-    first, other = ranks2.run(jobs.profiled)
+    first, other = ranks2.run(profiled)
     assert first == other
     found = Profile.from_dict(json.loads(first))
     assert [(link.source, link.target) for link in found.links] == [(0, 1), (1, 0)]
@@ -82,31 +116,31 @@ def test_ranks_get_one_profile_with_their_links(ranks2: Ranks) -> None:
 @pytest.mark.distributed
 @pytest.mark.long  # two ranks show the rest; three have pairs in which one takes no part
 def test_three_ranks_measure_a_ring(ranks3: Ranks) -> None:
-    found = Profile.from_dict(json.loads(ranks3.run(jobs.profiled)[2]))
+    found = Profile.from_dict(json.loads(ranks3.run(profiled)[2]))
     assert [(one.source, one.target) for one in found.links] == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]
 
 
 @pytest.mark.distributed
 def test_a_model_that_cannot_be_measured_is_refused_on_all_ranks(ranks2: Ranks) -> None:
-    first, other = ranks2.run(jobs.refused)
+    first, other = ranks2.run(refused)
     assert "its weights are on the meta device" in first
     assert "its weights are on the meta device" in other
 
 
 def test_a_single_process_has_no_links() -> None:
     with pytest.raises(ArgumentError, match="links are measured between ranks, but this is a single process"):
-        penstock.profile(jobs.model(), (torch.randn(4, 8),), links=True)
+        penstock.profile(model(), (torch.randn(4, 8),), links=True)
 
 
 def test_cuts_count_the_slowest_link_that_was_measured() -> None:
     """The middle cut sends ten times as much: with free messages it is best, over a slow link another one is."""
-    profile = jobs.uneven()
+    profile = uneven()
     with_slow = replace(profile, links=(MeasuredLink(0, 1, 0.0, 1e3), MeasuredLink(1, 0, 1e-3, 1e6)))
     assert slowest_link(with_slow) == LinkCost(1e-3, 1e3)
     found = {}
     for name, balance in (("free", profile), ("slow", with_slow)):
         with penstock.pipeline(
-            jobs.model(), (torch.randn(4, 8),), ranks=2, microbatches=2, loss_fn=lambda y: y.mean(), balance=balance
+            model(), (torch.randn(4, 8),), ranks=2, microbatches=2, loss_fn=lambda y: y.mean(), balance=balance
         ) as pipe:
             found[name] = pipe.cuts
     assert found == {"free": ("2",), "slow": ("3",)}
@@ -114,7 +148,7 @@ def test_cuts_count_the_slowest_link_that_was_measured() -> None:
 
 @pytest.mark.distributed
 def test_units_are_timed_on_a_device_that_is_not_of_cuda(device_rank: Ranks) -> None:
-    ((device, runs, seconds),) = device_rank.run(on_the_device, jobs.profiled_on_device)
+    ((device, runs, seconds),) = device_rank.run(on_the_device, profiled_on_device)
     assert device == DEVICE
     assert runs > 0
     assert seconds > 0

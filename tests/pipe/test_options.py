@@ -290,7 +290,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "link_cost": shows_link,
     "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
-    "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
+    "devices": lambda: refused(ArgumentError, "devices has 1 entry; expected one for each of 2", devices=["cpu"]),
     "broadcast_loss": lambda: assert_equal(step(broadcast_loss=False).loss.shape, ()),  # seen on other ranks only
     "materialize": shows_materialize,
     "seed": shows_seed,
@@ -506,6 +506,12 @@ def test_arguments_of_another_kind_are_refused() -> None:
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
     refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
     refused(ArgumentError, "seed='0': expected an integer", seed="0")
+    refused(ArgumentError, r"pass \(x,\)", args=X)
+    refused(ArgumentError, r"a class; pass an instance, Identity\(\.\.\.\)", model=nn.Identity)
+    refused(ArgumentError, "loss_fn='mse': expected a function", loss_fn="mse")
+    refused(ArgumentError, "cuts='1': expected a list", cuts="1")
+    refused(ArgumentError, "cuts=1: expected a list of names", cuts=1)
+    refused(ArgumentError, r"leaf_modules=\[1\]: expected a list of names", leaf_modules=[1])
 
 
 def test_a_tuple_and_a_dict_may_be_what_a_model_takes_by_position() -> None:
@@ -557,14 +563,10 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
     [
         ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
         ({"ranks": 7}, PartitionError, ["at most 6 stages", "7 stages: one on each of 7 ranks"]),
-        ({"ranks": 3, "stages_per_rank": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
         (
             {"ranks": 2, "stages_per_rank": 8, "schedule": "gpipe"},
             PartitionError,
-            [
-                "16 stages: 8 on each of 2 ranks; microbatches= sets the number of",
-                "microbatches=",
-            ],
+            ["at most 6 stages", "16 stages: 8 on each of 2 ranks; microbatches= sets the number of"],
         ),
         ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "it begins with '0', '1'"]),
         ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "2 stages"]),
@@ -579,20 +581,11 @@ def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
         ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
         ({"stages_per_rank": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
         (
-            {"ranks": 2, "stages_per_rank": 2, "schedule": "1f1b"},
-            ArgumentError,
-            ["stages_per_rank=2", "1f1b", "1 stage"],
-        ),
-        (
             {"ranks": 2, "stages_per_rank": 8},
             ArgumentError,
-            [
-                "stages_per_rank=8: 1f1b works with exactly 1 stage per rank",
-                "microbatches= sets the number of pieces of a batch",
-            ],
+            ["stages_per_rank=8: 1f1b works with exactly 1 stage per rank", "microbatches= sets the number of pieces"],
         ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
-        ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1 entry;", "2 ranks"]),
         ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
         ({"devices": 1, "ranks": 2}, ArgumentError, ["devices=1: expected", "a list with one for each rank"]),
         ({"balance": lambda name: 1}, ArgumentError, ["balance=", "a function of a module's name and the module"]),

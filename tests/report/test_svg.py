@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from hypothesis import given, settings
 from penstock._base.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, shade
 from penstock.report.svg import make_panel, svg
-from penstock.schedule import Action, Placement, Schedule, generate
+from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
 from penstock.schedule.describe import Kind, describe
-from penstock.schedule.grid import slot_timeline
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from scaffolding.nanoseconds import merged
@@ -69,18 +69,6 @@ def test_lengths_and_places_are_in_proportion_to_time(schedule: Schedule) -> Non
         assert words.startswith(describe(span.action) + ": ")
         assert x == pytest.approx(left + span.start_seconds * scale, abs=0.02)
         assert width == pytest.approx((span.end_seconds - span.start_seconds) * scale, rel=0.2)
-
-
-@settings(max_examples=25)
-@given(generated(max_ranks=4, max_microbatches=6))
-def test_slots_are_those_of_the_grid(schedule: Schedule) -> None:
-    made = slot_timeline(schedule)
-    assert {span.end_seconds - span.start_seconds for span in made} == {1.0}
-    assert all(
-        one.end_seconds <= other.start_seconds
-        for rank in range(made.ranks)
-        for one, other in pairwise(made.spans(rank))
-    )
 
 
 def test_labels_fit_and_are_there_for_all_of_a_length_or_none() -> None:
@@ -156,3 +144,35 @@ def test_bad_options(options: dict[str, str], says: str) -> None:
         schedule_svg(generate("gpipe", 2, 2), **options)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"pass make_panel\(...\) of the Schedule"):
         svg([generate("gpipe", 2, 2)])  # type: ignore[list-item]
+
+
+# -- in notebooks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_the_picture() -> None:
+    schedule, timeline = generate("zb-v", 2, 4), simulate(generate("gpipe", 2, 2), StageCost(0.002, 0.002, 0.002))
+    assert schedule._repr_html_() == svg([make_panel(schedule)], "slots")
+    assert timeline._repr_html_() == svg([make_panel(timeline)])
+    assert "2 ranks, 18 ms; bubble 33.3%" in svg([make_panel(timeline)])
+
+
+def test_a_notebook_does_not_wait_for_what_takes_long() -> None:
+    row = Row.of(Op.F, 0, range(100_001))
+    how = "penstock.report.svg([penstock.report.make_panel(schedule)], 'slots')"
+    said = f"<pre>100,001 actions; {how} draws them, in a while</pre>"
+    assert Schedule("long", Placement.loop(1), 100_001, [row])._repr_html_() == said
+
+
+def test_a_schedule_that_cannot_run_is_shown_as_text() -> None:
+    stuck = Schedule("stuck", Placement.loop(1), 1, [[Action.parse("0B0"), Action.parse("0F0")]])
+    assert stuck._repr_html_() is None
+
+
+def test_schedules_load_what_draws_them_only_when_asked() -> None:
+    code = (
+        "import sys; from penstock.schedule import generate; s = generate('gpipe', 2, 2); "
+        "assert not [m for m in sys.modules if m.startswith(('penstock.report', 'torch', 'numpy'))]; "
+        "assert s._repr_html_().startswith('<svg'); "
+        "assert not [m for m in sys.modules if m.startswith(('torch', 'numpy'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

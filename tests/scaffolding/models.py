@@ -49,6 +49,19 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
 
+class Forward(nn.Module):
+    """A model from its parts, and a function of it and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
 # -- plain networks ---------------------------------------------------------------------------------------------------
 
 
@@ -355,17 +368,6 @@ def t5() -> Case:
     return _language_case(T5ForConditionalGeneration(config))
 
 
-def bert() -> Case:
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return _language_case(BertForMaskedLM(config))
-
-
 def mixtral() -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -377,32 +379,8 @@ def mixtral() -> Case:
     return _language_case(MixtralForCausalLM(config))
 
 
-def qwen_moe() -> Case:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=4, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=32, mlp_only_layers=[0], pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return _language_case(Qwen3MoeForCausalLM(config))
-
-
-def vit() -> Case:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
-        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 3])
-    return Case(ViTForImageClassification(config), (), {"pixel_values": images, "labels": labels}, None, _own_loss)
-
-
 CASES: dict[str, Callable[[], Case]] = {
     f.__name__: f
     for f in (mlp, list_of_layers, list_of_stages, skips, convnet, unet, dicts, gpt, encoder_decoder, in_place)
 }
-TRANSFORMERS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (llama, gpt2, t5, bert, mixtral, qwen_moe, vit)}
+TRANSFORMERS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (llama, gpt2, t5, mixtral)}

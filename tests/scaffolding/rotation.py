@@ -34,7 +34,6 @@ CPU_SECONDS = {
     "tests/cli/test_run_crashes.py": 20,
     "tests/cli/test_fabric.py": 15,
     "tests/distributed/test_host_waits_between.py": 25,
-    "tests/simulate/search/test_exact_found.py": 50,
     "tests/distributed/test_sharded.py": 20,
     "tests/distributed/test_shared_modules.py": 10,
     "tests/distributed/test_nodes.py": 10,
@@ -50,7 +49,7 @@ CPU_SECONDS = {
     "tests/verification/blame/test_blame.py": 105,
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_falling.py": 75,
-    "tests/report/studio/test_studio_page.py": 25,
+    "tests/report/studio/test_studio_page.py": 35,
     "tests/report/studio/test_runs_page.py": 5,
     "tests/report/studio/test_opened_page.py": 10,
     "tests/cli/test_demo.py": 25,
@@ -65,7 +64,6 @@ CPU_SECONDS = {
     "tests/cli/test_verify.py": 30,
     "tests/test_examples.py": 40,
     "tests/runtime/test_precision.py": 10,
-    "tests/schedule/test_generators.py": 10,
     "tests/network/fabric/test_fabric_statistics.py": 5,
     "tests/partition/watch/test_work.py": 5,
     "tests/runtime/exact/test_streams.py": 5,
@@ -88,7 +86,6 @@ CPU_SECONDS = {
     "tests/distributed/test_refusals_alike.py": 5,
     "tests/integrations/test_loggers.py": 5,
     "tests/documents/test_site.py": 35,
-    "tests/report/studio/test_accessibility.py": 10,
     "tests/distributed/test_combined.py": 15,
 }
 """CPU seconds that the long tests of a file take, over all processes."""

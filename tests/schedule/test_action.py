@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ScheduleError
 from penstock.schedule import Action, Op, Overlap
-from penstock.schedule.action import OPS, parse_item
+from penstock.schedule.action import parse_item
 
 COMPUTE = [Op.F, Op.B, Op.I, Op.W]
 MESSAGES = [Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B]
@@ -81,7 +81,3 @@ def test_overlap_text_and_back() -> None:
     assert str(overlap) == "(0F7;7B3)OVERLAP_F_B"
     with pytest.raises(ScheduleError, match="a forward and then a backward"):
         parse_item("(7B3;0F7)OVERLAP_F_B")
-
-
-def test_codes_stand_for_ops() -> None:
-    assert [OPS[op.code] for op in Op] == list(Op)

@@ -22,14 +22,12 @@ from penstock.schedule import (
     grid,
     names,
     peak_activations,
-    schedule_spec,
     schedule_specs,
 )
 from penstock.schedule.generators import ScheduleParams, ScheduleSpec, interleaved_1f1b
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
-from scaffolding.representatives import representatives
-from scaffolding.some_schedules import NAMES, generated
+from scaffolding.some_schedules import generated
 
 GENERATORS = schedule_specs()
 registry = import_module("penstock.schedule.generators")  # a function has the same name in penstock.schedule
@@ -40,25 +38,6 @@ REGULAR = [(2, 4), (2, 8), (4, 8), (4, 16), (6, 12), (8, 24)]
 @given(generated(max_ranks=16, max_microbatches=64))
 def test_every_generator_is_legal_and_exact(schedule: Schedule) -> None:
     assert check(schedule) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "microbatches"), representatives(3, NAMES, [1, 2, 3, 5, 8, 16], [1, 2, 3, 7, 16, 33, 64])
-)
-def test_every_generator_is_legal_at_the_corners(name: str, ranks: int, microbatches: int) -> None:
-    entry = schedule_spec(name)
-    if (rule := entry.violated_constraint(ScheduleParams(ranks, microbatches, entry.chunks))) is not None:
-        with pytest.raises(ArgumentError, match=f"{name} works with {re.escape(rule.text)}"):
-            generate(name, ranks, microbatches)
-        return
-    schedule = generate(name, ranks, microbatches)
-    assert [v for v in check(schedule) if v.fatal] == []
-    assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, ranks, microbatches)
-
-
-@given(generated(max_ranks=8, max_microbatches=24))
-def test_text_and_back_is_the_same(schedule: Schedule) -> None:
-    assert Schedule.parse(str(schedule)) == schedule
 
 
 def values(entry: Any, p: int, m: int, **more: float) -> dict[str, Any]:
@@ -78,19 +57,13 @@ def test_memory_is_what_the_registry_says(entry: Any, p: int, m: int) -> None:
         assert max(held) == max(exact) if bound else held == exact
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "costs"), representatives(3, NAMES, REGULAR, [(1, 1, 1), (8, 8, 5), (10, 9, 7)])
-)
-def test_idle_time_is_what_the_registry_says(name: str, numbers: tuple[int, int], costs: tuple[int, int, int]) -> None:
-    entry, (p, m), (f, i, w) = schedule_spec(name), numbers, costs
-    idle = None if entry.idle is None else eval(entry.idle, values(entry, p, m, F=f, I=i, W=w))
-    scale, share = 12, 12 // entry.chunks  # whole numbers for each chunk
-    timeline = simulate(generate(entry.name, p, m), StageCost(share * f, share * i, share * w))
-    work = scale * m * (f + i + w)
-    if idle is not None:
-        assert timeline.span_seconds == work + scale * idle
-    else:
-        assert work <= timeline.span_seconds < work + 1.5 * scale * p * (f + i + w)
+@pytest.mark.parametrize("entry", [entry for entry in GENERATORS if not entry.idle], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("p", "m"), REGULAR[:4])
+def test_idle_time_without_a_formula_is_below_half_a_round(entry: Any, p: int, m: int) -> None:
+    for costs in ((1, 1, 1), (8, 8, 5), (10, 9, 7)):
+        f, i, w = (each / entry.chunks for each in costs)
+        span = simulate(generate(entry.name, p, m), StageCost(f, i, w)).span_seconds
+        assert m * sum(costs) * (1 - 1e-9) <= span < (m + 1.5 * p) * sum(costs)
 
 
 @pytest.mark.parametrize("entry", [entry for entry in GENERATORS if entry.idle], ids=lambda entry: entry.name)
@@ -146,14 +119,6 @@ def test_every_generator_has_a_picture_and_a_source() -> None:
 def test_interleaved_has_its_bubble_for_any_number_of_microbatches(p: int, m: int, v: int) -> None:
     makespan = simulate(interleaved_1f1b(p, m, v), StageCost(1, 1, 1)).makespan_seconds
     assert makespan == 3 * (m * v + p - 1) if m >= p else makespan >= 3 * (m * v + p - 1)
-
-
-@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
-def test_bidirectional_schedules_are_two_pipelines(name: str) -> None:
-    schedule = generate(name, 4, 8)
-    assert (schedule.placement.pipelines, schedule.placement.depth, schedule.stages) == (2, 4, 8)
-    assert schedule.placement.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert [schedule.numbers_on(stage) for stage in (0, 3, 4, 7)] == [range(4), range(4), range(4, 8), range(4, 8)]
 
 
 def test_gpipe_goes_by_afab_as_well() -> None:

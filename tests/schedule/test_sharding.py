@@ -99,42 +99,6 @@ def test_with_room_for_all_each_is_gathered_once(given: tuple[Schedule, int]) ->
     )
 
 
-@given(windowed())
-def test_a_gather_begins_one_action_ahead_where_there_is_room(given: tuple[Schedule, int]) -> None:
-    """Otherwise right before its own; never earlier, and never for something that is there already."""
-    schedule, window = given
-    for row in add_sharding(schedule, stages_of(schedule), window).rows:
-        distinct = {action.stage for action in row}
-        items = [item.parts for item in row.items()]
-        computing = [(i, {p.stage for p in parts}) for i, parts in enumerate(items) if parts[0].op.is_compute]
-        for i, (part, *_) in enumerate(items):
-            if part.op is not Op.UNSHARD:
-                continue
-            (_, now), *later = [entry for entry in computing if entry[0] > i]
-            ahead = part.stage not in now
-            if ahead:
-                assert window < len(distinct)
-                assert part.stage in later[0][1]
-            elif window < len(distinct):
-                previous = [stages for place, stages in computing if place < i][-1:]
-                needed = now.union(*previous)
-                assert not previous or len(needed) > window, "the action before left no room"
-
-
-@given(windowed())
-def test_what_is_needed_again_first_stays(given: tuple[Schedule, int]) -> None:
-    """A stage is freed before its next use only where the window's other places go to stages that are needed sooner."""
-    schedule, window = given
-    for row in add_sharding(schedule, stages_of(schedule), window).rows:
-        actions = list(row)
-        for i, action in enumerate(actions):
-            if action.op is Op.RESHARD:
-                between = [a.stage for a in actions[i:] if a.op.is_compute]
-                if action.stage in between:
-                    others = set(between[: between.index(action.stage)])
-                    assert len(others) >= window
-
-
 @pytest.mark.parametrize(
     ("schedule", "chunks", "window", "row"),
     [
@@ -177,13 +141,6 @@ def test_a_window_too_narrow_for_an_overlap_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"unshard_window=1: rank \d has \(.*\)OVERLAP_F_B, which needs 2"):
         add_sharding(order, stages_of(order), 1)
     assert check(add_sharding(order, stages_of(order), 2)) == []
-
-
-@given(windowed())
-def test_the_text_of_a_windowed_schedule_goes_both_ways(given: tuple[Schedule, int]) -> None:
-    schedule, window = given
-    done = add_sharding(schedule, stages_of(schedule), window)
-    assert Schedule.parse(str(done)) == done
 
 
 @given(st.sampled_from(["interleaved-1f1b", "1f1b", "zb-v", "gpipe", "dualpipe-v"]), st.integers(2, 3))

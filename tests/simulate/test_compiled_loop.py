@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ScheduleError
-from penstock.schedule import Op, Row, Schedule, generate
+from penstock.schedule import Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, critical_path, event_loop, idle_time_by_cause, memory, peaks, simulate
 from penstock.simulate.costs import LinkCost
@@ -82,12 +82,6 @@ def test_peaks_are_those_of_the_courses(schedule: Schedule, data: st.DataObject)
         (one.parameters, one.gradients, one.optimizer, one.peak_activations, one.peak_unsharded, one.peak)
         for one in memory(schedule, costs, timeline)
     ]
-
-
-def test_the_kinds_of_a_row() -> None:
-    assert Row().kinds == frozenset()
-    assert Row.parse("0F0 0F1 0B0").kinds == {(0, Op.F.code), (0, Op.B.code)}
-    assert Row.parse("0F0 1F0 1SEND_F0").kinds == {(0, Op.F.code), (1, Op.F.code), (1, Op.SEND_F.code)}
 
 
 def test_rows_share_the_columns_that_say_nothing() -> None:

@@ -28,16 +28,12 @@ from scaffolding.some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.
 from_zero, from_one = st.integers(0, 9).map(float), st.integers(1, 5).map(float)
+stage_costs = st.builds(StageCost, from_zero, from_zero, from_zero, output_bytes=from_zero)
 schedules = small_ones()
 
 
 def without_overlaps(schedule: Schedule) -> Schedule:
     return schedule.with_rows([list(row) for row in schedule.rows])
-
-
-def draw_costs(data: st.DataObject, schedule: Schedule, number: st.SearchStrategy[float]) -> list[StageCost]:
-    one = st.builds(StageCost, number, number, number, output_bytes=from_zero)
-    return data.draw(st.lists(one, min_size=schedule.stages, max_size=schedule.stages))
 
 
 def draw_links(data: st.DataObject, schedule: Schedule) -> dict[tuple[int, int], LinkCost]:
@@ -49,20 +45,31 @@ def draw_links(data: st.DataObject, schedule: Schedule) -> dict[tuple[int, int],
 @settings(max_examples=200)
 @given(schedules.map(without_overlaps), st.data())
 def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.DataObject) -> None:
+    """Some stages have one cost, others one for each microbatch."""
     if data.draw(st.booleans()):
         frozen = data.draw(st.sets(st.integers(0, schedule.stages - 1)))
         schedule = drop_backward(schedule, frozen)
-    costs, links = draw_costs(data, schedule, from_zero), draw_links(data, schedule)
+    links = draw_links(data, schedule)
+    each = st.lists(stage_costs, min_size=schedule.microbatches, max_size=schedule.microbatches)
+    costs = [data.draw(st.one_of(stage_costs, each)) for _ in range(schedule.stages)]
     dependencies = Dependencies(schedule)
     actions, rank_of = dependencies.actions, dependencies.rank_of
+
+    def cost(stage: int, number: int | None) -> StageCost:
+        of_stage = costs[stage]
+        return of_stage if isinstance(of_stage, StageCost) else of_stage[number or 0]
+
+    def duration(node: int) -> float:
+        return seconds(actions[node], cost(actions[node].stage, actions[node].microbatch))
 
     def delay(made: int, used: int) -> float:
         if rank_of[made] == rank_of[used]:
             return 0.0
         lower = min(actions[made].stage, actions[used].stage)
-        return links[rank_of[made], rank_of[used]].seconds(costs[lower].output_bytes)
+        size = cost(lower, actions[used].microbatch).output_bytes
+        return links[rank_of[made], rank_of[used]].seconds(size)
 
-    starts, ends = earliest_times(dependencies, lambda node: seconds(actions[node], costs[actions[node].stage]), delay)
+    starts, ends = earliest_times(dependencies, duration, delay)
     timeline = simulate(schedule, costs, links)
     assert [(s.rank, s.action, s.start_seconds, s.end_seconds) for s in timeline] == list(
         zip(rank_of, actions, starts, ends, strict=True)
@@ -75,8 +82,9 @@ def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.Dat
 @given(schedules, st.data())
 def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject) -> None:
     schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
-    overlapped = st.one_of(st.none(), from_one)
-    costs = [replace(cost, overlapped_seconds=data.draw(overlapped)) for cost in draw_costs(data, schedule, from_one)]
+    three, overlapped = (from_one, from_one, from_one), st.one_of(st.none(), from_one)
+    one = st.builds(StageCost, *three, output_bytes=from_zero, overlapped_seconds=overlapped)
+    costs = data.draw(st.lists(one, min_size=schedule.stages, max_size=schedule.stages))
     links = draw_links(data, schedule)
     ticked = tick(schedule, costs, links)
     if ticked is None:
@@ -148,11 +156,40 @@ def test_actions_on_a_rank_that_does_not_own_their_stage_are_refused() -> None:
         simulate(Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0F0 0F1"), StageCost(1, 1, 1))
 
 
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="2 costs for 3 stages"):
+        simulate(generate("gpipe", 3, 2), [StageCost(1, 1, 1)] * 2)
+    with pytest.raises(ScheduleError, match="waits at 0B0"):
+        simulate(Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0B0 0F0"), StageCost(1, 1, 1))
+
+
 def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
     schedule, costs = generate("chimera", 2, 2), [StageCost(1, 2, 3), StageCost(4, 5, 6)]
     assert simulate(schedule, costs) == simulate(schedule, costs * 2)
     with pytest.raises(ArgumentError, match="3 costs for 4 stages"):
         simulate(schedule, [*costs, costs[0]])
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_none_are_refused(wrong: float) -> None:
+    with pytest.raises(ArgumentError, match="backward_weight_seconds"):
+        StageCost(1, 1, wrong)
+    with pytest.raises(ArgumentError, match="latency_seconds"):
+        LinkCost(wrong)
+    with pytest.raises(ArgumentError, match="bytes_per_second"):
+        LinkCost(0, 0)
+
+
+def test_ranks_that_begin_later() -> None:
+    schedule, cost = generate("1f1b", 2, 2), StageCost(1, 1, 1)
+    plain = simulate(schedule, cost)
+    later = simulate(schedule, cost, begin=[5, 5])
+    assert [span.start_seconds for span in later] == [5 + span.start_seconds for span in plain]
+    assert simulate(schedule, cost, begin=[0, 1]) == plain
+    assert next(simulate(schedule, cost, begin=[0, 10]).spans(1)).start_seconds == 10
+    for begin in ([1.0], [0.0, -1.0], [0.0, float("nan")]):
+        with pytest.raises(ArgumentError, match="a time of 0 or more for each of 2 ranks"):
+            simulate(schedule, cost, begin=begin)
 
 
 @pytest.mark.parametrize("number", [1e308, 1e100])

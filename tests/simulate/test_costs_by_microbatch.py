@@ -1,53 +1,16 @@
-"""Costs that differ by microbatch: held against the plain definition of earliest times, and memory by hand."""
+"""Costs that differ by microbatch, and memory by hand; test_costs_and_links.py has such costs, too."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from slow import seconds
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import Dependencies, Placement, Schedule, generate
-from penstock.schedule.order import earliest_times
+from penstock.schedule import Placement, Schedule, generate
 from penstock.simulate import StageCost, memory, peaks, simulate
 from penstock.simulate.costs import LinkCost
 from penstock.simulate.search import search
-from scaffolding.some_schedules import small_ones
-
-whole = st.integers(0, 9).map(float)
-stage_costs = st.builds(StageCost, whole, whole, whole, output_bytes=whole)
-
-
-@settings(max_examples=100)
-@given(small_ones().map(lambda s: s.with_rows([list(row) for row in s.rows])), st.data())
-def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.DataObject) -> None:
-    """Some stages have one cost, others one for each microbatch."""
-    each = st.lists(stage_costs, min_size=schedule.microbatches, max_size=schedule.microbatches)
-    costs = [data.draw(st.one_of(stage_costs, each)) for _ in range(schedule.stages)]
-    link = LinkCost(data.draw(whole), data.draw(st.sampled_from([0.25, 0.5, 1.0])))
-    dependencies = Dependencies(schedule)
-    actions, rank_of = dependencies.actions, dependencies.rank_of
-
-    def cost(stage: int, number: int | None) -> StageCost:
-        of_stage = costs[stage]
-        return of_stage if isinstance(of_stage, StageCost) else of_stage[number or 0]
-
-    def duration(node: int) -> float:
-        return seconds(actions[node], cost(actions[node].stage, actions[node].microbatch))
-
-    def delay(made: int, used: int) -> float:
-        if rank_of[made] == rank_of[used]:
-            return 0.0
-        lower = min(actions[made].stage, actions[used].stage)
-        return link.seconds(cost(lower, actions[used].microbatch).output_bytes)
-
-    timeline = simulate(schedule, costs, link)
-    assert [(s.start_seconds, s.end_seconds) for s in timeline] == list(
-        zip(*earliest_times(dependencies, duration, delay), strict=True)
-    )
 
 
 def test_the_same_for_every_microbatch_is_one_cost() -> None:

@@ -157,20 +157,6 @@ def test_lines_of_one_rank_by_hand() -> None:
     assert (found.peak_activations, found.peak) == (14, 364)
 
 
-def test_a_whole_backward_lets_go_of_all_at_its_end() -> None:
-    cost = StageCost(2, 3, 4, 0, 10, 4)
-    (found,) = memory(schedule := generate("1f1b", 1, 1), cost, simulate(schedule, cost))
-    assert (found.seconds, found.activations) == ((0, 9), (10, 0))
-
-
-def test_a_frozen_stage_holds_a_microbatch_during_its_forward_only() -> None:
-    schedule = drop_backward(generate("gpipe", 2, 3), [0])
-    cost = StageCost(1, 1, 1, activation_bytes=5)
-    first, last = memory(schedule, cost, simulate(schedule, cost))
-    assert first.activations == (5, 0) * 3
-    assert last.peak_activations == 15
-
-
 def test_a_real_run_is_measured_by_its_own_clock() -> None:
     schedule = Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0RECV_B0 0F0 0SEND_F0 0B0")
     row = [(action, 10 * n, 10 * n, 10 * n + 10) for n, action in enumerate(schedule.rows[0])]

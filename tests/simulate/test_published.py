@@ -74,18 +74,15 @@ def test_zb_h1_and_zb_h2_of_few_microbatches(p: int, m: int, fiw: tuple[int, int
     assert timed(generate("zb-h2", p, m), f, i, w).span_seconds == m * t + (p - 1) * (f + i - 2 * w) + h2
 
 
-@pytest.mark.parametrize("row", PUBLISHED["tables5and6"], ids=lambda row: f"{row['model']}-m{row['microbatches']}")
+@pytest.mark.parametrize(
+    "row",
+    [*PUBLISHED["tables5and6"], *PUBLISHED["zbv_sweep"]],
+    ids=lambda row: f"{row['model']}-m{row['microbatches']}{'-on-a-V' * ('chunk_forward' in row)}",
+)
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
-def test_tables_5_and_6(row: dict[str, Any], name: str) -> None:
-    fiw = row["forward"], row["backward_input"], row["backward_weight"]
-    made = timed(generate(name, row["ranks"], row["microbatches"]), *fiw, row["comm"])
-    assert made.bubble_rate == pytest.approx(row["bubble_rate"][name], abs=ROUNDING)
-
-
-@pytest.mark.parametrize("row", PUBLISHED["zbv_sweep"], ids=lambda row: f"{row['model']}-m{row['microbatches']}")
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
-def test_the_table_of_the_v(row: dict[str, Any], name: str) -> None:
-    fiw = [2 * row[f"chunk_{what}"] for what in ("forward", "backward_input", "backward_weight")]
+def test_tables_5_and_6_and_that_of_the_v(row: dict[str, Any], name: str) -> None:
+    what = ("forward", "backward_input", "backward_weight")
+    fiw = [2 * row[f"chunk_{each}"] if f"chunk_{each}" in row else row[each] for each in what]
     made = timed(generate(name, row["ranks"], row["microbatches"]), *fiw, row["comm"])
     assert made.bubble_rate == pytest.approx(row["bubble_rate"][name], abs=ROUNDING)
 

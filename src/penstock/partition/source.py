@@ -96,8 +96,3 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
         remedy = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole" if scope else alternative or ELSEWHERE
         super().__init__(f"{reason}. {remedy}")
         self.reason, self.scope, self.alternative = reason, scope, alternative
-
-    def with_reason(self, reason: str) -> Obstacle:
-        """Return the same obstacle, with the reason why the module around it was opened."""
-        text = f"{reason}. Recording it call by call does not help: {self.reason}"
-        return Obstacle(text, self.scope, self.alternative)

@@ -208,13 +208,13 @@ def pipeline(
     check_not_parallelized(model)
     example = validate_inputs(args, kwargs)
     options = Options.of(arguments)
-    options.check_inputs(example[1])
     device_type = (
         parse_device(devices).type if isinstance(devices, (str, torch.device)) else default_device(model, example).type
     )
     world = join(applied_plan.ranks(ranks), mesh, device_type, applied_plan.members)
     applied_plan.check(world, model, device_type)
     order = resolve_order(arguments["schedule"], world.ranks, arguments["microbatches"], arguments["stages_per_rank"])
+    options.check_inputs(example[1], order.microbatches)
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     verify_first = bool(os.environ.get(VERIFY)) if verify is None else verify

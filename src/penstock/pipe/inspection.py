@@ -155,11 +155,6 @@ class Inspection:
     notes: tuple[str, ...]
     memory: tuple[RankMemory, ...] = ()
 
-    @property
-    def skips(self) -> tuple[StageTransfer, ...]:
-        """The crossings that skip at least one stage."""
-        return tuple(crossing for crossing in self.crossings if crossing.target - crossing.source > 1)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)

@@ -106,13 +106,14 @@ class Options:
         note = reduction_advice(self.loss, self.reduction)
         return () if note is None else (note,)
 
-    def check_inputs(self, kwargs: Mapping[str, Any]) -> None:
+    def check_inputs(self, kwargs: Mapping[str, Any], microbatches: int) -> None:
         """Raise ArgumentError if losses that add up would be averaged: those of a model that divides by
         `num_items_in_batch`, as the Trainer of transformers has them."""
-        if not uses_target(self.loss) and self.reduction != "sum" and kwargs.get("num_items_in_batch") is not None:
+        adds_up = microbatches > 1 and not uses_target(self.loss) and kwargs.get("num_items_in_batch") is not None
+        if adds_up and self.reduction != "sum":
             raise ArgumentError(
-                f"num_items_in_batch with reduction={self.reduction!r}: the losses that a model divides by it add up "
-                "to the batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
+                "num_items_in_batch, but reduction is not 'sum': the losses that a model divides by it add up to the "
+                "batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
             )
 
     def stage_budget(self, order: Schedule) -> StageBudget:

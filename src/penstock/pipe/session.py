@@ -178,6 +178,8 @@ class Session:
         call = Call(training, encode_outputs(outputs, self.world.ranks), timeline)
         norms = self.deferring_norms() if training else nullcontext()
         with self.engine.control.reporting(), one_at_a_time((self, training)):
+            if training or evaluates:
+                self.options.check_inputs(batch.kwargs, self.order.microbatches)
             cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
             if training and number == 0 and self.has_inputs:
                 self._warn_if_nothing_trains(batch)
@@ -253,7 +255,6 @@ class Session:
     def cut(self, batch: Batch, label: str, device: torch.device | None) -> batches.CutBatch:
         """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order, cutting = self.order, self.options.cutting
-        self.options.check_inputs(batch.kwargs)
         return cutting.cut(batch, order.microbatches, label, device, order.placement.pipelines)
 
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
@@ -300,6 +301,9 @@ class Session:
         targets: Sequence[Any] | None = None
         if not uses_target(self.options.loss) or batch.has_target or cached.bound.training:
             targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
+        has_none = all(target is None for target in targets or ())
+        if callable(self.options.reduction) and has_none and not cached.bound.training:
+            targets = None  # a prediction without labels
         weight, devices = self._weights(cached, targets, batch), self._devices(cached, self.order.placement.is_last)
         return targets and [
             batches.move_to(target, device) for target, device in zip(targets, devices, strict=True)

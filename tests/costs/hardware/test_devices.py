@@ -53,11 +53,6 @@ def test_an_unknown_name_says_which_are_near() -> None:
         device("quantum")
 
 
-def test_a_dtype_without_a_peak_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="'v100-sxm-32gb' has no stated peak for products in bfloat16; it has for "):
-        device("v100").peak("bfloat16")
-
-
 MINE = """[mine]
 tflops = { float32 = 0.1 }
 memory_gb = 24

@@ -1,10 +1,12 @@
-"""Runs whose every start and end is given, so that what they must show is known."""
+"""Runs whose every start and end is given, so what they must show is known, and series that depend on themselves."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import scipy  # loads its parts when they are asked for
 from numpy.typing import ArrayLike
 
 from penstock.network.fabric.samples import Run
@@ -38,3 +40,10 @@ def run_of(seconds: ArrayLike, transfers: tuple[Transfer, ...] = (), hosts: int 
         now += 1_000_000
     made = {"workload": workload.to_dict(), "algorithm": "ring", "hosts": hosts, "trials": len(table), "complete": True}
     return Run({**made, **record}, start, end)
+
+
+def series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:
+    """Normal, each with the correlation to the one before it."""
+    noise = draw.standard_normal(count + 200)
+    noise[1:] *= math.sqrt(1 - correlation**2)
+    return scipy.signal.lfilter([1], [1, -correlation], noise)[200:]

@@ -30,9 +30,6 @@ def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
     return fit([(size, seconds, Terms(1, 1.0)) for size, seconds in points])
 
 
-alphas, betas = st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6)
-
-
 @pytest.mark.parametrize(
     ("kind", "factor"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("gather", 0.75),
@@ -80,22 +77,6 @@ def test_a_fit_is_never_negative_and_no_neighbor_is_better(points: list[tuple[fl
     for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)):
         near = error(max(alpha + 1e-3 * a * one, 0), max(beta + 1e-3 * b * other, 0))
         assert near >= least - 1e-9 * (1 + least)
-
-
-@given(
-    st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=2, max_size=8, unique_by=lambda p: p[0]), betas
-)
-def test_a_held_fit_is_the_best_that_is_no_faster(points: list[tuple[float, float]], least: float) -> None:
-    sizes = [size for size, _ in points]
-    if max(sizes) < 1.01 * min(sizes):
-        return
-    one = [(size, seconds, Terms(1, 1.0)) for size, seconds in points]
-    free, held = fit(one), fit(one, least)
-    assert held.beta_seconds_per_byte >= least
-    if free.beta_seconds_per_byte >= least:
-        assert held.beta_seconds_per_byte == pytest.approx(free.beta_seconds_per_byte, rel=1e-5)
-    else:
-        assert held.beta_seconds_per_byte == pytest.approx(least), "the error grows with the distance from the best"
 
 
 def test_times_that_fall_with_the_size_have_no_bandwidth_term() -> None:

@@ -8,17 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 from host_processes import abandoned
-from typer.testing import CliRunner
 
-from penstock.cli import app
-from penstock.network import reaper
+from cli.command_line import output
+from network.makers import marked, wait_until
 from penstock.network.namespaces import why_not
 from penstock.network.shapers import why_no_switch
 
@@ -79,7 +77,7 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
     assert sum(links[host][way]["host_gone"] for host in (0, 1) for way in ("up", "down")) > 0
     assert links[0]["down"]["background_bytes"] > 100_000
     assert links[1]["down"]["background_bytes"] == 0
-    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path / "run")]).stdout
+    shown = output("fabric", "show", str(tmp_path / "run"))
     assert "100mbit delay 5ms, by a switch in user space" in shown
     assert "gone = True" in shown
     assert "gone = True" in (tmp_path / "run" / "report.html").read_text()
@@ -106,25 +104,13 @@ def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
     asked = ["--sizes", "2600", "--trials", "100000", "--link", "100mbit delay 1ms"]
     with _fabric(tmp_path, *asked) as process:
         samples = tmp_path / "run" / "samples.csv"
-        deadline = time.monotonic() + 120
-        while not (samples.exists() and samples.stat().st_size > 100):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        switches = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _is_switch(path, process)]
-        assert len(switches) == 1
-        os.kill(switches[0], signal.SIGKILL)
+        wait_until(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 100), 120)
+        of_run = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(process.pid)}
+        (switch,) = (pid for pid, line in of_run.items() if b"network.switch.serve" in line)
+        os.kill(switch, signal.SIGKILL)
         _, said = process.communicate(timeout=100)
         assert process.returncode == 2
         assert "the switch has ended" in said
         assert abandoned() == []
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert not record["complete"]
-
-
-def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
-    try:
-        mark = f"{reaper.MARK}=penstock-{maker.pid}-".encode()
-        return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
-    except OSError:
-        return False

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -19,11 +18,11 @@ import fabric_jobs as jobs
 import numpy as np
 import pytest
 from host_processes import Seen, kill_rank, processes
-from typer.testing import CliRunner
 
+from cli.command_line import as_json
+from network.makers import wait_until
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
-from penstock.cli import app
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.emulation import coordinate, rendezvous
 from penstock.network.fabric.emulation.coordinate import emulate
@@ -48,13 +47,6 @@ time.sleep(20)
 time.sleep(60)
 """
 SECONDS = 60.0
-
-
-def _wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not done():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s"
-        time.sleep(0.02)
 
 
 def _rows(path: Path, head: tuple[str, ...]) -> np.ndarray:
@@ -155,9 +147,7 @@ def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, ran
     assert not record["complete"]
     assert str(rank) in record["missing"]
     assert processes(str(tmp_path)) == {}
-    shown = CliRunner().invoke(app, ["fabric", "show", str(tmp_path), "--json"])
-    assert shown.exit_code == 0, shown.output
-    found = json.loads(shown.stdout)
+    found = as_json("fabric", "show", str(tmp_path))
     assert (found["complete"], found["trials"]) == (False, trials)
     assert f"{ENDLESS - trials:,} of {ENDLESS:,} trials" in found["missing"]
 
@@ -169,7 +159,7 @@ def _started(folder: Path, *more: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     samples = folder / SAMPLES
     try:
-        _wait(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 2000))
+        wait_until(lambda: process.poll() is not None or (samples.exists() and samples.stat().st_size > 2000))
     except BaseException:
         process.terminate()
         process.communicate()
@@ -204,7 +194,7 @@ def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch
     folder = tmp_path / "run"
 
     def interrupt() -> None:
-        _wait(lambda: len(list(folder.glob("here-*"))) == 2)
+        wait_until(lambda: len(list(folder.glob("here-*"))) == 2)
         os.kill(os.getpid(), signal.SIGINT)
 
     typist = threading.Thread(target=interrupt)

@@ -103,12 +103,8 @@ def test_of_a_single_number_a_rank_that_is_dropped_from_a_sum_is_seen() -> None:
     ("collective", "algorithm"),
     [
         ("all_reduce", "ring"),
-        ("reduce_scatter", "pairwise"),
         ("all_to_all", "pairwise"),
         ("gather", "binomial"),
-        ("scatter", "binomial"),
-        ("reduce", "chain"),
-        ("sendrecv", "direct"),
         ("broadcast", "chain"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy  # loads its parts when they are asked for
-from drawn_runs import run_of
+from drawn_runs import run_of, series
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,12 +122,7 @@ def test_runs_that_do_not_differ_are_said_to_in_five_of_a_hundred() -> None:
 
 def correlated(seed: int) -> Run:
     """A queue that fills and empties slowly."""
-    noise = np.random.default_rng(seed).normal(0, 0.02, 600)
-    level = np.empty(600)
-    level[0] = 0
-    for place in range(1, 600):
-        level[place] = 0.9 * level[place - 1] + noise[place]
-    return run_of(1e-3 * np.exp(level)[:, None])
+    return run_of(1e-3 * np.exp(0.05 * series(np.random.default_rng(seed), 600, 0.9))[:, None])
 
 
 def test_trials_that_depend_on_each_other_make_no_difference() -> None:

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import SLOW_RANK, made_run, write_run
 from rich.console import Console
-from typer.testing import CliRunner
 
-from penstock.cli import app
+from cli.command_line import output
 from penstock.network.fabric.compare import compare
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
@@ -253,8 +252,7 @@ def test_ticks_are_within_their_axis_and_leave_room_for_labels(low: float, ratio
 
 def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
     write_run(made_run(20), tmp_path)
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.output == f"wrote {tmp_path / 'report.html'}\n"
+    assert output("report", str(tmp_path)) == f"wrote {tmp_path / 'report.html'}\n"
     text = (tmp_path / "report.html").read_text()
     stored = Run.read(tmp_path)
     assert text == page(stored, results(stored))

@@ -288,11 +288,16 @@ def test_a_run_that_says_it_is_complete_is_so_with_all_of_its_trials_alone() -> 
 def test_processors_are_judged() -> None:
     cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0, "involuntary_switches": 50}] * 4
     run = run_of(np.full((10, 1), 1e-3), cpu=cpu, shared_machine=True, machine_cores=2)
-    assert results(run)["cpu"]["saturated"] is True
+    busy = results(run)["cpu"]
+    assert (busy["saturated"], busy["scheduler_tails"]) == (True, True)
+    assert busy["text"].startswith("4 hosts share 2 cores, 100% busy; the processors are the limit")
+    assert "200 involuntary switches in 10 trials" in busy["text"]
     run.record["machine_cores"] = 16
     assert results(run)["cpu"]["saturated"] is False
     run.record.update(shared_machine=False, environment=[{"cores": 1}] * 3 + [{"cores": None}])
     assert results(run)["cpu"]["utilization"] == pytest.approx(0.5 / 16)
+    run.record["cpu"] = []
+    assert results(run)["cpu"]["text"] == ""
 
 
 @pytest.mark.parametrize(("seconds", "saturated"), [(1.65, False), (2.0, True)])

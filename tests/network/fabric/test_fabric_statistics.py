@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import scipy  # loads its parts when they are asked for
+from drawn_runs import series
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.network.fabric.results import saturation
 from penstock.network.fabric.statistics import (
     PERCENTILES,
     Summary,
@@ -69,7 +69,7 @@ def test_of_nothing_nothing_is_known() -> None:
     assert mean_interval([1, 2, 3, 4, 5]) is None
 
 
-@pytest.mark.parametrize(("sigma", "count", "least"), [(0.2, 20, 0.925), (1.0, 30, 0.895), (1.0, 200, 0.92)])
+@pytest.mark.parametrize(("sigma", "count", "least"), [(0.2, 20, 0.925), (1.0, 30, 0.895)])
 def test_the_mean_is_where_the_interval_says(sigma: float, count: int, least: float) -> None:
     draw = np.random.default_rng(1)
     mean, hits, plain = math.exp(sigma**2 / 2), 0, 0
@@ -87,13 +87,6 @@ def test_the_mean_is_where_the_interval_says(sigma: float, count: int, least: fl
 
 HEAVY = {"lognormal": (np.exp, math.exp(0.5)), "pareto": (lambda x: scipy.stats.norm.sf(x) ** (-1 / 3), 1.5)}
 """From a normal variable to one with a heavy tail, and its mean."""
-
-
-def _series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:
-    """Normal, each with the correlation to the one before it."""
-    noise = draw.standard_normal(count + 200)
-    noise[1:] *= math.sqrt(1 - correlation**2)
-    return scipy.signal.lfilter([1], [1, -correlation], noise)[200:]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +108,7 @@ def test_intervals_cover_what_they_say(
     hits: dict[str, list[bool]] = {name: [] for name in names}
     naive = []
     for _ in range(repetitions):
-        samples = heavy(_series(draw, count, correlation))
+        samples = heavy(series(draw, count, correlation))
         summary = Summary.from_samples(samples)
         for name in names:
             interval = summary.mean_interval if name == "mean" else summary.intervals[name]
@@ -134,10 +127,10 @@ def test_intervals_cover_what_they_say(
 def test_dependent_trials_count_for_fewer() -> None:
     draw = np.random.default_rng(4)
     assert effective_counts(draw.standard_normal(400), (0.5, 0.99)) == (400, 400)
-    middle, tail = effective_counts(_series(draw, 2000, 0.9), (0.5, 0.99))
+    middle, tail = effective_counts(series(draw, 2000, 0.9), (0.5, 0.99))
     assert 2000 / 25 < middle < 2000 / 10
     assert middle < tail < 2000 / 4, "what is in the tail forgets sooner"
-    dependent = Summary.from_samples(_series(draw, 400, 0.9))
+    dependent = Summary.from_samples(series(draw, 400, 0.9))
     assert dependent.effective < 40
     assert dependent.figures["p99"] is None, "as with fewer than 368 independent ones"
     assert Summary.from_samples(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
@@ -153,30 +146,6 @@ def test_outliers_are_those_far_above_the_others() -> None:
     assert list(outliers([1.0] * 200 + [9.0])) == [200]
     assert list(outliers([1.0] * 9)) == []
     assert list(outliers([])) == []
-
-
-def usage(busy: float, switches: int = 0, stolen: float = 0.0) -> dict[str, float]:
-    return {
-        "cpu_seconds": busy * 10,
-        "wall_seconds": 10.0,
-        "involuntary_switches": switches,
-        "steal": stolen,
-    }
-
-
-def test_hosts_that_share_a_machine_saturate_it_together() -> None:
-    idle = saturation({"cpu": [usage(0.4)] * 4, "shared_machine": True, "machine_cores": 2}, 100)
-    assert [*idle.values()][:3] == [False, False, pytest.approx(0.8)]
-    assert idle["text"] == "4 hosts share 2 cores, 80% busy"
-    busy = saturation({"cpu": [usage(0.45, 30)] * 4, "shared_machine": True, "machine_cores": 2}, 100)
-    assert busy["saturated"]
-    assert busy["scheduler_tails"]
-    assert "the processors are the limit" in busy["text"]
-    assert "120 involuntary switches in 100 trials" in busy["text"]
-
-
-def test_a_record_without_processors_says_nothing() -> None:
-    assert saturation({"cpu": [], "shared_machine": True, "machine_cores": 2}, 1)["text"] == ""
 
 
 def test_the_mean_of_times_is_not_below_0() -> None:

@@ -1,11 +1,11 @@
-"""Sizes by hand, sweeps and presets: those that were asked for, and no others."""
+"""Sizes by hand and sweeps: those that were asked for, and no others."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.workload import MAX_SIZES, Workload, preset
+from penstock.network.fabric.workload import MAX_SIZES, Workload
 
 
 def sizes(workload: Workload) -> list[int]:
@@ -45,11 +45,3 @@ def test_a_sweep_that_cannot_be_sent_is_refused(given: tuple[float, ...], says: 
 def test_the_same_size_again_has_a_name_of_its_own() -> None:
     made = Workload.from_sizes([4096, 2600, 4096])
     assert [transfer.name for transfer in made.transfers] == ["4KiB", "2600", "4KiB #2"]
-
-
-def test_mlp_sends_the_sizes_of_the_reference_in_backward_order() -> None:
-    workload = preset("mlp")
-    named = [("fc4", 2600), ("fc3", 33024), ("fc2", 131584), ("fc1", 803840)]
-    assert [(t.name, t.bytes) for t in workload.transfers] == named
-    assert {(t.collective, t.kind, t.ranks) for t in workload.transfers} == {("all_reduce", "gradient", ())}
-    assert workload.hosts == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fabric_jobs as jobs
 import numpy as np
 import pytest
+from drawn_runs import series
 from made_runs import made_run
 
 from penstock.network.fabric.emulation.spec import Spec
@@ -15,14 +16,6 @@ from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
 
 REPETITIONS = 60
-
-
-def _correlated(draw: np.random.Generator, correlation: float, count: int = 400) -> np.ndarray:
-    noise = draw.standard_normal(count) * np.sqrt(1 - correlation**2)
-    noise[0] = draw.standard_normal()
-    for place in range(1, count):
-        noise[place] += correlation * noise[place - 1]
-    return noise
 
 
 def _ended(times: np.ndarray, trials: int = 200) -> WarmUp:
@@ -37,7 +30,7 @@ def _ended(times: np.ndarray, trials: int = 200) -> WarmUp:
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
 def test_steady_times_end_a_warm_up_soon(correlation: float) -> None:
     draw = np.random.default_rng(0)
-    ended = [_ended(np.exp(0.1 * _correlated(draw, correlation))) for _ in range(REPETITIONS)]
+    ended = [_ended(np.exp(0.1 * series(draw, 400, correlation))) for _ in range(REPETITIONS)]
     assert np.median([warm.count for warm in ended]) <= 35
     assert np.quantile([warm.count for warm in ended], 0.9) <= 70
     assert sum(not warm.is_steady for warm in ended) <= 0.02 * REPETITIONS

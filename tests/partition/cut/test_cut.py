@@ -1,4 +1,4 @@
-"""Balanced cuts."""
+"""Balanced cuts, which separate nothing that the forward updates in place."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from itertools import combinations
 
 import pytest
 import torch
-from chained import NoStreams
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock._base.errors import PartitionError
-from penstock.partition import Partitioner
+from penstock import PartitionError, inspect, verify
+from penstock.partition import NoStreams, Partitioner
 from penstock.partition.cut.balance import even_starts
 from scaffolding.models import gpt, mlp
 
@@ -47,10 +46,10 @@ def test_balance_by_layers_shares_the_blocks() -> None:
     assert made.cuts == ("h.2",)
 
 
-def test_balance_by_parameters() -> None:
-    wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    made = Partitioner(wide, 2, streams=NoStreams())((torch.randn(1, 4),))
-    assert made.cuts == ("1",)
+def wide(frozen: int = 0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[:frozen].requires_grad_(False)
+    return model
 
 
 class Wide(nn.Module):
@@ -62,17 +61,14 @@ class Wide(nn.Module):
         return x + self.down(self.up(x))
 
 
-def test_parameters_within_blocks_count() -> None:
-    blocks = nn.Sequential(*(Wide(width) for width in (60, 4, 4, 4, 4)))
-    made = Partitioner(blocks, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
-    assert made.cuts == ("1",)
-
-
-def test_frozen_parameters_count_as_others_do() -> None:
-    """They take memory, and work in the forward."""
-    wide = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    wide[:2].requires_grad_(False)
-    made = Partitioner(wide, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
+@pytest.mark.parametrize(
+    "model",
+    [wide(), wide(frozen=2), nn.Sequential(*(Wide(width) for width in (60, 4, 4, 4, 4)))],
+    ids=["layers", "frozen", "within blocks"],
+)
+def test_balance_by_parameters(model: nn.Module) -> None:
+    """Frozen ones take memory, and work in the forward."""
+    made = Partitioner(model, 2, streams=NoStreams(), balance="parameters")((torch.randn(1, 4),))
     assert made.cuts == ("1",)
 
 
@@ -99,3 +95,52 @@ def test_more_stages_than_layers_are_refused_in_words_that_fit() -> None:
         Partitioner(single, 2, streams=NoStreams())((torch.randn(1, 4),))
     with pytest.raises(PartitionError, match=r"has only 1 layer to share among them. Use at most 1 stage$"):
         Partitioner(one, 2, streams=NoStreams())((torch.randn(1, 4),))
+
+
+# -- nothing is separated that the forward updates in place ------------------------------------------------------------
+
+
+WIDTH = 6
+
+
+class Siamese(nn.Module):
+    """An encoder with batch norm, called for two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        one, other = self.encoder(self.stem(one)), self.encoder(self.stem(other))
+        for head in self.heads:
+            one = one + head(other).relu()
+        return one
+
+
+class Counting(nn.Module):
+    """Counts its calls at the beginning, and uses the number at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.steps
+
+
+def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
+    x = torch.randn(8, WIDTH)
+    options = {"ranks": 4, "microbatches": 4, "schedule": "1f1b"}
+    verify(Siamese(), (x, x + 1), loss_fn=lambda output: output.square().mean(), **options).raise_if_failed()
+    assert inspect(Siamese(), (x, x + 1), stages=4, microbatches=4).stages[1].first_module != "encoder.2"
+
+
+def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:
+    with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leaves 1 stage at most"):
+        inspect(Counting(), (torch.randn(4, WIDTH),), stages=2)

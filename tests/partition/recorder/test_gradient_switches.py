@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal, kl_divergence
 
-from penstock.partition import Partitioner
-from scaffolding.models import Case, squared_error
+from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven
 
 WIDTH = 4
@@ -22,12 +20,11 @@ def assign(x: Tensor) -> Tensor:
     return x
 
 
-class Switches(nn.Module):
+class Switches(Layers):
     """As the feature extractor of wav2vec2: what comes of its inputs takes a gradient, for checkpointing's sake."""
 
     def __init__(self, switch: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        super().__init__(WIDTH, 3)
         self.switch = switch
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,27 +35,11 @@ class Switches(nn.Module):
         return (self.layers[2](self.layers[1](first)) + before * first.detach())[:, 0]
 
 
-@pytest.mark.parametrize(
-    "switch",
-    [assign, Tensor.requires_grad_],
-    ids=["assigned", "called"],
-)
+@pytest.mark.parametrize("switch", [assign, Tensor.requires_grad_], ids=["assigned", "called"])
 def test_an_activation_that_shall_take_a_gradient(switch: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    model = Switches(switch)
-    case = Case(model, (torch.randn(3, WIDTH),), {}, torch.randn(3, WIDTH), squared_error)
-    partition = Partitioner(model, 3, ["layers.1", "layers.2"], streams=NoStreams())(case.args)
-    output = run_chained(partition, case)
-    grads = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    assert_same(output, run_unsplit(model, case))
-    for mine, parameter in zip(grads, model.parameters(), strict=True):
-        assert torch.equal(mine, parameter.grad)
-
-
-def test_it_holds_for_what_crosses_cuts_in_a_run() -> None:
-    torch.manual_seed(0)
-    proven(Switches(assign), torch.randn(4, WIDTH), torch.randn(4, WIDTH), ranks=3, microbatches=2)
+    x, y = torch.randn(2, 4, WIDTH)
+    proven(Switches(switch), x, y, ranks=3, microbatches=2, cuts=["layers.1", "layers.2"], exact=True)
 
 
 class Sampler(nn.Module):
@@ -107,12 +88,7 @@ def test_a_part_in_inference_mode() -> None:
 @pytest.mark.usefixtures("checked_distributions")
 def test_distributions_are_not_checked_while_they_are_recorded() -> None:
     torch.manual_seed(0)
-    proven(
-        Sampler(),
-        torch.randn(4, WIDTH),
-        torch.randn(4, WIDTH),
-        lambda output, target: squared_error(output[0], target) + output[1].mean(),
-        ranks=2,
-        microbatches=2,
-    )
+    x, y = torch.randn(2, 4, WIDTH)
+    loss = lambda output, target: squared_error(output[0], target) + output[1].mean()  # noqa: E731
+    proven(Sampler(), x, y, loss, ranks=2, microbatches=2)
     assert Distribution._validate_args

@@ -71,8 +71,7 @@ PRINT_STAGES = """
 import warnings
 warnings.filterwarnings("ignore")
 from zoo import ZOO
-from chained import NoStreams
-from penstock.partition import Partitioner
+from penstock.partition import NoStreams, Partitioner
 for name in ("mixtral", "t5", "gpt2", "unet", "tied_three"):
     case = ZOO[name].case()
     made = Partitioner(case.model, 4, streams=NoStreams())(case.args, case.kwargs)
@@ -85,7 +84,7 @@ def test_every_process_makes_the_same_stages() -> None:
     found = []
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(
-            [str(TESTS), str(TESTS / "partition"), os.environ.get("PYTHONPATH", "")]
+            [str(TESTS), os.environ.get("PYTHONPATH", "")]
         )}  # fmt: skip
         command = [sys.executable, "-c", PRINT_STAGES]
         found.append(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from chained import NoStreams, run_chained, run_unsplit
 from torch import Tensor, nn
 
 import penstock.partition.partitioner
 from penstock import pipeline
-from penstock.partition import Partitioner
-from scaffolding.models import Case
 
 WIDTH = 4
 LENGTHS = [6, 7, 8, 9, 12, 13, 16, 17, 18, 24, 5]
@@ -49,17 +46,25 @@ def test_decoding_of_transformers_is_recorded_for_some_lengths(
 ) -> None:
     torch.manual_seed(0)
     model = make().eval()
-    partitioner = Partitioner(model, 2, streams=NoStreams(), balance="parameters")
-    with torch.no_grad():
+
+    def inputs(length: int) -> dict[str, Tensor]:
+        given = {"input_ids": torch.randint(0, 16, (2, length))}
+        if masked:
+            given["attention_mask"] = (torch.arange(length) > torch.tensor([[-1], [1]])).long()
+        return given
+
+    with pipeline(model, (), inputs(6), ranks=2, microbatches=1, balance="parameters") as pipe, torch.no_grad():
+        recorded.clear()
         for length in (6, 7, 8, 9, 16, 17, 30, 5):
-            kwargs = {"input_ids": torch.randint(0, 16, (2, length))}
-            if masked:
-                kwargs["attention_mask"] = (torch.arange(length) > torch.tensor([[-1], [1]])).long()
-            case = Case(model, (), kwargs, None, lambda output, _: output.logits.sum())
-            given = partitioner((), kwargs)
-            assert given is partitioner((), kwargs)
-            assert torch.equal(run_chained(given, case).logits, run_unsplit(model, case).logits)
+            given = inputs(length)
+            assert torch.equal(pipe.predict(**given).logits, model(**given, use_cache=False).logits)
     assert len(recorded) == 3 + 2 + 3 + 1  # 6, 7, 8; 13 and 16; 17, 31 and 32; 5
+
+
+def assert_predicts_alike(model: nn.Module, cut: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
+    with pipeline(model, inputs[0], ranks=2, microbatches=1, cuts=[cut]) as pipe, torch.no_grad():
+        for args in inputs:
+            assert torch.equal(pipe.predict(*args), model(*args)), [arg.shape for arg in args]
 
 
 class Blocks(nn.Module):
@@ -113,17 +118,15 @@ KINDS: list[tuple[Callable[..., Any], type[nn.Module] | None, bool]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*input signatures")
 @pytest.mark.parametrize(("act", "inner", "shares"), KINDS)
 def test_no_length_gets_what_was_recorded_for_another(
     act: Any, inner: type[nn.Module] | None, shares: bool, recorded: list[Any]
 ) -> None:
     torch.manual_seed(0)
-    model = Blocks(act, inner and inner())
-    partitioner = Partitioner(model, 2, cuts=["blocks.3"], streams=NoStreams())
-    for length in LENGTHS:
-        case = Case(model, (torch.randn(2, length, WIDTH),), {}, None, lambda output, _: output.sum())
-        assert torch.equal(run_chained(partitioner(case.args), case), run_unsplit(model, case)), length
-    assert len(recorded) == 9 if shares else len(recorded) >= len(LENGTHS)
+    inputs = [(torch.randn(2, length, WIDTH),) for length in LENGTHS]
+    assert_predicts_alike(Blocks(act, inner and inner()), "blocks.3", inputs)
+    assert len(recorded) == 1 + 9 if shares else len(recorded) >= 1 + len(LENGTHS)
 
 
 class Masked(nn.Module):
@@ -138,21 +141,15 @@ class Masked(nn.Module):
 
 
 def test_a_length_with_another_dtype_gets_a_recording_of_its_own() -> None:
-    model = Masked()
-    partitioner = Partitioner(model, 2, cuts=["inner.blocks.3"], streams=NoStreams())
-    for length, dtype in [(6, torch.bool), (7, torch.bool), (8, torch.bool), (9, torch.float32), (10, torch.bool)]:
-        x, mask = torch.randn(2, length, WIDTH), torch.ones(2, length, 1, dtype=dtype)
-        case = Case(model, (x, mask), {}, None, lambda output, _: output.sum())
-        assert torch.equal(run_chained(partitioner(case.args), case), run_unsplit(model, case)), length
+    kinds = [(6, torch.bool), (7, torch.bool), (8, torch.bool), (9, torch.float32), (10, torch.bool)]
+    inputs = [(torch.randn(2, length, WIDTH), torch.ones(2, length, 1, dtype=dtype)) for length, dtype in kinds]
+    assert_predicts_alike(Masked(), "inner.blocks.3", inputs)
 
 
 def test_dimensions_that_change_together_are_recorded(recorded: list[Any]) -> None:
-    model = Blocks(positions)
-    partitioner = Partitioner(model, 2, cuts=["blocks.3"], streams=NoStreams())
-    for rows, length in [(2, 6), (3, 7), (4, 8), (5, 9)]:
-        case = Case(model, (torch.randn(rows, length, WIDTH),), {}, None, lambda output, _: output.sum())
-        assert torch.equal(run_chained(partitioner(case.args), case), run_unsplit(model, case))
-    assert len(recorded) == 4
+    inputs = [(torch.randn(rows, length, WIDTH),) for rows, length in [(2, 6), (3, 7), (4, 8), (5, 9)]]
+    assert_predicts_alike(Blocks(positions), "blocks.3", inputs)
+    assert len(recorded) == 1 + 4
 
 
 @pytest.mark.filterwarnings("ignore:.*input signatures")

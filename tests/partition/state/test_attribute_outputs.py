@@ -1,4 +1,6 @@
-"""Mixtures of experts that route by values, and so run as a whole, leave their auxiliary loss in an attribute."""
+"""Mixtures of experts that route by values, and so run as a whole, leave their auxiliary loss in an attribute; and
+numbers, which no loss reads.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,7 @@ class Mixture(nn.Module):
         if self.calls % self.every == 0:
             self.l_aux = (chances.mean(0) * F.one_hot(chosen, EXPERTS).float().mean(0)).sum()
         self.calls += self.every > 1
+        self.largest, self.load = float(weight.max()), [int(chosen.eq(k).sum()) for k in range(EXPERTS)]
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             (rows,) = torch.where(chosen == number)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock._base.compat import fake_mode
 from penstock.partition.run.loan import Loan
 from penstock.partition.state.reach import Reach
+from scaffolding.models import OneLayer
 
 
 class Registry(dict[str, int]):
@@ -102,11 +103,7 @@ def test_sparse_buffers_are_lent() -> None:
     assert loan.fakes["0.weight"].layout == torch.strided
 
 
-class Warns(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class Warns(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         warnings.warn("deprecated", UserWarning, stacklevel=1)
         return torch.tanh(self.layer(x))
@@ -115,7 +112,7 @@ class Warns(nn.Module):
 def test_the_first_warning_of_a_file_is_no_state() -> None:
     """Python notes in the file's globals that it was shown."""
     globals().pop("__warningregistry__", None)
-    model = Warns()
+    model = Warns(4)
     reach = Reach(model)
     assert "__warningregistry__" not in globals()
     with warnings.catch_warnings(record=True) as shown:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ArgumentError, inspect, pipeline, verify
-from scaffolding.models import squared_error
+from scaffolding.models import OneLayer, squared_error
 from scaffolding.small import WIDTH, batch
 
 X, Y = batch()
@@ -30,16 +30,12 @@ class Masked(nn.Module):
         return y if mask is None else y * mask
 
 
-class OneTuple(nn.Module):
+class OneTuple(OneLayer):
     """A layer in DeepSpeed's manner."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, mask = inputs
-        return self.linear(x) * mask, mask
+        return self.layer(x) * mask, mask
 
 
 class Pair(nn.Module):
@@ -62,7 +58,7 @@ def both(layers: list[Any], plain: Callable[..., Tensor], args: tuple[Any, ...],
 
 
 def test_a_layer_gets_a_tuple_whole_or_in_parts() -> None:
-    layers = [OneTuple(), lambda both: (both[0].relu(), both[1]), Pair(), OneTuple(), lambda both: both[0]]
+    layers = [OneTuple(WIDTH), lambda both: (both[0].relu(), both[1]), Pair(), OneTuple(WIDTH), lambda both: both[0]]
 
     def plain(layers: list[Any]) -> Tensor:
         found = layers[2](*layers[1](layers[0]((X, MASK))))
@@ -75,12 +71,8 @@ def test_a_layer_gets_a_tuple_whole_or_in_parts() -> None:
 def test_functions_are_layers() -> None:
     layers = [nn.Linear(WIDTH, WIDTH), torch.tanh, nn.Linear(WIDTH, WIDTH), nn.functional.gelu, nn.Flatten()]
     both(layers, lambda each: each[4](each[3](each[2](each[1](each[0](X))))), (X,), {})
-    assert [stage.first_module for stage in inspect(layers, (X,), stages=3, microbatches=1, cuts=["1", "2"]).stages][
-        1:
-    ] == [
-        "1",
-        "2",
-    ]
+    found = inspect(layers, (X,), stages=3, microbatches=1, cuts=["1", "2"]).stages
+    assert [stage.first_module for stage in found[1:]] == ["1", "2"]
 
     def tied_head() -> list[Any]:
         tied = nn.Linear(WIDTH, WIDTH)

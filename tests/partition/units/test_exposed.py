@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import PartitionError, inspect, verify
+from penstock import PartitionError, inspect
 from penstock.partition.recorder.attempts import record
 from penstock.partition.units.units import find_units
 from scaffolding.models import OneLayer
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -72,9 +73,7 @@ def both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 def test_a_blocks_inner_result_is_used_by_the_model() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
-    model = Collecting()
-    report = verify(model, (x,), target=y, loss_fn=both, ranks=4, microbatches=2, schedule="zb-h1", exact=True)
-    assert report.ok, report.summary()
+    report = proven(Collecting(), x, y, both, ranks=4, microbatches=2, schedule="zb-h1", exact=True)
     assert sum(row.kind == "gradient" for row in report.rows) == 5 * 4
 
 
@@ -110,8 +109,7 @@ class Mixture(nn.Module):
 def test_the_block_depends_on_values() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
-    report = verify(Mixture(), (x,), target=y, loss_fn=both, ranks=2, microbatches=2, exact=True)
-    assert report.ok, report.summary()
+    proven(Mixture(), x, y, both, ranks=2, microbatches=2, exact=True)
 
 
 def test_the_block_is_opened_and_nothing_else() -> None:

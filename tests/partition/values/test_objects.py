@@ -1,7 +1,10 @@
-"""Objects that hold tensors: they cross cuts, come in and go out as what they are, whatever their class."""
+"""Objects that hold tensors: they cross cuts, come in and go out as what they are, whatever their class. Others are
+passed on."""
 
 from __future__ import annotations
 
+import copy
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,15 +13,17 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from chained import NoStreams, assert_same, fresh, run_chained, run_unsplit
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from penstock import pipeline
 from penstock._base.pytree import flatten, unflatten
-from penstock.partition import Partitioner
-from scaffolding.models import Case, llama
+from scaffolding.by_hand import assert_same_gradients
+from scaffolding.models import Forward, OneLayer, llama, squared_error
+from scaffolding.proofs import proven
 
 WIDTH = 6
 
@@ -131,38 +136,26 @@ class Blocks(nn.Module):
         return given
 
 
-def error(output: Any, target: Tensor) -> Tensor:
-    return ((output.x - target) ** 2).mean()
-
-
-def case_of(model: nn.Module, given: Any, loss: Any = error) -> Case:
-    return Case(model, given, {}, torch.randn(3, WIDTH), loss)
-
-
-def check(case: Case, stages: int = 3, **options: Any) -> Any:
-    """Trains once in stages, and once unsplit; returns the stages' output."""
-    partition = Partitioner(case.model, stages, streams=NoStreams(), **options)(case.args, case.kwargs)
-    model = case.model
-    assert isinstance(model, nn.Module)
-    model.zero_grad()
-    output = run_chained(partition, case, sent=False)
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    expected = run_unsplit(model, case)
-    assert_same(output, expected)
-    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(grads[name], parameter.grad), name
-    return output
+def prove(model: nn.Module, given: Any, loss: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+    """Four stages train as the whole. `loss` may look at the output, too."""
+    loss = loss or (lambda output, target: squared_error(output.x, target))
+    twin, target = copy.deepcopy(model), torch.randn(3, WIDTH)
+    with pipeline(model, (given,), loss_fn=loss, ranks=4, microbatches=1) as pipe:
+        found = pipe.step(given, target=target).loss
+    expected = loss(twin(given), target)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(found, expected.detach())
+    assert_same_gradients(model, twin)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_objects_come_in_cross_cuts_and_go_out(kind: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    case = case_of(Blocks(kind), (kind(x=torch.randn(3, WIDTH), skip=None, depth=0),))
-    output = check(case, 4)
-    assert type(output) is (kind if isinstance(kind, type) else SimpleNamespace)
-    assert (output.depth, output.skip is None) == (4, False)
+    def loss(output: Any, target: Tensor) -> Tensor:
+        assert type(output) is kind
+        assert (output.depth, output.skip is None) == (4, False)
+        return squared_error(output.x, target)
+
+    prove(Blocks(kind), kind(x=torch.randn(3, WIDTH), skip=None, depth=0), loss)
 
 
 class Cache:
@@ -170,15 +163,24 @@ class Cache:
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
-        self.total: Tensor | None = None
-        self.seen = 0
 
 
 def test_a_key_value_cache_of_transformers_crosses_cuts() -> None:
     case = llama()
-    case = case._replace(kwargs={**case.kwargs, "use_cache": True})
-    output = check(case)
-    assert type(output.past_key_values).__name__ == "DynamicCache"
+    assert isinstance(case.model, nn.Module)
+    twin, kwargs = copy.deepcopy(case.model), {**case.kwargs, "use_cache": True}
+
+    def loss(output: Any) -> Tensor:
+        assert type(output.past_key_values).__name__ == "DynamicCache"
+        made: Tensor = output.loss
+        return made
+
+    with pipeline(case.model, (), kwargs, loss_fn=loss, ranks=3, microbatches=1) as pipe:
+        found = pipe.step(**kwargs).loss
+    expected = loss(twin(**kwargs))
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(found, expected.detach())
+    assert_same_gradients(case.model, twin, but=["model.embed_tokens.weight"])
 
 
 def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
@@ -191,61 +193,48 @@ def test_two_arguments_that_share_an_object_share_it_on_every_stage() -> None:
             cache.keys.append(self.linear(x))
             return x + holder.caches[0].keys[-1]
 
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Sharing() for _ in range(4))
-
-    def forward(x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         cache = Cache()
         holder = SimpleNamespace(caches=[cache])
-        for block in model.blocks:
+        for block in self.blocks:
             x = block(x, cache, holder)
         return SimpleNamespace(x=x)
 
-    model.forward = forward
-    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+    prove(Forward(forward, blocks=nn.ModuleList(Sharing() for _ in range(4))), torch.randn(3, WIDTH))
 
 
-class Experts(nn.Module):
+class Experts(OneLayer):
     """Runs once for real when it is recorded, and leaves its auxiliary loss in what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, losses: Any) -> Tensor:
         rows = (x.sum(1) > 0).nonzero()[:, 0]
-        x = x.index_add(0, rows, self.linear(x[rows]))
+        x = x.index_add(0, rows, self.layer(x[rows]))
         (losses if isinstance(losses, list) else losses.inner["losses"]).append(x.square().mean())
         return x
 
 
 @pytest.mark.parametrize("make", [list, lambda: SimpleNamespace(inner={"losses": []}, depth=0)])
 def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Experts() for _ in range(4))
-
-    def forward(x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         losses = make()
-        for block in model.blocks:
+        for block in self.blocks:
             x = block(x, losses)
         return SimpleNamespace(x=x + sum(losses if isinstance(losses, list) else losses.inner["losses"]))
 
-    model.forward = forward
-    check(case_of(model, (torch.randn(3, WIDTH),)), 4)
+    prove(Forward(forward, blocks=nn.ModuleList(Experts(WIDTH) for _ in range(4))), torch.randn(3, WIDTH))
 
 
 def test_copies_are_what_the_originals_are() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     value = {"packed": packed, "plain": SimpleNamespace(), "nested": Nested(torch.ones(1))}
     flat = flatten(value)
-    copy = unflatten(flat.leaves, flat.structure)
-    assert flatten(copy).structure == flat.structure
-    assert type(copy["packed"]) is type(packed)
-    assert copy["packed"].batch_sizes is packed.batch_sizes
-    assert copy["plain"] is value["plain"]  # holds no tensor: not opened
-    assert copy["nested"] is not value["nested"]
-    assert copy["nested"].x is value["nested"].x
+    made = unflatten(flat.leaves, flat.structure)
+    assert flatten(made).structure == flat.structure
+    assert type(made["packed"]) is type(packed)
+    assert made["packed"].batch_sizes is packed.batch_sizes
+    assert made["plain"] is value["plain"]  # holds no tensor: not opened
+    assert made["nested"] is not value["nested"]
+    assert made["nested"].x is value["nested"].x
     assert flat.paths[:2] == ["['packed'][0]", "['packed'][1]"]
     assert "['nested'].inner.x" in flat.paths
 
@@ -263,7 +252,6 @@ def test_what_owns_something_else_is_not_copied() -> None:
 
     for value in (Handle(), numbers(), nn.Linear(1, 1)):
         assert flatten(value).leaves == [value]
-    assert fresh([Handle()])
 
 
 def test_what_is_shared_is_looked_at_once() -> None:
@@ -275,3 +263,71 @@ def test_what_is_shared_is_looked_at_once() -> None:
     flat = flatten((shared, SimpleNamespace(x=x)))
     assert flat.leaves[0] is shared
     assert flat.leaves[1] is x
+
+
+# -- objects that blocks are given and that a stage cannot make anew for each microbatch -------------------------------
+
+
+Make, Use = Callable[[], Any], Callable[[Any], Any]
+
+
+class Counter(nn.Module):
+    """A module that is none of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+
+class Closing:
+    """No stage makes such an object anew: it cleans up after itself."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def __del__(self) -> None:
+        pass
+
+
+class Given(nn.Module):
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(WIDTH, WIDTH), use
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.use(given)
+
+
+class Model(nn.Module):
+    def __init__(self, make: Make, use: Use, between: Use = id) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Given(use) for _ in range(2))
+        self.make, self.between = make, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.make()
+        for block in self.blocks:
+            x = block(x, given)
+            self.between(given)
+        return x
+
+
+def reads(given: Any) -> float:
+    places, table, generator, *others = given["all"]
+    return float(len(places) + table.sum() + isinstance(generator, random.Random) + sum(one.count for one in others))
+
+
+def test_what_is_only_read_is_passed_on() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
+
+
+def test_the_generators_of_the_libraries_have_streams() -> None:
+    """They are objects, too, and may be passed on (as scikit-learn's `check_random_state(None)` gives them)."""
+    torch.manual_seed(0)
+    generator = np.random.random_sample.__self__  # type: ignore[attr-defined]
+    model = Model(lambda: generator, lambda given: float(given.rand()))
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")

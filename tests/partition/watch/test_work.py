@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from chained import NoStreams
 from torch import Tensor, nn
 
 from penstock import inspect, pipeline
-from penstock.partition import Balance, Partitioner
+from penstock.partition import Balance, NoStreams, Partitioner
 from penstock.partition.recorder.attempts import record
 from penstock.partition.watch.work import OPERATIONS_PER_BYTE as PER_BYTE
-from scaffolding.models import Layers, gpt
+from scaffolding.models import Forward, Layers, gpt
 
 
 def work(model: nn.Module, *args: Tensor) -> int:
@@ -39,11 +38,8 @@ def test_attention_and_recurrent_layers_are_products_too() -> None:
     heads, length, width = 2, 64, 32
     q = torch.randn(1, heads, length, width, requires_grad=True)
 
-    class Attention(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, q, q)
-
-    assert work(Attention(), q) > 3 * 4 * heads * length * length * width
+    attention = Forward(lambda _, q: F.scaled_dot_product_attention(q, q, q))
+    assert work(attention, q) > 3 * 4 * heads * length * length * width
     assert work(nn.LSTM(64, 64), torch.randn(30, 1, 64)) > 2 * 2 * 30 * 8 * 64 * 64
 
 
@@ -71,18 +67,13 @@ def doubled(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_an_autograd_function_has_a_backward_although_its_forward_records_no_gradients() -> None:
-    class Plain(nn.Module):
-        def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-            super().__init__()
-            self.weight, self.function = nn.Parameter(torch.randn(8, 8)), function
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.function(x, self.weight)
+    def plain(function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+        return Forward(lambda self, x: function(x, self.weight), weight=nn.Parameter(torch.randn(8, 8)))
 
     x = torch.randn(3, 8)
-    expected = work(Plain(torch.matmul), x)
-    assert work(Plain(doubled), x) == expected
-    assert work(nn.Sequential(Plain(doubled)), x) == expected  # within a unit
+    expected = work(plain(torch.matmul), x)
+    assert work(plain(doubled), x) == expected
+    assert work(nn.Sequential(plain(doubled)), x) == expected  # within a unit
 
 
 PICTURE, TEXT = torch.zeros(1, 3, 224, 224), torch.zeros(1, 128, dtype=torch.long)
@@ -140,11 +131,8 @@ def test_a_pipeline_balances_work_unless_it_is_told_otherwise() -> None:
     model = nn.Sequential(nn.Embedding(5000, 8), *(nn.Linear(8, 8) for _ in range(7)))  # parameters in front
     ids = torch.zeros(64, 16, dtype=torch.long)
     cuts = {}
-    for name, options in {
-        "default": {},
-        "flops": {"balance": "flops"},
-        "parameters": {"balance": "parameters"},
-    }.items():
+    for name in ("default", "flops", "parameters"):
+        options = {} if name == "default" else {"balance": name}
         with pipeline(model, (ids,), loss=lambda y: y.mean(), ranks=2, microbatches=2, **options) as pipe:
             cuts[name] = pipe.cuts
     assert cuts["default"] == cuts["flops"] != cuts["parameters"]

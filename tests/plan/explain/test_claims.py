@@ -20,7 +20,7 @@ from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import Explanation, Prediction, explain, load_trace, steps_of_trace
 from penstock.plan.explain.changes import WhatIfContext, suggestions
 from penstock.plan.explain.replay import Change, Replay
-from penstock.plan.explain.schedules import FREE, Price, change_schedule
+from penstock.plan.explain.schedules import change_schedule
 from penstock.report import write_perfetto
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
@@ -157,7 +157,13 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
         ("link=-1", "what-if link=-1: expected a factor for transfer times, 0 or more; this step has 4 stages"),
         ("cut=9:0.1", "a stage of 1 to 3 and a share of -1 to 1; this step"),
         ("rank=9", "what-if rank=9: expected a rank of 0 to 3; this step has 4 stages on 4 ranks"),
+        ("rank=-1", "what-if rank=-1: expected a rank of 0 to 3"),
         ("rank", "what-if rank: expected schedule=NAME"),
+        ("schedule", "what-if schedule: expected schedule=NAME"),
+        ("schedule=zb-h3", "did you mean 'zb-h2'?"),
+        ("link=nan", "what-if link=nan: expected a factor"),
+        ("", "expected schedule=NAME"),
+        *((f"cut={cut}", "a stage of 1 to 3 and a share") for cut in ("0:0.5", "2:1.5", "2:nan", "2", "2:")),
         ("speed=2", "what-if speed=2: expected schedule=NAME"),
     ],
 )
@@ -224,21 +230,6 @@ def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
     hides = suggestions([trial, WhatIfContext.from_step(quiet)], 0.0)
     assert shows[0].kind == "rank"
     assert not any(one.kind == "rank" for one in hides)
-
-
-def test_ranks_that_share_cores_are_promised_nothing() -> None:
-    measured = timeline(even, twice, schedule="naive")
-    (certain, *_) = suggestions([trial_of(measured)], 0.0)
-    assert certain.measured
-    assert not any(one.measured for one in suggestions([trial_of(measured, shared=True)], 0.0))
-
-
-def test_a_price_of_nothing_leaves_the_work_as_it_is() -> None:
-    trial = trial_of(timeline(even, twice))
-    (plain,) = change_schedule(trial.replay, "zb-h1", trial.factors.rank, (FREE,)).cases
-    (dear,) = change_schedule(trial.replay, "zb-h1", trial.factors.rank, (Price(1.0, 1.0, 0.5),)).cases
-    assert np.nansum(plain.seconds) == pytest.approx(np.nansum(trial.replay.seconds))
-    assert np.nansum(dear.seconds) > np.nansum(plain.seconds)
 
 
 # -- what a trace is of -----------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from planted import LINK, even, recorded, timeline, twice, without
 
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain import Explanation, explain, steps_of_trace
+from penstock.plan.explain import Event, Explanation, explain, steps_of_trace
 from penstock.plan.explain.breakdown import TimeCategory
 from penstock.plan.explain.changes import WhatIfContext, suggestions
+from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
+from penstock.simulate import LinkCost, StageCost, simulate
 
 
 def first(found: Explanation, kind: str) -> str:
@@ -120,9 +122,6 @@ WHAT_IFS = ["schedule=zb-h1", "schedule=gpipe", "link=0", "link=2", "cut=even"]
 @pytest.mark.parametrize("change", WHAT_IFS)
 def test_a_what_if_is_what_the_simulator_says_of_it(change: str) -> None:
     """The trace knows only B: half of it is taken as I, and that nothing is lost by it, so that is the best."""
-    from penstock.schedule import generate
-    from penstock.simulate import LinkCost, StageCost, simulate
-
     slow = [1.0, 1.0, 1.9, 1.0]
     (found,) = explain(recorded(timeline(lambda stage, k: slow[stage], twice)), what_ifs=[change]).what_ifs
     name, _, value = change.partition("=")
@@ -197,18 +196,6 @@ def test_changes_are_made_together() -> None:
     assert both.step_seconds == other_order.step_seconds
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *("schedule", "schedule=zb-h3", "rank=4", "rank=-1", "link=-1", "link=nan", "colour=red", ""),
-        *("cut=0:0.5", "cut=4:0.5", "cut=2:1.5", "cut=2:nan", "cut=2", "cut=2:"),
-    ],
-)
-def test_other_what_ifs_are_refused(wrong: str) -> None:
-    with pytest.raises(ArgumentError, match=r"expected|did you mean"):
-        explain(recorded(timeline(even, twice)), what_ifs=[wrong])
-
-
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,8 +217,6 @@ def test_a_clock_that_is_ahead_changes_nothing(ahead: dict[int, float], schedule
 
 def test_one_message_that_seems_early_is_no_other_clock() -> None:
     """A rank may be held up between its message and the end of the action that made it."""
-    from dataclasses import replace
-
     events = recorded(timeline(even, twice)).events
     late = [replace(e, end_seconds=e.end_seconds + 0.3) if e.name == "0F1" else e for e in events]
     late = [replace(e, start_seconds=e.start_seconds + 0.3) if e.name == "0F2" else e for e in late]
@@ -259,8 +244,6 @@ def test_of_two_microbatches_one_that_was_held_up_is_no_slow_rank() -> None:
 
 def test_clocks_are_set_by_the_fastest_messages() -> None:
     """Most of rank 1's forwards begin late, whatever the messages take."""
-    from dataclasses import replace
-
     given_ = recorded(timeline(even, twice, ranks=2))
     late = {f"1F{k}" for k in range(1, 8)}
     events = [replace(e, start_seconds=e.start_seconds + 0.3 * (e.name in late)) for e in given_.events]
@@ -273,19 +256,20 @@ def test_clocks_are_set_by_the_fastest_messages() -> None:
     assert "rank 1's is 50 s ahead of rank 0's" in note
 
 
-def test_clocks_that_disagree_are_reported() -> None:
-    (note,) = explain(recorded(timeline(even, twice), ahead={2: 100.0})).run.notes
-    assert "rank 2's is 100 s ahead of rank 0's" in note
-    assert not explain(recorded(timeline(even, twice))).run.notes
-
-
 # -- what cannot be explained -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, "rank 0 has no actions"), (2, "rank 2 has no actions")])
-def test_a_missing_rank_is_named(rank: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("keeps", "said"),
+    [
+        (lambda event: event.rank != 0, "rank 0 has no actions"),
+        (lambda event: event.rank != 2, "rank 2 has no actions"),
+        (lambda event: event.name != "1B5", "rank 1 has no 1B5"),
+    ],
+)
+def test_what_is_missing_is_named(keeps: Callable[[Event], bool], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        explain(without(recorded(timeline(even, twice)), lambda event: event.rank != rank))
+        explain(without(recorded(timeline(even, twice)), keeps))
 
 
 def test_a_replica_that_misses_a_rank_is_left_out() -> None:
@@ -297,11 +281,6 @@ def test_a_replica_that_misses_a_rank_is_left_out() -> None:
     assert "stage 3" in note
 
 
-def test_a_missing_action_is_named() -> None:
-    with pytest.raises(ArgumentError, match="rank 1 has no 1B5"):
-        explain(without(recorded(timeline(even, twice)), lambda event: event.name != "1B5"))
-
-
 def test_the_order_of_events_does_not_matter() -> None:
     given_ = recorded(timeline(even, twice))
     backwards = type(given_)(given_.events[::-1])
@@ -309,8 +288,6 @@ def test_the_order_of_events_does_not_matter() -> None:
 
 
 def test_a_backward_before_its_forward_is_named() -> None:
-    from dataclasses import replace
-
     events = recorded(timeline(even, twice)).events
     wrong = [replace(e, start_seconds=-5.0, end_seconds=-4.0) if e.name == "1B5" else e for e in events]
     with pytest.raises(ArgumentError, match="1B5"):

@@ -17,26 +17,16 @@ from penstock.plan.transformer import (
 
 
 @pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "t", "p", "gpus", "batch", "rows", "chunks", "published"),
-    [  # Narayanan et al. 2021, table 1: TFLOP/s of each of so many A100; microbatches are not in the table
+    "row",  # layers, width, heads, tensor and pipeline parallel, GPUs, batch, rows, chunks, TFLOP/s of each GPU
+    [  # Narayanan et al. 2021, table 1: so many A100; microbatches are not in the table
         (24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
         (36, 4096, 32, 4, 1, 128, 512, 16, 1, 142),
         (80, 12288, 96, 8, 8, 1536, 2304, 1, 2, 148),
         (128, 25600, 160, 8, 64, 3072, 3072, 1, 2, 163),
     ],
 )
-def test_rates_of_megatron_are_met_within_a_tenth(
-    layers: int,
-    hidden: int,
-    heads: int,
-    t: int,
-    p: int,
-    gpus: int,
-    batch: int,
-    rows: int,
-    chunks: int,
-    published: float,
-) -> None:
+def test_rates_of_megatron_are_met_within_a_tenth(row: tuple[int, ...]) -> None:
+    layers, hidden, heads, t, p, gpus, batch, rows, chunks, published = row
     model, sequence, replicas = TransformerConfig(layers, hidden, heads, 51200), 2048, gpus // t // p
     job = TrainingConfig(model, sequence, t, recompute="full", dtype="float16")
     layout = ParallelLayout(replicas, p, batch // replicas // rows, rows, chunks)

@@ -8,22 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from cli.command_line import as_json
 from penstock._base.errors import ArgumentError
-from penstock.cli import app
 from penstock.report.studio import answers
 from penstock.report.studio.query import MAX_SIZES, SimulationQuery
 from penstock.schedule import schedule_specs
 
 NAMES = tuple(one.name for one in schedule_specs())
 OPTIONS = {"forward": "--forward", "backward_input": "--backward-input", "backward_weight": "--backward-weight"}
-
-
-def command(verb: str, *options: str) -> Any:
-    done = CliRunner().invoke(app, [verb, *options, "--json"])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 def numbers(question: SimulationQuery) -> list[str]:
@@ -46,7 +39,7 @@ def numbers(question: SimulationQuery) -> list[str]:
 def test_figures_are_those_of_simulate(changes: dict[str, Any]) -> None:
     question = SimulationQuery(schedules=NAMES, **changes)
     answer = answers.simulate(question)
-    said = command("simulate", "--schedule", "all", *numbers(question))
+    said = as_json("simulate", "--schedule", "all", *numbers(question))
     expected = {one["name"]: one for one in said["schedules"]}
     found = {one["name"]: one for one in answer["schedules"]}
     assert found.keys() == expected.keys()
@@ -67,7 +60,7 @@ def test_a_heavy_last_stage_is_a_file_of_costs(tmp_path: Path) -> None:
         file = tmp_path / f"{one['name']}.json"
         file.write_text(json.dumps([*stages[:-1], last]))
         options = ("--schedule", one["name"], "--ranks", "4", "--microbatches", "8", "--costs", str(file))
-        said = command("simulate", *options)
+        said = as_json("simulate", *options)
         assert one["span"] == pytest.approx(said["span"], rel=1e-12)
         assert one["bubble_rate"] == pytest.approx(said["bubble_rate"], rel=1e-12)
         assert one["peak_activations"] == said["peak_activations"]
@@ -81,7 +74,7 @@ def test_chunks_apply_to_schedules_that_can_have_them() -> None:
         "zb-v": 2,
     }
     (one,) = answers.simulate(replace(question, schedules=("interleaved-1f1b",)))["schedules"]
-    both = command("simulate", "--schedule", "interleaved-1f1b,gpipe", "--stages-per-rank", "3", *numbers(question))
+    both = as_json("simulate", "--schedule", "interleaved-1f1b,gpipe", "--stages-per-rank", "3", *numbers(question))
     said = next(other for other in both["schedules"] if other["name"] == "interleaved-1f1b")
     assert one["span"] == said["span"]
 
@@ -90,7 +83,7 @@ def test_a_search_is_the_commands() -> None:
     question = SimulationQuery(ranks=3, microbatches=6, memory_limit=2.0, forward=1.5)
     found = answers.search_for(question, "loop", 0.2)
     options = ("--activation-limit", "2", "--time-limit", "0.2", *numbers(question))
-    said = command("search", *options)
+    said = as_json("search", *options)
     (one,) = found["schedules"]
     assert (one["span"], one["peak_activations"]) == (said["span"], said["peak_activations"])
     assert (found["lower_bound"], found["gap"]) == (said["lower_bound"], said["gap"])

@@ -103,21 +103,3 @@ def test_too_many_questions_are_refused_at_once(studio: Start, slow: Slow, tmp_p
     for thread, _ in waiting:
         thread.join()
     assert [found[0].status_code for _, found in waiting].count(200) == 8
-
-
-WRONG = [
-    ("ranks", "100000"), ("ranks", "-1"), ("microbatches", "1e9"), ("microbatches", "1000000000"), ("chunks", "NaN"),
-    ("forward", "NaN"), ("forward", "inf"), ("comm", "1e999"), ("memory_limit", "zero"), ("head", "-0.1"),
-    ("schedules", "x" * 3000), ("ranks", "\u0663"),
-]  # fmt: skip
-
-
-def test_wrong_numbers_get_one_short_line(studio: Start) -> None:
-    link = studio().link
-    for address in ("simulate", "walk", "search"):
-        for name, text in WRONG:
-            answer = get(link, f"api/{address}", params={name: text}, timeout=5)
-            error = answer.json()["error"]
-            assert answer.status_code == 400, (address, name, text)
-            assert "\n" not in error
-            assert len(error) < 500

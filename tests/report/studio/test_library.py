@@ -10,14 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 from starlette.testclient import TestClient
+from test_guard import client
 
 from penstock._base import files
 from penstock._base.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.report.studio import background
-from penstock.report.studio.app import Studio
-from penstock.report.studio.guard import Guard
-from penstock.report.studio.library import Library
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
 from scaffolding.run_folders import a_run
@@ -41,8 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def studio(folder: Path) -> TestClient:
-    app = Studio(Library(folder), Guard.of("127.0.0.1", 8470, "t")).app()
-    return TestClient(app, base_url="http://127.0.0.1:8470", headers={"authorization": "Bearer t"})
+    return client(folder)
 
 
 def test_what_is_there_is_listed_and_opens(studio: TestClient) -> None:

@@ -10,32 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
-from typer.testing import CliRunner
+from test_guard import client
 
+from cli.command_line import as_json
 from penstock._base.files import write_json_line
-from penstock.cli import app
 from penstock.costs import Profile, UnitCost
-from penstock.report import write_perfetto
 from penstock.report.studio import background
-from penstock.report.studio.app import Server, Studio
+from penstock.report.studio.app import Server
 from penstock.report.studio.app import policy as policy_of
-from penstock.report.studio.guard import Guard
 from penstock.report.studio.library import Library
 from penstock.report.studio.open_view import open_view
 from penstock.report.web.page import page as report_page
 from penstock.report.web.sources import load_contents
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
-from scaffolding.run_folders import ABOUT, a_run, timeline
+from scaffolding.run_folders import ABOUT, a_run
 
 Start = Callable[..., Server]
-
-
-def said(*command: str) -> Any:
-    done = CliRunner().invoke(app, [*command, "--json"])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 def fact(page: Any, name: str) -> float:
@@ -49,7 +40,7 @@ def a_plan(folder: Path) -> Any:
     shapes = {"layers.0.weight": (1, 1)}
     Profile(units, "cpu", "float32", shapes, inputs={"args[0]": "float32[2, 8]"}, rows=2).save(file)
     options = ("--profile", str(file), "--devices", "2", "--global-batch-size", "8", "--search-time", "0")
-    return said("plan", *options, "--out", str(folder / "plan.json"))
+    return as_json("plan", *options, "--out", str(folder / "plan.json"))
 
 
 @pytest.mark.long
@@ -70,25 +61,12 @@ def test_a_plan_opens_with_the_plans_figures(open_page: Any, studio: Start, tmp_
     assert "plan (prediction only)" in page.inner_text("header")
 
 
-@pytest.mark.long
-def test_a_trace_opens_with_the_figures_of_explain(open_page: Any, studio: Start, tmp_path: Path) -> None:
-    write_perfetto(timeline(1.0, 1.0, 1.5), tmp_path / "trace.json")
-    page = open_page(f"{studio(tmp_path).link}&view=runs")
-    page.click("[data-entry='trace.json']")
-    page.wait_for_selector("#runs canvas")
-    found = said("explain", str(tmp_path / "trace.json"))
-    assert float(page.get_attribute(".outcome", "data-seconds")) == found["step_seconds"]
-    taken = [float(one.get_attribute("data-seconds")) for one in page.query_selector_all(".stage")]
-    assert taken == [one["seconds"] for one in found["stages"]]
-    assert found["changes"][0]["text"] in page.inner_text(".changes li >> nth=0")
-
-
 def test_a_run_opens_with_the_figures_of_explain_and_its_report(open_page: Any, studio: Start, tmp_path: Path) -> None:
     folder = a_run(tmp_path / "gpt")
     server = studio(tmp_path)
     page = open_page(f"{server.link}&view=runs&run=gpt&step=2")
     page.wait_for_selector("#runs canvas")
-    found = said("explain", str(folder), "--step", "2")
+    found = as_json("explain", str(folder), "--step", "2")
     assert float(page.get_attribute(".outcome", "data-seconds")) == found["step_seconds"]
     with page.context.expect_page() as opening:
         page.click("[data-report]")
@@ -98,11 +76,6 @@ def test_a_run_opens_with_the_figures_of_explain_and_its_report(open_page: Any, 
     assert report.content().count("measured, step 2") > 0
     (width,) = {one.evaluate("one => one.style.width") for one in report.query_selector_all("i.computes >> nth=1")}
     assert width.endswith("%")
-
-
-def client(folder: Path, token: str = "t") -> TestClient:
-    made = Studio(Library(folder), Guard.of("127.0.0.1", 8470, "t")).app()
-    return TestClient(made, base_url="http://127.0.0.1:8470", headers={"authorization": f"Bearer {token}"})
 
 
 def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -> None:
@@ -135,7 +108,7 @@ def test_a_report_needs_the_token_and_the_runs_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     a_run(runs / "gpt")
     a_run(tmp_path / "outside")
-    assert client(runs, "other").get("/report", params={"name": "gpt"}).status_code == 401
+    assert client(runs, token="other").get("/report", params={"name": "gpt"}).status_code == 401
     for name in ("../outside", "", "nothing", str(tmp_path / "outside")):
         refused = client(runs).get("/report", params={"name": name})
         assert refused.status_code == 400

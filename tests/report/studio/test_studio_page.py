@@ -4,20 +4,20 @@ open again, links reproduce the view, and nothing is on the console."""
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
-from penstock.cli import app
+from cli.command_line import as_json
 from penstock.plan.explain import explain, load_trace
 from penstock.report import walkthrough
 from penstock.report.studio.app import Server
 from penstock.schedule import generate, read_csv
+from scaffolding.browser import barriers
+from scaffolding.run_folders import a_run
 
 Start = Callable[..., Server]
 
@@ -40,22 +40,17 @@ def figure(page: Any, schedule: str, name: str) -> float:
     return float(page.get_attribute(f"tr[data-schedule='{schedule}'] [data-figure={name}]", "data-value"))
 
 
-def simulated(*options: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["simulate", *options, "--json"])
-    assert done.exit_code == 0, done.output
-    return {one["name"]: one for one in json.loads(done.stdout)["schedules"]}
-
-
 def test_sliders_change_the_numbers_to_those_of_simulate(open_page: Any, studio: Start) -> None:
     page = ready(open_page, studio())
     page.wait_for_selector("tr[data-schedule=zb-h1]")
     moves = {"ranks": 3, "microbatches": 12, "forward": 1.5, "backward_input": 0.75, "backward_weight": 2, "comm": 0.25}
     for name, value in moves.items():
         slide(page, name, value)
-    said = simulated(
-        *("--schedule", "gpipe,1f1b,zb-h1", "--ranks", "3", "--microbatches", "12", "--forward", "1.5"),
+    found = as_json(
+        *("simulate", "--schedule", "gpipe,1f1b,zb-h1", "--ranks", "3", "--microbatches", "12", "--forward", "1.5"),
         *("--backward-input", "0.75", "--backward-weight", "2", "--link-latency", "0.25"),
     )
+    said = {one["name"]: one for one in found["schedules"]}
     want = said["1f1b"]["span"]
     page.wait_for_function(
         "([where, want]) => Number(document.querySelector(where)?.dataset.value) === want",
@@ -207,3 +202,52 @@ def test_a_token_opens_the_page_and_leaves_the_address(open_page: Any, studio: S
     other.evaluate("address => { location = address; }", server.link)  # into the page that is open
     other.reload()
     other.wait_for_selector("html[data-ready]")
+
+
+# -- with a keyboard or a screen reader: axe-core finds nothing, in either theme and size ------------------------------
+
+VIEWS = {
+    "view=play&schedules=1f1b,zb-h1": "tr[data-schedule=zb-h1]",
+    "view=runs&run=a&what_if=schedule%3Dgpipe": ".outcome",
+}
+MORE = {
+    "view=walk&slot=3": ".slots",
+    "view=runs": ".entries tbody tr",
+    "view=runs&compare=a|b": ".compared table",
+}
+
+
+@pytest.mark.parametrize("views", [VIEWS, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "others"])
+def test_axe_finds_nothing_in_any_view(open_page: Any, studio: Start, tmp_path: Path, views: dict[str, str]) -> None:
+    for name in "ab":
+        a_run(tmp_path / name)
+    link, found = studio(tmp_path).link, {}
+    for number, (view, there) in enumerate(views.items()):
+        page = open_page(f"{link}&{view}", size=("wide", "phone")[number % 2], dark=number % 2 == 1)
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_selector(there)
+        found[view] = barriers(page)
+        page.goto("about:blank")  # it asks nothing more
+    page.goto(f"{link.partition('#')[0]}report?name=a")
+    page.wait_for_selector("#timeline canvas")
+    found["report"] = barriers(page)
+    assert not any(found.values()), found
+
+
+def test_tabs_by_keyboard_and_a_theme_that_stays(open_page: Any, studio: Start) -> None:
+    page = open_page(studio().link)
+    page.wait_for_selector("html[data-ready]")
+    page.focus("#tab-play")
+    seen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "End", "ArrowLeft", "Home", "ArrowLeft"):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
+        seen.append(page.evaluate("document.activeElement.dataset.view"))
+    assert seen == ["walk", "runs", "play", "runs", "walk", "play", "runs"]
+    page.click("#theme")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    page.click("#tab-play")
+    page.wait_for_selector("#in-forward")
+    assert page.get_attribute("#in-forward", "aria-valuetext") == "1 units of time"

@@ -7,19 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import of_schedules, simulated, with_timeline
 
 from penstock.report.colors import DARK, LIGHT, Theme, shade
-from penstock.report.web.page import STATIC, bundle
+from penstock.report.frame import frame
+from penstock.report.web.page import STATIC, asset, bundle, embedded
 from penstock.report.web.timeline_data import band, curve, timeline_data
-from penstock.schedule import Action, Op, add_communication, add_sharding, generate
+from penstock.schedule import Action, Op, Schedule, add_communication, add_sharding, generate
 from penstock.schedule.describe import WORDS, Kind, describe
 from penstock.schedule.timeline import Span, Timeline
-from penstock.simulate import StageCost, critical_path, memory
+from penstock.simulate import LinkCost, StageCost, critical_path, memory, simulate
 from scaffolding.nanoseconds import merged
 
 ZB = generate("zb-h1", 3, 5)
 INTERLEAVED = generate("interleaved-1f1b", 2, 4, 2)
+
+
+def simulated(schedule: Schedule) -> Timeline:
+    return simulate(schedule, StageCost(1.0, 1.5, 0.5), LinkCost(0.25))
+
+
+def with_timeline(folder: Path, data: dict[str, Any]) -> Path:
+    """A page whose `view` is a Timeline of the data, and whose `told` is what was selected."""
+    start = (
+        'window.view = new Timeline(document.getElementById("here"), '
+        'JSON.parse(document.getElementById("data").textContent), {onselect: (one) => { window.told = one; }});\n'
+    )
+    body = f'<main><div id="here"></div></main>{embedded("data", data)}'
+    path = folder / "page.html"
+    path.write_text(frame("Timeline", body, style=asset("timeline.css"), script=bundle("timeline.js") + start))
+    return path
+
+
+def of_schedules(folder: Path, *schedules: Schedule) -> Path:
+    return with_timeline(folder, timeline_data(band(one.name, simulated(one), one) for one in schedules))
 
 
 def test_a_page_has_every_action_with_its_times_and_needs(tmp_path: Path, open_page: Any) -> None:
@@ -167,17 +187,13 @@ def test_memory_is_drawn_to_its_peak(tmp_path: Path, open_page: Any) -> None:
     assert page.evaluate("view.bands[0].lanes.map((lane) => lane.memory.peak)") == [one.peak for one in held]
 
 
-def spans_of_ranks(rows: list[list[Span]]) -> Timeline:
-    return merged(rows)
-
-
 @pytest.mark.parametrize(
     "timeline",
     [
         Timeline(()),
-        spans_of_ranks([[], []]),
-        spans_of_ranks([[], [Span(1, Action(0, Op.F, 0), 0.0, 0.0)]]),
-        spans_of_ranks([[Span(0, Action(0, Op.UNSHARD), 0.0, 1e-9), Span(0, Action(0, Op.F, 0), 5.0, 1e6)]]),
+        merged([[], []]),
+        merged([[], [Span(1, Action(0, Op.F, 0), 0.0, 0.0)]]),
+        merged([[Span(0, Action(0, Op.UNSHARD), 0.0, 1e-9), Span(0, Action(0, Op.F, 0), 5.0, 1e6)]]),
     ],
 )
 def test_odd_timelines_are_drawn(tmp_path: Path, open_page: Any, timeline: Timeline) -> None:

@@ -44,14 +44,19 @@ def halves(tensor: Tensor) -> Microbatches:
     return Microbatches(tensor.chunk(2))
 
 
+def assert_refused(pipe: Pipeline, words: str, *args: Any, **given: Any) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        pipe.step(*args, **given)
+
+
+TARGET = r"updates input args\[0\] in place, and target shares memory with it"
+
+
 def test_an_input_that_is_the_target_too() -> None:
     x = wide()[:, :WIDTH].contiguous()
     with pipe_for(x) as pipe:
         for target in (x, x[:], x.view(ROWS, 2, 2).flatten(1), torch.from_numpy(x.numpy())):
-            with pytest.raises(
-                ArgumentError, match=r"updates input args\[0\] in place, and target shares memory with it"
-            ):
-                pipe.step(x, target=target)
+            assert_refused(pipe, TARGET, x, target=target)
             with pytest.raises(ArgumentError, match="and target shares memory with it"):
                 pipe.evaluate(x, target=target)
         assert all(parameter.grad is None for parameter in pipe.parameters())
@@ -72,53 +77,37 @@ def test_verify_refuses_it_as_well() -> None:
 def test_two_inputs_in_the_same_memory() -> None:
     x, y = wide().chunk(2, 1)
     with pipe_for(x, y) as pipe:
-        with pytest.raises(ArgumentError, match=r"input args\[0\] in place, and args\[1\] shares memory with it"):
-            pipe.step(x, x, target=y)
-        with pytest.raises(ArgumentError, match=r"and kwargs\['beside'\] shares memory with it"):
-            pipe.step(x, beside=x, target=y)
+        assert_refused(pipe, r"input args\[0\] in place, and args\[1\] shares memory with it", x, x, target=y)
+        assert_refused(pipe, r"and kwargs\['beside'\] shares memory with it", x, beside=x, target=y)
         pipe.step(x, y, target=y)  # only the first one is updated
 
 
 def test_columns_of_one_tensor_do_not_overlap() -> None:
     both = wide()
     x, y = both[:, :WIDTH], both[:, WIDTH:]
+    of_another_type = torch.from_numpy(np.asarray(both.numpy()).view(np.uint8))
     with pipe_for(x) as pipe:
         pipe.step(x, target=y)
-        with pytest.raises(ArgumentError, match="and target shares memory with it"):
-            pipe.step(x, target=both[:, WIDTH - 1 : -1])
-        bytes_of = np.asarray(both.numpy()).view(np.uint8)  # of another type
-        with pytest.raises(ArgumentError, match="and target shares memory with it"):
-            pipe.step(x, target=torch.from_numpy(bytes_of)[:, :WIDTH])
+        for target in (both[:, WIDTH - 1 : -1], of_another_type[:, :WIDTH]):
+            assert_refused(pipe, TARGET, x, target=target)
 
 
-def test_batches_that_are_cut_already() -> None:
-    x, y = (half.contiguous() for half in wide().chunk(2, 1))
-    with pipe_for(halves(x)) as pipe:
-        with pytest.raises(ArgumentError, match=r"args\[0\] in place, and target shares memory"):
-            pipe.step(halves(x), target=halves(x))
-        with pytest.raises(ArgumentError, match=r"args\[0\] in place, and target shares memory"):
-            pipe.step(halves(x), target=x)
-        pipe.step(halves(x), target=halves(y))
-
-
-def test_pieces_that_share_memory_with_each_other() -> None:
-    x, y = (half.contiguous() for half in wide().chunk(2, 1))
-    with pipe_for(halves(x)) as pipe:
-        for pieces in ([x[:3], x[:3]], [x[:3], x[2:5]]):
-            with pytest.raises(ArgumentError, match=r"and args\[0\] of another microbatch shares memory with it"):
-                pipe.step(Microbatches(pieces), target=y)
-        pipe.step(Microbatches([x[:3], x[3:]]), target=y)
-
-
-def test_batches_that_a_function_cuts() -> None:
+def test_batches_that_are_cut_already_or_by_a_function() -> None:
     def split(args: Any, kwargs: Any, target: Any, microbatches: int) -> list[Microbatch]:
         pairs = zip(args[0]["x"].chunk(2), [None] * 2 if target is None else target.chunk(2), strict=True)
         return [Microbatch((x,), target=y) for x, y in pairs]
 
     x, y = (half.contiguous() for half in wide().chunk(2, 1))
+    with pipe_for(halves(x)) as pipe:
+        for target in (halves(x), x):
+            assert_refused(pipe, TARGET, halves(x), target=target)
+        pipe.step(halves(x), target=halves(y))
+        for pieces in ([x[:3], x[:3]], [x[:3], x[2:5]]):
+            words = r"and args\[0\] of another microbatch shares memory with it"
+            assert_refused(pipe, words, Microbatches(pieces), target=y)
+        pipe.step(Microbatches([x[:3], x[3:]]), target=y)
     with pipe_for({"x": x}, split=split) as pipe:
-        with pytest.raises(ArgumentError, match=r"args\[0\] in place, and target shares memory"):
-            pipe.step({"x": x}, target=x)
+        assert_refused(pipe, TARGET, {"x": x}, target=x)
         pipe.step({"x": x}, target=y)
 
 

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from penstock._base.errors import ArgumentError, ShapeError
+from penstock._base.errors import ArgumentError
 from penstock._base.pytree import flatten
-from penstock.runtime.batch.batch_dims import Dims, Microbatches, count_rows
+from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import cut, input_signature, split, split_evenly
+from penstock.runtime.batch.microbatches import cut, input_signature, split
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
-
-
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_sizes_are_even_and_descend(rows: int, microbatches: int) -> None:
-    sizes = split_evenly(rows, microbatches)
-    assert sum(sizes) == rows
-    assert len(sizes) == min(rows, microbatches)
-    assert sizes[0] - sizes[-1] <= 1
-    assert sorted(sizes, reverse=True) == list(sizes)
-
-
-@given(st.integers(1, 20), st.data())
-def test_pieces_put_together_are_the_batch(rows: int, data: st.DataObject) -> None:
-    sizes = split_evenly(rows, data.draw(st.integers(1, rows)))
-    width = data.draw(st.integers(1, 5))
-    x = torch.arange(rows * width).view(rows, width)
-    tree = {"x": x, "pair": (x[:, 0], [x.float()]), "number": 3, "text": "a", "none": None, "scalar": torch.tensor(2.5)}
-    pieces = split(tree, sizes, "batch")
-    assert len(pieces) == len(sizes)
-    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), x)
-    assert torch.equal(torch.cat([piece["pair"][1][0] for piece in pieces]), x.float())
-    for piece, size in zip(pieces, sizes, strict=True):
-        assert piece["pair"][0].shape == (size,)
-        assert (piece["number"], piece["text"], piece["none"], piece["scalar"].item()) == (3, "a", None, 2.5)
 
 
 def batches() -> dict[str, torch.Tensor]:
@@ -76,37 +49,6 @@ def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(nam
         assert batch.untyped_storage().data_ptr() not in addresses
         assert len(addresses) == 3
     assert torch.equal(batch, original)
-
-
-def test_an_update_of_a_microbatch_leaves_the_batch_alone() -> None:
-    x = torch.zeros(4, 2)
-    split(x, (4,), "batch")[0].add_(1)
-    assert x.sum() == 0
-
-
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [
-        (torch.zeros(4, 2), r"input has 4 rows \(shape \[4, 2\]\); expected 5"),
-        ({"a": (torch.zeros(6),)}, r"input\['a'\]\[0\] has 6 rows"),
-    ],
-)
-def test_wrong_batches_are_refused_by_name(tree: Any, words: str) -> None:
-    with pytest.raises(ShapeError, match=words):
-        split(tree, (3, 2), "input")
-
-
-def test_a_target_that_requires_a_gradient_is_refused() -> None:
-    with pytest.raises(ShapeError, match=r"target\[0\] requires a gradient.*pass target\[0\].detach\(\)"):
-        split([torch.zeros(5, requires_grad=True)], (3, 2), "target", dims=Dims("target"))
-
-
-def test_rows() -> None:
-    assert count_rows(([torch.zeros(5, 2)], {"x": torch.tensor(1.0), "n": 3}), "example") == 5
-    with pytest.raises(ShapeError, match="example: no tensor with rows"):
-        count_rows({"n": 3}, "example")
-    with pytest.raises(ShapeError, match=r"example\['a'\] \[5\], example\['b'\] \[4, 2\]"):
-        count_rows({"a": torch.zeros(5), "b": torch.zeros(4, 2)}, "example")
 
 
 def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:

@@ -61,29 +61,6 @@ def from_global() -> BlockMask:
     return masked(lambda b, h, q, k: k < LENGTHS[b], ROWS)
 
 
-def assert_runs_as_unsplit(model: nn.Module, *masks: Any) -> None:
-    torch.manual_seed(0)
-    x, model = torch.randn(ROWS, LENGTH, WIDTH), model.requires_grad_(False)
-    with penstock.pipeline(model, (x, *masks[:1]), ranks=2, microbatches=3, balance="layers") as pipe:
-        for mask in masks or (None,):
-            given = () if mask is None else (mask,)
-            output = pipe.predict(x, *given)
-            torch.testing.assert_close(output, model(x, *given), rtol=0, atol=1e-6)
-        assert len(list(pipe.session.bound_schedules)) == 2  # one for training, one for all masks
-
-
-def test_a_mask_for_each_sample_is_cut_and_a_new_one_needs_no_new_recording() -> None:
-    assert_runs_as_unsplit(Net(), padded(LENGTHS), padded(LENGTHS.flip(0)))
-
-
-def test_the_mask_function_goes_on_counting_samples() -> None:
-    assert_runs_as_unsplit(Net(), from_global())
-
-
-def test_a_mask_made_in_a_block() -> None:
-    assert_runs_as_unsplit(Net(causal))
-
-
 class Opened(Attention):
     """Calls FlexAttention in the model's own forward."""
 
@@ -93,11 +70,6 @@ class Opened(Attention):
 
     def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
         return self.last(super().forward(x, mask))
-
-
-def test_masks_are_followed_in_the_models_own_forward() -> None:
-    assert_runs_as_unsplit(Opened(), causal())
-    assert_runs_as_unsplit(Opened(), padded(LENGTHS), padded(LENGTHS.flip(0)))
 
 
 class Makes(Net):
@@ -114,8 +86,26 @@ class Makes(Net):
         return x
 
 
-def test_a_mask_made_in_the_models_own_forward_follows_each_microbatch() -> None:
-    assert_runs_as_unsplit(Makes(), LENGTHS, LENGTHS.flip(0))
+@pytest.mark.parametrize(
+    ("make", "masks"),
+    [
+        (Net, (padded(LENGTHS), padded(LENGTHS.flip(0)))),  # is cut, and a new one needs no new recording
+        (Net, (from_global(),)),  # its function goes on counting samples
+        (lambda: Net(causal), ()),
+        (Opened, (causal(),)),
+        (Opened, (padded(LENGTHS), padded(LENGTHS.flip(0)))),
+        (Makes, (LENGTHS, LENGTHS.flip(0))),  # follows each microbatch
+    ],
+    ids=["of each sample", "of a global", "made in a block", "opened", "opened, of each sample", "made by the model"],
+)
+def test_masks_do_as_in_the_unsplit_model(make: Callable[[], nn.Module], masks: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(ROWS, LENGTH, WIDTH), make().requires_grad_(False)
+    with penstock.pipeline(model, (x, *masks[:1]), ranks=2, microbatches=3, balance="layers") as pipe:
+        for mask in masks or (None,):
+            given = () if mask is None else (mask,)
+            torch.testing.assert_close(pipe.predict(x, *given), model(x, *given), rtol=0, atol=1e-6)
+        assert len(list(pipe.session.bound_schedules)) == 2  # one for training, one for all masks
 
 
 def test_a_mask_function_with_another_default_is_another_function() -> None:

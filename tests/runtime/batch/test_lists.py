@@ -43,12 +43,20 @@ PER_ROW: dict[str, tuple[Any, Callable[[Any], list[Any]]]] = {
 }
 
 
-class Weighed(nn.Module):
+class Ends(nn.Module):
+    """Two layers, and something between."""
+
+    def __init__(self, width: int = 5, out: int = 5) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 5), nn.Linear(5, out)
+
+
+class Weighed(Ends):
     """Weighs each row by a number."""
 
     def __init__(self, read: Callable[[Any], list[Any]]) -> None:
         super().__init__()
-        self.first, self.last, self.read = nn.Linear(5, 5), nn.Linear(5, 5), read
+        self.read = read
 
     def forward(self, x: Tensor, meta: Any) -> Tensor:
         hidden = self.first(x)
@@ -75,12 +83,8 @@ def test_so_does_the_loss(name: str) -> None:
     close(verify(mlp(), (random(ROWS, 9),), target=target, loss_fn=loss, ranks=2, microbatches=4))
 
 
-class Resized(nn.Module):
+class Resized(Ends):
     """Its plain values belong to no row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, x: Tensor, size: Any, names: Any = ()) -> Tensor:
         output: Tensor = self.last(self.first(x).expand(*size, *x.shape).sum((0, 1)))
@@ -97,32 +101,6 @@ def test_a_list_goes_whole_where_the_examples_does() -> None:
             torch.testing.assert_close(pipe.step(x[:rows], (2, 3), names, target=y[:rows]).loss, expected.detach())
 
 
-def test_what_may_be_a_size_is_asked_for() -> None:
-    x, y, model = random(2, 5), random(2, 5), Resized()
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
-    with pytest.raises(
-        ShapeError, match=r"\[1\] is a tuple of 2 ints: is each one row of the batch\?.*batch_dims=.*split_fn="
-    ):
-        pipeline(model, (x, (2, 3)), **options)
-    with pipeline(model, (x, (2, 3)), **options, batch_dims={"args": (0, None)}) as pipe:
-        loss = pipe.step(x, (2, 3), target=y).loss
-    torch.testing.assert_close(loss, squared_error(model(x, (2, 3)), y).detach())
-    weighed = Weighed(list)
-    close(verify(weighed, (x, (2, 3)), target=y, **options, batch_dims={"args": (0, 0)}))
-
-
-def test_dicts_of_tensors_with_the_rows_are_asked_for() -> None:
-    x, y, boxes = random(4, 5), random(4, 5), [{"b": random(4, 2) * n} for n in (1, 2, 3, 4)]
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
-    model = Weighed(lambda meta: [one["b"].sum() for one in meta])
-    with pytest.raises(ShapeError, match=r"is a list of 4 dicts: is each one row of the batch\?"):
-        pipeline(model, (x, boxes), **options)
-    report = verify(model, (x, boxes), target=y, **options, batch_dims={"args": (0, 0)})
-    assert report.ok
-    caches = Weighed(lambda meta: list(sum(one["b"] for one in meta).sum(1)))
-    assert verify(caches, (x, boxes), target=y, **options, batch_dims={"args": (0, [{"b": 0}] * 4)}).ok
-
-
 def test_a_list_of_features_is_cut_in_each() -> None:
     """As models with several inputs take them, even if there are as many as rows."""
     x, y, features = random(4, 5), random(4, 5), [random(4, 2) * n for n in (1, 2, 3, 4)]
@@ -133,11 +111,7 @@ def test_a_list_of_features_is_cut_in_each() -> None:
 def test_pieces_that_are_given_are_not_measured() -> None:
     """Two inputs, of which the second has two rows for each of the first."""
 
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
-
+    class Pairs(Ends):
         def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
             output: Tensor = self.last(self.first(x) + self.first(pairs).view(-1, 2, 5).sum(1))
             return output
@@ -145,7 +119,7 @@ def test_pieces_that_are_given_are_not_measured() -> None:
     model, x, pairs, y = Pairs(), random(8, 5), random(16, 5), random(8, 5)
     expected = squared_error(model(x, pairs), y).detach()
     options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 4}
-    with pytest.raises(ShapeError, match=r"disagree on the number of rows.*Microbatches\(x.split\(4\)\)"):
+    with pytest.raises(ShapeError, match=r"number of rows: .*\[8, 5\], .*\[16, 5\].*Microbatches\(x.split\(4\)\)"):
         pipeline(model, (x, pairs), **options)
     for args in ((Microbatches(x.chunk(4)), Microbatches(pairs.chunk(4))), (x, Microbatches(pairs.chunk(4)))):
         with pipeline(model, args, **options) as pipe:
@@ -160,11 +134,7 @@ def test_pieces_that_are_given_are_not_measured() -> None:
 OF_THE_BATCH = torch.ones(8, 1)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
-
+class Scaled(Ends):
     def forward(self, x: Tensor, scale: Tensor = OF_THE_BATCH) -> Tensor:
         output: Tensor = self.last(self.first(x) * scale)
         return output
@@ -254,55 +224,93 @@ def test_what_becomes_of_lists_of_plain_values_is_noted() -> None:
         assert [found for found in pipe.notes if re.match(note, found)]
 
 
-class Pictured(nn.Module):
-    """Takes pictures of any size, as torchvision's detection models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
-
-    def forward(self, images: list[Tensor]) -> Tensor:
-        output: Tensor = self.last(self.first(torch.stack([image.mean((1, 2)) for image in images])))
-        return output
+# -- what may be rows or not is asked for, and is cut as stated -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda image: image,
-        lambda image: {"image": image, "height": 4},
-        lambda image: {"image": (100 * image).to(torch.uint8)},
-        lambda image: (image, 1),
-        lambda image: [image, image],
-    ],
-    ids=["pictures", "dicts", "bytes", "tuples", "lists"],
-)
-@pytest.mark.parametrize("rows", [3, 4])
-def test_pictures_without_other_rows_are_asked_for(wrap: Callable[[Tensor], Any], rows: int) -> None:
-    """Their first dimension, the three colors, is not the batch."""
+class Pictured(Ends):
+    """Takes pictures of any size, as torchvision's detection models do; or whatever has tensors like them."""
 
-    def forward(images: list[Any]) -> Tensor:
+    def forward(self, images: list[Any]) -> Tensor:
         means = torch.stack([leaf_tensors(image)[0].float().mean((1, 2)) for image in images])
-        output: Tensor = model.last(model.first(means)).square().mean()
+        output: Tensor = self.last(self.first(means))
         return output
 
-    model, images = Pictured(), [wrap(random(3, 4, 5 + n)) for n in range(rows)]
-    model.forward = forward  # type: ignore[assignment]
-    options: dict[str, Any] = {"ranks": 2, "microbatches": rows}
-    with pytest.raises(ShapeError, match=rf"is a list of {rows} \w+.*: is each one row of the batch\?"):
-        pipeline(model, (images,), **options)
-    with pipeline(model, (images,), **options, batch_dims={"args": [0]}) as pipe:
-        result = pipe.step(images)
-    assert result.sizes == (1,) * rows
-    torch.testing.assert_close(result.loss, forward(images).detach())
+
+class Added(Pictured):
+    """Takes features, which it adds up."""
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        output: Tensor = self.last(self.first(sum(features).mean(1)))
+        return output
 
 
-class Boxed(nn.Module):
+class Rotated(Ends):
+    """Takes positions [3, B, S], as Qwen2-VL does: rows that are left out broadcast."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        output: Tensor = self.last(self.first(x) * (1 + position_ids.float().sum(0))[..., None])
+        return output
+
+
+def pictures(wrap: Callable[[Tensor], Any], rows: int = 3) -> list[Any]:
+    """Their first dimension, the three colors, is not the batch."""
+    return [wrap(random(3, 4, 5 + n)) for n in range(rows)]
+
+
+ROW_OF = r"is each one row of the batch\?"
+DICTS = [{"b": random(4, 2) * n} for n in (1, 2, 3, 4)]
+
+ASKED: dict[str, tuple[nn.Module, tuple[Any, ...], str, Any]] = {
+    "a size": (Resized(), (random(2, 5), (2, 3)), rf"\[1\] is a tuple of 2 ints: {ROW_OF}.*split_fn=", (0, None)),
+    "rows that may be a size": (Weighed(list), (random(2, 5), (2, 3)), rf"a tuple of 2 ints: {ROW_OF}.*=", (0, 0)),
+    "dicts": (
+        Weighed(lambda meta: [one["b"].sum() for one in meta]),
+        (random(4, 5), DICTS),
+        rf"is a list of 4 dicts: {ROW_OF}",
+        (0, 0),
+    ),
+    "dicts of rows": (
+        Weighed(lambda meta: list(sum(one["b"] for one in meta).sum(1))),
+        (random(4, 5), DICTS),
+        rf"is a list of 4 dicts: {ROW_OF}",
+        (0, [{"b": 0}] * 4),
+    ),
+    **{
+        f"pictures: {name}": (Pictured(3, 2), (pictures(wrap, rows),), rf"is a list of {rows} \w+.*: {ROW_OF}", [0])
+        for name, wrap, rows in (
+            ("plain", lambda image: image, 3),
+            ("more than colors", lambda image: image, 4),
+            ("dicts", lambda image: {"image": image, "height": 4}, 3),
+            ("bytes", lambda image: {"image": (100 * image).to(torch.uint8)}, 3),
+            ("tuples", lambda image: (image, 1), 3),
+            ("lists", lambda image: [image, image], 4),
+        )
+    },
+    "features like pictures": (Added(3, 2), ([random(3, 4, 3)] * 2,), "a list with the dimension of each", [[0, 0]]),
+    "positions of three kinds": (
+        Rotated(),
+        (random(3, 4, 5), torch.arange(36).view(3, 3, 4) % 5),
+        r"\[3, 3, 4\] has the batch's 3 rows in dimension 0 or 1; pass",
+        (0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_may_be_rows_is_asked_for_and_cut_as_stated(name: str) -> None:
+    model, args, words, dims = ASKED[name]
+    y = model(*args).detach() + 1
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": len(y)}
+    with pytest.raises(ShapeError, match=words):
+        pipeline(model, args, **options)
+    with pipeline(model, args, **options, batch_dims={"args": dims}) as pipe:
+        result = pipe.step(*args, target=y)
+    assert result.sizes == (1,) * len(y)
+    torch.testing.assert_close(result.loss, squared_error(model(*args), y).detach())
+
+
+class Boxed(Ends):
     """Its loss looks at each row's objects, as those of DETR and Mask2Former do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 4)
 
     def forward(self, x: Tensor, objects: list[Tensor]) -> Tensor:
         rows = self.last(self.first(x))
@@ -312,7 +320,7 @@ class Boxed(nn.Module):
 
 def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
     """In a later batch, or as `batch_dims` says; and the objects of a single row have no rows."""
-    model = Boxed()
+    model = Boxed(5, 4)
     batches = [(random(2, 5), [random(n, 4) for n in counts]) for counts in ((1, 3), (2, 2))]
     batches.append((random(1, 5), [random(3, 4)]))
     options: dict[str, Any] = {"ranks": 2, "microbatches": 2}
@@ -324,9 +332,9 @@ def test_objects_of_each_row_may_be_as_many_as_rows() -> None:
         torch.testing.assert_close(pipe.step(*batches[1]).loss, model(*batches[1]).detach())
 
 
-@pytest.mark.parametrize("lengths", [(3, 1, 2, 4), (6, 6, 6, 6)])
-def test_samples_of_one_length_are_samples(lengths: tuple[int, ...]) -> None:
-    """In the example, as `batch_dims` says, and in a later batch: their length is no number of rows."""
+@pytest.mark.parametrize("stated", [{}, {"batch_dims": {"args": (0,)}}])
+def test_samples_of_one_length_are_samples_as_in_the_example(stated: dict[str, Any]) -> None:
+    """Those of the example differ in length: that of a later batch's is no number of rows."""
 
     def forward(samples: list[Tensor]) -> Tensor:
         output: Tensor = model.last(torch.stack([model.first(sample).mean(0) for sample in samples]))
@@ -334,45 +342,9 @@ def test_samples_of_one_length_are_samples(lengths: tuple[int, ...]) -> None:
 
     model, y = Resized(), random(4, 5)
     model.forward = forward  # type: ignore[method-assign, assignment]
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
-    options |= {"batch_dims": {"args": (0,)}} if len({*lengths}) == 1 else {}
-    with pipeline(model, ([random(n, 5) for n in lengths],), **options) as pipe:
-        for batch in ([random(n, 5) for n in each] for each in (lengths, (6, 6, 6, 6), (4, 4, 4, 4), (2, 3, 2, 5))):
+    example, options = [random(n, 5) for n in (3, 1, 2, 4)], {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
+    with pipeline(model, (example,), **options, **stated) as pipe:
+        for batch in (example, *([random(n, 5) for n in each] for each in ((6, 6, 6, 6), (4, 4, 4, 4), (2, 3, 2, 5)))):
             result = pipe.step(batch, target=y)
             assert result.sizes == (2, 2)
             torch.testing.assert_close(result.loss, squared_error(forward(batch), y).detach())
-
-
-def test_features_that_look_like_pictures_are_cut_as_stated() -> None:
-    model, features, y = Pictured(), [random(3, 4, 3), random(3, 4, 3)], random(3, 2)
-    model.forward = lambda images: model.last(model.first(sum(images).mean(1)))  # type: ignore[method-assign]
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 3}
-    with pytest.raises(ShapeError, match="a list with the dimension of each"):
-        pipeline(model, (features,), **options)
-    with pipeline(model, (features,), **options, batch_dims={"args": [[0, 0]]}) as pipe:
-        loss = pipe.step(features, target=y).loss
-        torch.testing.assert_close(loss, squared_error(model(features), y).detach())
-
-
-class Rotated(nn.Module):
-    """Takes positions [3, B, S], as Qwen2-VL does: rows that are left out broadcast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        output: Tensor = self.last(self.first(x) * (1 + position_ids.float().sum(0))[..., None])
-        return output
-
-
-def test_positions_of_three_kinds_are_asked_for_in_a_batch_of_three() -> None:
-    x, ids, model = random(3, 4, 5), torch.arange(36).view(3, 3, 4) % 5, Rotated()
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 3}
-    with pytest.raises(
-        ShapeError, match=r"\['position_ids'\] \[3, 3, 4\] has the batch's 3 rows in dimension 0 or 1; pass"
-    ):
-        pipeline(model, (x,), {"position_ids": ids}, **options)
-    with pipeline(model, (x,), {"position_ids": ids}, **options, batch_dims={"position_ids": 1}) as pipe:
-        loss = pipe.step(x, position_ids=ids, target=x).loss
-        torch.testing.assert_close(loss, squared_error(model(x, ids), x).detach())

@@ -38,10 +38,6 @@ class Noisy(nn.Module):
         return self.linear(x) * self.draw()
 
 
-def noises(*draws: Callable[[], float]) -> list[nn.Module]:
-    return [Noisy(draw) for draw in draws]
-
-
 class PassesBy(nn.Module):
     """Leaves its parameters out, by chance."""
 
@@ -71,7 +67,7 @@ def test_a_block_that_leaves_its_parameters_out_by_chance_is_to_be_taken_apart()
 
 def test_blocks_draw_what_their_streams_say_and_leave_the_generators_alone() -> None:
     x = torch.ones(4, 7)
-    model = noises(random.random, np.random.rand)
+    model = [Noisy(random.random), Noisy(np.random.rand)]
     random.seed(1)
     np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist()
@@ -160,15 +156,12 @@ def test_a_number_that_reaches_a_block_is_refused() -> None:
         pipeline(model, (torch.ones(4, 7),), ranks=2, microbatches=2, loss=squared_error)
 
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
-
-
 def test_bigbird() -> None:
     """It chooses its sparse blocks with numpy, inside of its attention."""
     torch.manual_seed(0)
-    config = transformers.BigBirdConfig(
-        **SMALL, vocab_size=64, max_position_embeddings=64, block_size=2, num_random_blocks=1, sep_token_id=2
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 64, "block_size": 2, "num_random_blocks": 1}
+    config = transformers.BigBirdConfig(**sizes, sep_token_id=2)
     ids = torch.randint(3, 60, (4, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     verify(

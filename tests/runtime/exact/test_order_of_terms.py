@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.pipe.optimizing import clip
-from penstock.schedule import from_csv, generate
+from penstock.schedule import from_csv
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
 ROWS, WIDTH, MICROBATCHES = 11, 33, 3
@@ -74,34 +74,6 @@ def test_the_order_would_show() -> None:
     for name, ascending in sums[0].items():
         for order, other in zip(ORDERS, sums, strict=True):  # the first two terms may change places
             assert torch.equal(ascending, other[name]) == (order[-1] == MICROBATCHES - 1), (name, order)
-
-
-class Tied(nn.Module):
-    """One weight in the first and in the last stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_tie_has_the_terms_of_all_its_stages_and_microbatches(schedule: str) -> None:
-    """In an order of its own, which only its rounding may show."""
-    torch.manual_seed(0)
-    model, (x, target) = Tied(), batch()
-    twin = copy.deepcopy(model)
-    made = generate(schedule, 2, MICROBATCHES)
-    with penstock.pipeline(model, (x,), loss=spread, ranks=2, schedule=made, cuts=("last",)) as pipe:
-        for _ in range(2):
-            pipe.step(x, target=target)
-            step_by_hand(twin, (x,), target, spread, MICROBATCHES)
-            assert_same_gradients(model, twin, but=("first.weight",))
-        assert all("first.weight" in stage.parameters for stage in pipe.stages), "tied across the cut"
 
 
 def test_norms_are_added_in_the_models_order_whichever_rank_has_them() -> None:

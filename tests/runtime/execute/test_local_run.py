@@ -6,16 +6,20 @@ import contextlib
 import gc
 import math
 import weakref
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd import profiler
 
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.distributed.world import World, join, resolve_device
+from penstock.runtime.execute import program
 from penstock.runtime.transport.routes import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
@@ -188,39 +192,49 @@ def test_a_step_without_gradients_is_refused_and_forwards_run(mode: Any) -> None
         pipe.step(x, target=y)
 
 
-def test_a_step_that_raised_leaves_no_terms_of_a_tied_gradient() -> None:
-    """The last stage has given its part when the last backward of the middle one raises."""
-    fails, calls = False, 0
+# -- ranges for torch's profiler ---------------------------------------------------------------------------------------
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-            self.last.weight = self.first.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.inner(self.first(x)))
+CLEARS = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's
 
-    def hook(_gradient: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if fails and calls == 3:
-            raise ValueError("the hook fails")
 
-    torch.manual_seed(0)
-    x, model = torch.randn(9, 5), Tied()
-    model.inner.bias.register_hook(hook)
-    with penstock.pipeline(model, (x,), ranks=3, microbatches=3, schedule="1f1b", loss=squared_error) as pipe:
-        pipe.step(x, target=x)
-        fails, calls = True, 0
-        with pytest.raises(ValueError, match="the hook fails"):
-            pipe.step(x, target=2 * x)
-        fails = False
-        model.zero_grad()
-        pipe.step(x, target=x)
-    got = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    for x_k in x.chunk(3):
-        (squared_error(model(x_k), x_k) / 3).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, msg=name)
+@CLEARS
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb-h1", 2)])
+def test_a_profile_names_each_action_once(schedule: str, ranks: int) -> None:
+    x, y = batch(8)
+    with penstock.pipeline(mlp(), (x,), ranks=ranks, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
+        pipe.step(x, target=y)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            pipe.step(x, target=y)
+        pipe.step(x, target=y)
+    seen = Counter(event.name for event in profile.events() if event.name.startswith("penstock "))
+    runs = Counter({name: count for name, count in seen.items() if not name.endswith(" waits")})
+    assert runs == Counter(f"penstock {action}" for row in pipe.schedule.rows for action in row)
+    assert seen["penstock 1F0 waits"] == 1
+    inner = [event for event in profile.events() if event.name == "aten::linear"]
+    assert all(event.cpu_parent.name.startswith("penstock ") for event in inner)
+
+
+def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(name: str) -> None:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(profiler, "record_function", never)
+    x, y = batch(8)
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        pipe.step(x, target=y)
+
+
+@CLEARS
+def test_torch_still_says_whether_it_profiles() -> None:
+    assert not program.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert program.is_profiling()
+    with profiler.emit_nvtx(enabled=False):
+        assert not program.is_profiling()
+    assert hasattr(profiler, "_is_profiler_enabled")  # else every step pays for ranges
+
+
+def test_where_torch_does_not_say_every_step_has_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(profiler, "_is_profiler_enabled")
+    assert program.is_profiling()

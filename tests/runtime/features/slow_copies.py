@@ -70,7 +70,6 @@ class SlowCopies:
         wrong: what was freed although a copy read it or would fill it.
         log: for each copy, what it was, the action whose forward made the tensor, and the action that ran.
         running: the action that runs.
-        recorded: how often `record_stream` was called.
         on_end: called when an action ends.
     """
 
@@ -79,7 +78,6 @@ class SlowCopies:
         self.wrong: list[str] = []
         self.log: list[tuple[str, str, str]] = []
         self.running = ""
-        self.recorded = 0
         self.on_end: Callable[[str], None] = lambda _: None
         self._sent_in: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._memory: weakref.WeakKeyDictionary[Any, _Memory] = weakref.WeakKeyDictionary()
@@ -100,7 +98,6 @@ class SlowCopies:
             yield
 
     def record_stream(self, tensor: Tensor) -> None:
-        self.recorded += 1
         self._memory[tensor.untyped_storage()].is_recorded = True
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:

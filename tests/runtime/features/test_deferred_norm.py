@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import ArgumentError, pipeline
 from scaffolding.everything import everything
-from scaffolding.models import squared_error
+from scaffolding.models import Forward, squared_error
 from scaffolding.proofs import proven
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -100,22 +100,16 @@ def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int
     proven(model, x, y, schedule=schedule, ranks=ranks, stages_per_rank=chunks, **options)
 
 
-class Twice(nn.Module):
-    """Uses one norm twice, by position and by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+@pytest.mark.parametrize("recompute", ["never", 1])
+def test_a_norm_that_is_used_twice_is_updated_twice(recompute: Any) -> None:
+    def twice(self: Any, x: Tensor) -> Tensor:
+        """By position and by name."""
         x = self.layer(x)
         return self.norm(x) + self.norm(input=x * 2)
 
-
-@pytest.mark.parametrize("recompute", ["never", 1])
-def test_a_norm_that_is_used_twice_is_updated_twice(recompute: Any) -> None:
     torch.manual_seed(0)
-    (x, y), model = batch(), nn.Sequential(Twice(), nn.Linear(WIDTH, WIDTH))
+    uses = Forward(twice, layer=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(WIDTH))
+    (x, y), model = batch(), nn.Sequential(uses, nn.Linear(WIDTH, WIDTH))
     found = assert_as_one_forward(model, x, y, recompute=recompute)
     assert found["0.norm.num_batches_tracked"] == 2
 
@@ -128,19 +122,6 @@ def test_norms_in_evaluation_mode_and_without_statistics_are_left_alone() -> Non
     assert found["1.num_batches_tracked"] == 3
     assert found["4.num_batches_tracked"] == 0
     assert torch.equal(found["4.running_var"], torch.ones(WIDTH))
-
-
-def test_a_step_that_raises_leaves_the_buffers_as_they_were() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        raise ValueError("not today")
-
-    model, (x, y) = normed(), batch()
-    before = buffers(model)
-    with pipeline(model, (x,), ranks=2, microbatches=3, loss=loss, deferred_batch_norm=True) as pipe:
-        with pytest.raises(ValueError, match="not today"):
-            pipe.step(x, target=y)
-    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 class Uneven(nn.Module):
@@ -194,15 +175,6 @@ class Functional(nn.Module):
         return F.batch_norm(self.layer(x), mean, var, training=True)
 
 
-class Holder(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 class Splitting(nn.BatchNorm1d):
     """As timm's SplitBatchNorm2d: another norm takes a part of the batch."""
 
@@ -228,7 +200,10 @@ def compiled() -> nn.Sequential:
         (compiled, "'1' is compiled"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Splitting(WIDTH)), r"'1' \(Splitting\) has other batch norms"),
         (lambda: nn.Sequential(*mlp(1), Functional()), r"'1' \(Functional\) keeps running statistics of its own"),
-        (lambda: Holder(Functional("a", "b")), "is a call of batch norm as a function"),
+        (
+            lambda: Forward(lambda self, x: self.inner(x), inner=Functional("a", "b")),
+            "is a call of batch norm as a function",
+        ),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.InstanceNorm2d(3, track_running_stats=True)),
             r"'1' \(InstanceNorm2d\) normalizes by itself",
@@ -250,22 +225,17 @@ def test_nothing_to_defer_is_noted(model: Any) -> None:
         assert not any("deferred_batch_norm" in note for note in pipe.notes)
 
 
-def test_a_step_in_evaluation_mode_leaves_the_statistics() -> None:
+def stop_tracking(model: nn.Module) -> None:
+    model.get_submodule("1").track_running_stats = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [stop_tracking, lambda model: model[1].eval()], ids=["tracking", "mode"])
+def test_a_norm_that_is_switched_off_between_steps_keeps_its_statistics(change: Any) -> None:
     """As it is when norms are frozen after some steps of training."""
-    x, y = batch()
-    with pipeline(normed(), (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
-        pipe.step(x, target=y)
-        before = buffers(pipe.model)
-        pipe.eval()
-        pipe.step(x, target=y)
-        assert all(torch.equal(buffer, before[name]) for name, buffer in pipe.named_buffers())
-
-
-def test_a_norm_that_stops_tracking_keeps_its_statistics() -> None:
     model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
         pipe.step(x, target=y)
-        model[1].track_running_stats = False  # type: ignore[assignment]
+        change(model)
         before, last = buffers(model[1]), buffers(model[-1])
         pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model[1]).values()))

@@ -110,58 +110,31 @@ def test_a_gradient_names_parameters_values_and_the_module(schedule: str, ranks:
         assert "the gradient of value 'blocks_2' (made by module 'blocks.2')" in said
 
 
-class TooLarge(torch.autograd.Function):
-    """A linear layer whose weight's gradient alone overflows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x + weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return grad, torch.full_like(grad, math.inf).sum(0)
-
-
-class Adding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = TooLarge.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return y
-
-
-def test_a_weights_own_gradient_is_named() -> None:
-    said = step(nn.Sequential(*mlp(3), Adding(), *mlp(2)), ranks=2)
-    assert said == "rank 1, action 1B0, microbatch 0: the gradient of parameter '3.weight' is not finite"
-
-
-def test_a_weights_gradient_that_waits_is_looked_at_by_w() -> None:
+@pytest.mark.parametrize(("schedule", "action"), [("1f1b", "1B1"), ("zb-h1", "1W1")])
+def test_a_weights_own_gradient_is_named(schedule: str, action: str) -> None:
     x, _ = batch(8)
     x[2:] *= 1e12  # the first microbatch's backward is not split
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
     model[1].weight.data.mul_(1e-10)
-    said = step(model, 2, "zb-h1", loss=lambda output, target: (output * 1e30).sum(), x=x)
-    assert said == "rank 1, action 1W1, microbatch 1: the gradient of parameter '1.weight' is not finite"
+    said = step(model, 2, schedule, loss=lambda output, target: (output * 1e30).sum(), x=x)
+    assert said == f"rank 1, action {action}, microbatch 1: the gradient of parameter '1.weight' is not finite"
 
 
-def not_a_number(output: Tensor, target: Tensor) -> Tensor:
-    return (output.mean() * 0 - 1).sqrt()
-
-
-def test_the_loss_function_is_named() -> None:
-    said = step(mlp(), ranks=2, loss=not_a_number)
-    assert said == (
-        "rank 1, action 1F0, microbatch 0: the loss is NaN: the loss function made it of an output that is finite"
-    )
-
-
-def test_a_loss_that_comes_in_backward_is_looked_at_too() -> None:
-    """Its gradients are finite."""
-    said = step(mlp(), schedule="gpipe", recompute="always", loss=lambda output, target: output.mean() + math.inf)
-    assert said.startswith("rank 1, action 1B0, microbatch 0: the loss is Inf: the loss function made it")
+@pytest.mark.parametrize(
+    ("loss", "options", "words"),
+    [
+        (lambda output, target: (output.mean() * 0 - 1).sqrt(), {}, "1F0, microbatch 0: the loss is NaN: "),
+        (
+            lambda output, target: output.mean() + math.inf,  # whose gradients are finite
+            {"schedule": "gpipe", "recompute": "always"},
+            "1B0, microbatch 0: the loss is Inf: ",
+        ),
+    ],
+)
+def test_the_loss_function_is_named(loss: Any, options: dict[str, Any], words: str) -> None:
+    said = step(mlp(), loss=loss, **options)
+    assert said == f"rank 1, action {words}the loss function made it of an output that is finite"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(math.nan, finite.NAN), (-math.inf, finite.INF), (1.0, None)])

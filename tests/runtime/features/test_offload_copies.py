@@ -17,7 +17,7 @@ from penstock import pipeline
 from penstock.schedule import Op, generate, split_backward
 from runtime.features.slow_copies import SlowCopies, install
 from scaffolding.everything import everything
-from scaffolding.models import squared_error
+from scaffolding.models import OneLayer, squared_error
 from scaffolding.proofs import proven
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -164,21 +164,17 @@ def test_a_parameter_updated_before_its_backward_is_refused(copies: SlowCopies, 
             pipe.step(x, target=y)
 
 
-class UpdatesInput(nn.Module):
+class UpdatesInput(OneLayer):
     """Updates what it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(0.5).add_(1)
-        return torch.tanh(self.linear(x))
+        return torch.tanh(self.layer(x))
 
 
 def test_an_input_that_a_recomputed_stage_updates_is_sent_as_it_was(copies: SlowCopies) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), *(nn.Sequential(UpdatesInput(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))]
+    layers = [nn.Linear(WIDTH, WIDTH), *(nn.Sequential(UpdatesInput(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))]
     x, y = batch(16)
     options: Any = {"microbatches": 8, "cuts": ["1", "2", "3"], "offload": True, "recompute": "always", "exact": True}
     proven(layers, x, y, schedule="1f1b", ranks=4, **options)

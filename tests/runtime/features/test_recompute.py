@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from penstock import ArgumentError, PartitionError, Pipeline, pipeline
+from penstock import ArgumentError, PartitionError, pipeline
 from penstock.schedule import Op, generate, split_backward
 from scaffolding.everything import WIDTH, Layer, everything, inputs_alive
-from scaffolding.models import squared_error
+from scaffolding.models import Forward, Layers, OneLayer, squared_error
 from scaffolding.proofs import proven
 from scaffolding.small import batch, mlp, training_stages
 
@@ -69,12 +65,8 @@ def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None
     proven(model, x, y, ranks=2, microbatches=3, schedule=schedule, recompute=policy, exact=True)
 
 
-class DrawsItself(nn.Module):
+class DrawsItself(Layers):
     """Draws in its own forward, which is recorded call by call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -84,7 +76,7 @@ class DrawsItself(nn.Module):
 
 def test_draws_between_layers_are_drawn_again() -> None:
     x, y = batch(6, WIDTH)
-    proven(DrawsItself, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="except_last")
+    proven(lambda: DrawsItself(WIDTH, 4), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="except_last")
 
 
 class Counts(nn.Module):
@@ -143,23 +135,19 @@ def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
     proven(buffers_that_matter(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
 
 
-class Overwriting(nn.Module):
+class Overwriting(OneLayer):
     """Updates what it is given, and that is given to others as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         x.mul_(scale).sin_()
-        return self.linear(x) + x
+        return self.layer(x) + x
 
 
 class Overwritten(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(Overwriting() for _ in range(3)), Adding()])
-        self.add = Adding()
+        bias = Forward(lambda self, x: torch.tanh(x + self.bias), bias=nn.Parameter(torch.randn(WIDTH)))
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), *(Overwriting(WIDTH) for _ in range(3)), bias])
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers[0](x)
@@ -169,15 +157,6 @@ class Overwritten(nn.Module):
             total = total + y.detach()
             y = y * 2
         return total + y
-
-
-class Adding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x + self.bias)
 
 
 @pytest.mark.parametrize("policy", ["always", 1])
@@ -294,61 +273,6 @@ def test_how_often_each_layer_runs() -> None:
     assert runs("always", "1f1b") == [8] * 4 + [4] * 4  # on the last stage each backward follows its forward at once
 
 
-class Live:
-    """Counts the bytes of what autograd has saved and not yet freed."""
-
-    def __init__(self) -> None:
-        self.bytes = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> Saved:
-        return Saved(tensor, self)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with saved_tensors_hooks(self.pack, lambda saved: saved.tensor):
-            yield
-
-
-class Saved:
-    def __init__(self, tensor: Tensor, live: Live) -> None:
-        self.tensor, self.live = tensor.detach(), live  # a graph that holds its own output would never be freed
-        self.size = 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-        live.bytes += self.size
-        live.peak = max(live.peak, live.bytes)
-
-    def __del__(self) -> None:
-        self.live.bytes -= self.size
-
-
-def peak_of(policy: Any, schedule: str = "gpipe", **options: Any) -> int:
-    """The most that autograd had saved at a time in a step, in bytes."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8 * 16, WIDTH), torch.randn(8 * 16, WIDTH)
-    model = nn.Sequential(*(Layer(norm=False) for _ in range(8)))
-    live = Live()
-    with pipeline(
-        model, (x,), schedule=schedule, microbatches=8, loss=squared_error, recompute=policy, **{"ranks": 1, **options}
-    ) as pipe:
-        gc.collect()
-        with live.watching():
-            pipe.step(x, target=y)
-        gc.collect()
-        assert live.bytes == 0  # nothing is left behind
-    return live.peak
-
-
-def test_what_is_kept() -> None:
-    """On one rank with eight microbatches; a unit is what one of them saves."""
-    everything_kept = peak_of("never")
-    unit = everything_kept / 8
-    assert peak_of("always") == pytest.approx(unit, rel=0.01)
-    assert peak_of("except_last") == pytest.approx(2 * unit, rel=0.01)
-    inputs = 8 * 8 * (16 * WIDTH * 4)  # of each layer, of each microbatch
-    each_layer = peak_of(1)
-    assert inputs + unit / 8 < each_layer < inputs + unit / 2  # and one layer at a time
-    assert each_layer < peak_of(2) < everything_kept
-
-
 def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:
     """Of three stages with three layers each, when the last of four microbatches is in the last layer."""
 
@@ -385,11 +309,7 @@ def test_bad_choices(options: dict[str, Any], words: list[str]) -> None:
     assert all(word in str(caught.value) for word in words)
 
 
-class Renorms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Renorms(OneLayer):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.layer.weight.mul_(0.5)
@@ -400,22 +320,13 @@ def test_what_cannot_be_run_again_is_refused() -> None:
     x, _ = batch()
     options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
     with pytest.raises(PartitionError, match=r"recompute: .*stage 0 updates parameter 'layer.weight' in place"):
-        pipeline(Renorms(), (x,), recompute="always", **options)
-
-
-class Weight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+        pipeline(Renorms(WIDTH), (x,), recompute="always", **options)
 
 
 def test_a_stage_without_layers_is_refused() -> None:
-    x, _ = batch()
+    (x, _), model = batch(), Forward(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(WIDTH, WIDTH)))
     with pytest.raises(ArgumentError, match="recompute=2: the code of stage 0 calls no module with parameters"):
-        pipeline(Weight(), (x,), loss=squared_error, recompute=2)
+        pipeline(model, (x,), loss=squared_error, recompute=2)
 
 
 def test_a_step_that_raised_leaves_nothing() -> None:
@@ -434,8 +345,4 @@ def test_a_step_that_raised_leaves_nothing() -> None:
         buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
         pipe.step(x, target=y)
         assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
-        assert _reruns(pipe) == 0
-
-
-def _reruns(pipe: Pipeline) -> int:
-    return sum(len(stage._reruns) + len(stage._saved) for stage in training_stages(pipe))
+        assert not any(stage._reruns or stage._saved for stage in training_stages(pipe))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, checkpoint
-from penstock.schedule import Action, Op, Schedule, generate
+from penstock.schedule import from_csv
 from scaffolding.low_precision import MICROBATCHES, TIED, Gradients, Net, assert_sums, batch, by_hand, loss
 from scaffolding.proofs import after_each_step
 
@@ -54,16 +54,7 @@ def test_a_sum_in_bfloat16_would_be_another() -> None:
             assert name == "scale" or not torch.equal(grad.float(), sums[name]), name
 
 
-OUT_OF_ORDER = Schedule(
-    "late",
-    generate("gpipe", 1, MICROBATCHES).placement,
-    MICROBATCHES,
-    [
-        [Action(0, Op.F, k) for k in range(MICROBATCHES)]
-        + [Action(0, Op.I, k) for k in reversed(range(MICROBATCHES))]
-        + [Action(0, Op.W, k) for k in range(MICROBATCHES)]
-    ],
-)
+OUT_OF_ORDER = from_csv("0F0,0F1,0F2,0F3,0I3,0I2,0I1,0I0,0W0,0W1,0W2,0W3")
 
 
 @pytest.mark.parametrize(

@@ -222,17 +222,8 @@ def option(given: dict[str, Any]) -> None:
     found, losses = {}, {}
     for devices in (None, DEVICE):
         case = models.gpt(0.1)
-        with penstock.pipeline(
-            case.model,
-            case.args,
-            case.kwargs,
-            loss=case.loss,
-            devices=devices,
-            seed=3,
-            ranks=2,
-            microbatches=2,
-            **given,
-        ) as pipe:
+        options: Any = {"loss": case.loss, "devices": devices, "seed": 3, "ranks": 2, "microbatches": 2, **given}
+        with penstock.pipeline(case.model, case.args, case.kwargs, **options) as pipe:
             losses[devices] = [float(pipe.step(*case.args, **case.kwargs, target=case.target).loss) for _ in range(2)]
             found[devices] = {name: p.grad.cpu() for name, p in pipe.named_parameters()}
     assert losses[None] == losses[DEVICE]

@@ -53,7 +53,7 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
     assert layer.weight.grad is None
     with torch.no_grad():
         layer.weight.mul_(0.9).add_(torch.ones(3, 3))  # the rank that has it does so
-        nn.init.zeros_(layer.weight)
+        assert nn.init.zeros_(layer.weight) is layer.weight
         assert not torch.zeros_like(layer.weight, device="cpu").is_meta
     layer.register_buffer("there", make_remote(torch.ones(3), "there"))
     assert copy.deepcopy(layer).there.is_meta
@@ -88,8 +88,3 @@ def test_nothing_is_drawn_for_what_lies_elsewhere(way: str) -> None:
     """On one device the draws would come before those of this rank's own parameters."""
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values .* nothing would be drawn"):
         DRAWS[way](make_remote(nn.Parameter(torch.ones(3, 3)), "0.weight"))
-
-
-def test_constants_may_be_written_to_what_lies_elsewhere() -> None:
-    parameter = make_remote(nn.Parameter(torch.ones(3, 3)), "0.weight")
-    assert nn.init.zeros_(parameter) is parameter

@@ -18,7 +18,7 @@ from penstock._base.errors import PartitionError
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from scaffolding.models import TRANSFORMERS
 from scaffolding.representatives import long_after
-from scaffolding.small import WIDTH, batch, mlp
+from scaffolding.small import WIDTH, batch
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 
@@ -257,24 +257,6 @@ def test_a_gradient_with_a_graph_in_the_forward_is_refused_or_right() -> None:
             trained(model, SPLIT, compiled, data=data, steps=1)
     uncompiled, _, _ = trained(model, SPLIT, False, data=data)
     assert_equal(uncompiled, whole)
-
-
-def test_hooks_of_parameters_see_one_gradient_a_microbatch() -> None:
-    x, y = batch(6)
-    torch.manual_seed(0)
-    one, other = mlp(), mlp()
-    other.load_state_dict(one.state_dict())
-    seen: dict[str, list[Tensor]] = {}
-    for schedule, model in ((WHOLE, one), (SPLIT, other)):
-        grads = seen[schedule] = []
-        for parameter in model.parameters():
-            parameter.register_hook(lambda grad, grads=grads: grads.append(grad.clone()))  # type: ignore[misc]
-        with penstock.pipeline(
-            model, (x,), ranks=1, microbatches=3, schedule=schedule, loss=F.mse_loss, compile=SAME_BITS
-        ) as pipe:
-            pipe.step(x, target=y)
-    assert len(seen[WHOLE]) == len(seen[SPLIT]) == 3 * len(list(one.parameters()))
-    assert {g.sum().item() for g in seen[WHOLE]} == {g.sum().item() for g in seen[SPLIT]}
 
 
 def test_the_order_of_microbatches_does_not_matter_to_what_waits() -> None:

@@ -23,6 +23,7 @@ from penstock.runtime.execute.stage import _split_backwards
 from penstock.runtime.features.feature import Binding, StageContext
 from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op
+from scaffolding.models import Forward
 
 MICROBATCHES = 3
 STEPS = 2
@@ -124,19 +125,6 @@ def put_off(stage_or_model: nn.Module, make: Callable[[], Tensor]) -> set[str]:
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-
-class Forward(nn.Module):
-    """A model from a function of its parameters and its input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -391,28 +379,6 @@ def test_a_microbatch_without_any_use() -> None:
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_see_one_gradient_a_microbatch(kind: str) -> None:
-    def watched(stage: nn.Module) -> list[Tensor]:
-        seen: list[Tensor] = []
-        for p in stage.parameters():
-            getattr(p, kind)(lambda t: seen.append((t if kind == "register_hook" else t.grad).clone()))
-        return seen
-
-    torch.manual_seed(0)
-    model = Forward(lambda m, x: m.w(m.w(x)), w=nn.Linear(9, 9, bias=False))
-    twin = copy.deepcopy(model)
-    mine, its = watched(model), watched(twin)
-    inputs = [torch.randn(4, 9) for _ in range(3)]
-    stage = Stage(model, ORDERS["late"], inputs)
-    stage.step()
-    for x in inputs:
-        loss_of(twin(x)).backward()
-    assert stage.split.share == 1
-    assert len(mine) == len(its) == 3
-    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 
 
 def test_a_hook_on_the_output_changes_the_gradient_that_is_kept() -> None:

@@ -1,18 +1,26 @@
-"""Schedules that split the backward give the bits of one device, wherever they put their W's."""
+"""Schedules that split the backward give the bits of one device, wherever they put their W's; and defer what
+can wait.
+
+What a split backward costs is measured (benchmarks/split_backward).
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import penstock
+from penstock import pipeline
 from penstock.pipe.pipeline import Pipeline
 from penstock.schedule import Action, Op, Overlap, Schedule, check, generate, split_backward
+from scaffolding.by_hand import assert_steps_by_hand
 from scaffolding.model_kinds import EXAMPLES
 from scaffolding.models import TRANSFORMERS as TINY
-from scaffolding.models import squared_error
+from scaffolding.models import Forward, squared_error
 from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -91,20 +99,12 @@ def test_overlapping_pairs_run_one_after_the_other() -> None:
     verify("skips", order).raise_if_failed()
 
 
-# -- orders -----------------------------------------------------------------------------------------------------------
-
-
-def rows_of(*rows: str) -> Schedule:
-    text = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
-    return Schedule.parse(f"by hand: 3 microbatches, stages on ranks 0 1\n{text}")
-
-
-# -- stages -----------------------------------------------------------------------------------------------------------
-
-
 def test_some_stages_split_and_others_not() -> None:
-    order = rows_of("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1I0 1I1 1B2 1W0 1W1")
-    order = Schedule.parse(str(order).replace("1B2 1W0 1W1", "1W0 1W1 1B2"))
+    order = Schedule.parse(
+        "by hand: 3 microbatches, stages on ranks 0 1\n"
+        "rank 0: 0F0 0F1 0F2 0B0 0B1 0B2\n"
+        "rank 1: 1F0 1F1 1F2 1I0 1I1 1W0 1W1 1B2"
+    )
     x, y = batch()
     with penstock.pipeline(mlp(), (x,), ranks=2, schedule=order, loss=squared_error) as pipe:
         pipe.step(x, target=y)
@@ -127,3 +127,42 @@ def test_the_timeline_and_the_watchdog_name_i_and_w() -> None:
         assert places["0I1"] == ("0RECV_B1", (1,), "0I1")
         assert places["1W1"] == ("1W1", (), "1W1")
         assert next(e for e in entries if str(e.action) == "1W1").wait is None
+
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+
+
+def test_trap_16_all_weights_of_linear_layers_wait_for_w() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(7, 7, bias=False), nn.Tanh())))
+    x, target = torch.randn(8, 7), torch.randn(8, 7)
+    with pipeline(
+        model, (x,), ranks=2, microbatches=4, schedule="zb-h1", loss=nn.functional.mse_loss
+    ) as pipe:  # fmt: skip
+        pipe.step(x, target=target)
+        assert pipe.deferred_weight_grad_fraction == {0: 1.0, 1: 1.0}
+
+
+class Trims(nn.Module):
+    """Trims padding, so that the strides of a linear layer's input, and so its operators, differ by microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.first(x[:, : int(lengths.max())]).tanh()).sum(1)
+
+
+def test_a_layer_that_runs_otherwise_in_a_later_microbatch_waits_for_w_as_a_whole() -> None:
+    torch.manual_seed(0)
+    parts = {"embed": nn.Embedding(9, 6), "block": Trims(), "last": nn.Linear(6, 6)}
+    model = Forward(lambda self, ids, lengths: self.last(self.block(self.embed(ids), lengths)), **parts)
+    ids, target = torch.randint(0, 9, (8, 5)), torch.randn(8, 6)
+    lengths = torch.tensor([5, 5, 3, 2, 5, 4, 4, 4])
+    reference = copy.deepcopy(model)
+    with pipeline(
+        model, (ids, lengths), ranks=2, microbatches=4, schedule="zb-h1", loss=squared_error, cuts=["last"]
+    ) as pipe:
+        assert_steps_by_hand(pipe, reference, [(ids, lengths, target)] * 2, squared_error, 4)
+        assert pipe.deferred_weight_grad_fraction[0] > 0.9

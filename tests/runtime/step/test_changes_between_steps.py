@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import wraps
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock._base.errors import ArgumentError
-from scaffolding.models import squared_error
+from penstock.partition.state.assumptions import Assumptions
+from scaffolding.by_hand import assert_steps_by_hand
+from scaffolding.models import Forward, squared_error
 
 STEPS = 3
 
@@ -197,6 +202,72 @@ def test_other_parameters_are_refused(change: Callable[[Reader], object], words:
         change(reader)
         with pytest.raises(ArgumentError, match=f"(?s){words}.*make a new pipeline"):
             pipe.step(x, target=y)
+
+
+@dataclass(slots=True)
+class Slots:
+    value: float = 1.0
+
+    def once(self) -> float:
+        return self.value
+
+    def thrice(self) -> float:
+        return 3 * self.value
+
+
+def set_value(held: Slots) -> Slots:
+    held.value = 3.0
+    return held
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]] = {
+    "a set": (lambda: {0, 1}, lambda held: held.discard(0) or held, lambda held: 1.0 if 0 in held else 3.0),
+    "slots": (Slots, set_value, Slots.once),
+    "a partial": (lambda: partial(float, 1.0), lambda _: partial(float, 3.0), lambda held: held()),
+    "a bound method": (lambda: Slots().once, lambda held: held.__self__.thrice, lambda held: held()),
+    "a method of another object": (lambda: Slots().once, lambda _: Slots(3.0).once, lambda held: held()),
+    "a sign of zero": (lambda: 0.0, lambda _: -0.0, lambda held: 1.0 if math.copysign(1, held) > 0 else 3.0),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_an_attribute_holds_may_change(name: str) -> None:
+    make, change, read = HELD[name]
+
+    def reads(self: Any, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.read(self.held)
+        return x
+
+    torch.manual_seed(0)
+    one = Forward(reads, layers=nn.ModuleList(nn.Linear(5, 5) for _ in range(2)), held=make(), read=read)
+    with penstock.pipeline(one, (batches()[0][0],), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        pipe.step(batches()[0][0], target=batches()[0][1])
+        one.held = change(one.held)
+        assert read(one.held) == 3.0
+        twin = deepcopy(one)
+        twin.held = one.held
+        assert_steps_by_hand(pipe, twin, batches(), squared_error, 2)
+
+
+def test_an_empty_place_among_layers_is_no_change() -> None:
+    """x-transformers keeps `[norm before, norm between, norm after]` for each layer, with None where there is none."""
+    reader, (x, y) = model(), batches()[0]
+    reader.norms = nn.ModuleList([nn.LayerNorm(5), None])  # type: ignore[list-item]
+    with penstock.pipeline(reader, (x,), loss=squared_error, ranks=2, microbatches=2) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=y)
+        assert len(list(pipe.session.bound_schedules)) == 1
+
+
+def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
+    reader = model()
+    given = Assumptions({"": reader})
+    seen = set()
+    for value in range(20):
+        reader.tensor = torch.tensor(float(value))  # often where the one before it was
+        seen.add(given.read())
+    assert len(seen) == 20
 
 
 class Counting(Block):

@@ -41,24 +41,22 @@ def by_hand(model: nn.Module, x: Tensor, scale: Tensor, y: Tensor) -> None:
         squared_error(model(part.clone(), scale), target).backward(torch.tensor(len(part) / len(x)))
 
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "zb-h1": {},
-    "zb-v": {"stages_per_rank": 2},
-    "chimera": {},
-    "gpipe": {"recompute": "always"},
-}
-
-
 @pytest.mark.parametrize(
-    ("schedule", "frozen"), [("1f1b", True), ("zb-h1", True), ("zb-v", False), ("chimera", False), ("gpipe", True)]
+    ("schedule", "frozen", "options"),
+    [
+        ("1f1b", True, {}),
+        ("zb-h1", True, {}),
+        ("zb-v", False, {"stages_per_rank": 2}),
+        ("chimera", False, {}),
+        ("gpipe", True, {"recompute": "always"}),
+    ],
 )
-def test_gradients_of_inputs_have_the_bits_of_one_device(schedule: str, frozen: bool) -> None:
+def test_gradients_of_inputs_have_the_bits_of_one_device(schedule: str, frozen: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Skipping(5, 4)
     for layer in model.layers[: 4 * frozen]:
         layer.requires_grad_(False)
-    reference, options = copy.deepcopy(model), SCHEDULES[schedule]
+    reference = copy.deepcopy(model)
     (x, scale, y), (other_x, other_scale, _) = batch(), batch()
     example = (x.detach(), scale.detach())
     if frozen:

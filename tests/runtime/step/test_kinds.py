@@ -6,7 +6,6 @@ Real ranks do the same in tests/distributed/test_kinds_ranks.py.
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from penstock import pipeline, verify
 from penstock.schedule import generate
 from scaffolding.branching import WIDTH, Branching, batch_of, cuts, several_kinds
 from scaffolding.by_hand import assert_same_gradients, assert_steps_by_hand
-from scaffolding.models import squared_error
+from scaffolding.models import Forward, squared_error
 
 MICROBATCHES = 6
 
@@ -55,22 +54,17 @@ class Reused(nn.Module):
         return self.a(self.b(self.a(x)))
 
 
-class ReusedLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Reused() for _ in range(2))
-
-    def forward(self, x: torch.Tensor, ways: torch.Tensor) -> torch.Tensor:
-        way = int(ways.max())
-        for layer in self.layers:
-            x = layer(x, way)
-        return x
+def reuse(self: Any, x: torch.Tensor, ways: torch.Tensor) -> torch.Tensor:
+    way = int(ways.max())
+    for layer in self.layers:
+        x = layer(x, way)
+    return x
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.long)])
 def test_microbatches_with_the_same_traffic_may_use_a_weight_in_other_ways(schedule: str) -> None:
     torch.manual_seed(0)
-    model = ReusedLayers()
+    model = Forward(reuse, layers=nn.ModuleList(Reused() for _ in range(2)))
     reference = copy.deepcopy(model)
     options: dict[str, Any] = {"ranks": 2, "schedule": schedule, "microbatches": 3, "cuts": ["layers.1"]}
     ways = [torch.tensor(each).repeat_interleave(2) for each in ((0, 2, 1), (1, 0, 0))]
@@ -80,10 +74,6 @@ def test_microbatches_with_the_same_traffic_may_use_a_weight_in_other_ways(sched
 
 
 # -- what stages do besides ------------------------------------------------------------------------------------------
-
-
-def in_bfloat16() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -106,7 +96,7 @@ def test_features_serve_all_kinds(feature: str, schedule: str) -> None:
     """Masks are drawn, so the reference is a pipeline of one rank."""
     torch.manual_seed(0)
     model = Branching(4, dropout=0.3)
-    reference, context = copy.deepcopy(model), in_bfloat16 if feature == "autocast" else nullcontext
+    reference = copy.deepcopy(model)
     batches = [batch_of(ways, seed) for seed, ways in enumerate(several_kinds(MICROBATCHES))]
     split: dict[str, Any] = {"ranks": 2, "schedule": schedule, "cuts": ["layers.2"], **FEATURES[feature]}
     given: dict[str, Any] = {"microbatches": MICROBATCHES, "seed": 3, "loss": squared_error}
@@ -117,7 +107,7 @@ def test_features_serve_all_kinds(feature: str, schedule: str) -> None:
         for x, mask, y in (*batches, *batches):
             model.zero_grad()
             reference.zero_grad()
-            with context():
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=feature == "autocast"):
                 assert torch.equal(pipe.step(x, mask, target=y).loss, one.step(x, mask, target=y).loss)
             assert_same_gradients(model, reference)
         if schedule == "zb-h1" and feature != "recompute layers":

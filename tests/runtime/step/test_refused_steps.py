@@ -1,8 +1,11 @@
-"""A step that raises, whatever the reason, leaves no trace in one process."""
+"""A step that raises, whatever the reason, leaves no trace in one process; steps that would overlap are refused."""
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline
+from scaffolding.by_hand import assert_steps_by_hand
+from scaffolding.small import WIDTH, batch, mlp
 
 LONG = 5
 
@@ -42,6 +47,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.norm, self.noise = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
         self.block, self.last = Changes(how), nn.Linear(5, 5)
+        self.last.weight = self.first.weight  # other stages have given their terms of its gradient
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         out: Tensor = self.last(self.noise(self.block(self.norm(self.first(x)), lengths)))
@@ -117,3 +123,97 @@ def test_a_step_that_raises_leaves_everything_as_it_was(how: str, accumulated: b
         assert not any("zero_grad" in note for note in getattr(caught.value, "__notes__", ()))
 
     assert_same(train(refuse), train(lambda *_: None))
+
+
+class RaisesAtFirst(nn.Linear):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyError
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_what_is_learned_from_the_first_step_is_learned_after_one_that_raised(schedule: str) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(*mlp(2), nn.Tanh(), RaisesAtFirst(WIDTH, WIDTH), *mlp(2)), batch()
+    twin = copy.deepcopy(model)
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=4, schedule=schedule, leaf_modules=["3"]) as pipe:
+        model[3].fails = True
+        with pytest.raises(KeyError):
+            pipe.step(x, target=y)
+        model[3].fails = False
+        assert_steps_by_hand(pipe, twin, [(x, y)], F.mse_loss, 4)
+
+
+# -- steps that would overlap in one process ---------------------------------------------------------------------------
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(3)])
+
+
+X, Y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+
+class Loss:
+    """Runs something in its next call."""
+
+    def __init__(self) -> None:
+        self.acts = list[str]()
+        self.pipe: Pipeline | None = None
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        while self.pipe is not None and self.acts:
+            getattr(self.pipe, self.acts.pop())(X, target=Y)
+        return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_step_within_its_own_step_is_refused(schedule: str) -> None:
+    loss = Loss()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    with pipeline(model, (X,), loss_fn=loss, ranks=2, schedule=schedule, microbatches=2, seed=0) as pipe:
+        loss.pipe = pipe
+        pipe.step(X, target=Y)
+        wanted = [deepcopy(p.grad) for p in model.parameters()]
+        for allowed in (False, True):
+            model.zero_grad()
+            loss.acts = ["evaluate" if allowed else "step"]
+            if allowed:
+                pipe.step(X, target=Y)
+            else:
+                with pytest.raises(ArgumentError, match="within its own step"):
+                    pipe.step(X, target=Y)
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
+
+
+def test_a_step_while_another_thread_is_in_one_is_refused() -> None:
+    begun, done = threading.Event(), threading.Event()
+    slow = threading.Event()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if slow.is_set():
+            begun.set()
+            done.wait(60)
+        return F.mse_loss(output, target)
+
+    one = pipeline(model_of(), (X,), loss_fn=loss, ranks=2, microbatches=2)
+    other = pipeline(model_of(), (X,), loss_fn=F.mse_loss, ranks=2, microbatches=2)
+    one.step(X, target=Y)
+    slow.set()
+    thread = threading.Thread(target=lambda: one.step(X, target=Y))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        with pytest.raises(ArgumentError, match="another thread"):
+            other.step(X, target=Y)
+        with pytest.raises(ArgumentError, match="another thread"):
+            pipeline(model_of(), (X,), loss_fn=F.mse_loss, ranks=2, microbatches=2)
+    finally:
+        done.set()
+        thread.join()
+    other.step(X, target=Y)
+    for pipe in (one, other):
+        pipe.close()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from some_costs import some_costs
 
 from penstock.schedule import Placement, check, generate
 from penstock.simulate import memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
-from penstock.simulate.search import lower_bound, search
+from penstock.simulate.search import Objective, lower_bound, search
 from penstock.simulate.search.dispatch import Pattern, dispatch
 from penstock.simulate.search.improve import extrapolate, improve
 from penstock.simulate.search.pattern import sample, vary
@@ -25,6 +26,17 @@ PLACEMENTS = [
     Placement.loop(1), Placement.loop(3), Placement.v(1), Placement.v(3), Placement.loop(2, 3), Placement.wave(2, 2),
 ]  # fmt: skip
 TWO_WAYS = Placement.bidirectional(4)
+
+
+@st.composite
+def some_costs(draw: st.DrawFn, stages: int, most: int) -> list[StageCost]:
+    """One for each stage: F, I and W of 0 to `most`, and activations of 1 to 3, part of which is held until W."""
+    costs = []
+    for _ in range(stages):
+        held = draw(st.integers(1, 3))
+        seconds = (draw(st.integers(0, most)) for _ in range(3))
+        costs.append(StageCost(*seconds, activation_bytes=held, weight_gradient_bytes=draw(st.integers(0, held))))
+    return costs
 
 
 @st.composite
@@ -41,7 +53,7 @@ def problems(draw: st.DrawFn, placements: list[Placement] = PLACEMENTS) -> tuple
 
 
 def judge(asked: Problem, costs: list[StageCost], link: LinkCost, rows: Rows) -> None:
-    """Legal, complete, within the limits, and timed as by the library."""
+    """Legal, complete, within the limits, timed as by the library, and not below the bound."""
     schedule = asked.schedule("rows", rows)
     assert not check(schedule)
     assert asked.rows(schedule) == rows
@@ -49,6 +61,7 @@ def judge(asked: Problem, costs: list[StageCost], link: LinkCost, rows: Rows) ->
     assert timing is not None
     expected = timeline.makespan_seconds if asked.objective == "makespan" else timeline.span_seconds
     assert timing.cost == pytest.approx(expected)
+    assert lower_bound(asked) <= timing.cost * (1 + 1e-9)
     for rank, one in enumerate(memory(schedule, costs, timeline)):
         assert one.peak_activations <= asked.limit[rank]
         assert fits(asked, rank, rows[rank])
@@ -135,6 +148,31 @@ def test_rows_that_are_stretched_are_legal_and_fit(
         timing = time_rows(many, made)
         assert timing is not None
         assert timing.cost == cost
+
+
+def every_row(microbatches: int, row: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Each order in which a stage may do its F, I and W, here 0, 1 and 2."""
+    if len(row) == 3 * microbatches:
+        yield row
+    for op in range(3):
+        if row.count(op) < (microbatches if op == 0 else row.count(op - 1)):
+            yield from every_row(microbatches, (*row, op))
+
+
+@settings(max_examples=25, derandomize=True)  # that it is the best is no law
+@given(some_costs(2, most=5), st.integers(1, 3), st.integers(0, 2), st.sampled_from(["makespan", "span"]), st.data())
+def test_the_search_finds_the_best_of_all_rows_of_two_ranks(
+    costs: list[StageCost], microbatches: int, latency: int, objective: Objective, data: st.DataObject
+) -> None:
+    placement, link = Placement.loop(2), LinkCost(latency)
+    limit = max(cost.activation_bytes for cost in costs) + data.draw(st.integers(0, 2))
+    asked = problem(placement, microbatches, costs, link, memory_limit=limit, objective=objective)
+    rows = [[[3 * rank + op for op in row] for row in every_row(microbatches)] for rank in range(2)]
+    fitting = product(*([row for row in some if fits(asked, rank, row)] for rank, some in enumerate(rows)))
+    least = min(timing.cost for both in fitting if (timing := time_rows(asked, list(both))) is not None)
+    found = search(placement, microbatches, costs, link, memory_limit=limit, objective=objective, seconds=0.3)
+    assert found.objective_seconds == pytest.approx(least)
+    assert found.lower_bound_seconds <= least * (1 + 1e-9)
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))

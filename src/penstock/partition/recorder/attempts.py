@@ -84,8 +84,9 @@ def record(
                 continue  # a randomly skipped module leaves no value to carry
             return replace(merge_branches(recording, record_choices) if recording.asks else recording, opening=opening)
         except RecordAgain as retry:
-            if retry.keep_whole is not None:
-                opening = opening.without(_same_class(model, retry.keep_whole, opening.tried))
+            if (name := retry.keep_whole) is not None:  # others of its class will not work either; all, without a name
+                kinds = {n: type(model.get_submodule(n)) for n in opening.tried}
+                opening = opening.without([n for n in kinds if not name or kinds[n] is type(model.get_submodule(name))])
             elif retry.additions.functions:
                 spec = _extend_spec(spec, retry, leaves)
             elif opening.names == opening.asked:
@@ -106,14 +107,14 @@ def record(
             else:
                 raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], retry.refusal)) from None
         except Exception as error:
-            if fallback is not None:
-                spec, fallback, reason = fallback, None, ""
-            elif not reason or not isinstance(error, PartitionError):
-                raise
-            elif isinstance(error, Obstacle):
-                raise error.with_reason(reason) from error
-            else:
-                raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
+            if fallback is None:
+                if not reason or not isinstance(error, PartitionError):
+                    raise
+                text = f"{reason}. Recording it call by call does not help"
+                if isinstance(error, Obstacle):
+                    raise Obstacle(f"{text}: {error.reason}", error.scope, error.alternative) from error
+                raise PartitionError(f"{text}: {error}") from error
+            spec, fallback, reason = fallback, None, ""
 
 
 def _extend_spec(spec: UnitSpec, retry: RecordAgain, leaves: Sequence[str]) -> UnitSpec:
@@ -133,12 +134,6 @@ _NOT_ENOUGH = (
     ", which is not enough. Name the module whose forward this call is part of (one that calls torch.func, say) in "
     "leaf_modules=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
 )
-
-
-def _same_class(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """Return the tried modules that will not work either: those of the named module's class, or all if none is
-    named."""
-    return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]
 
 
 def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:

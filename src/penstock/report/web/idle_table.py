@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from penstock.plan import Plan
     from penstock.plan.explain import Explanation
 
-_IDLE_NOTE = (
-    "Warm-up and drain are the schedule's own; what follows is added by what is uneven, as penstock explain counts it."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Idle:
@@ -54,7 +50,8 @@ def explain_idle(explanation: Explanation) -> Idle:
     """Return why ranks are idle, as `penstock explain` does."""
     ranks = explanation.where.ranks
     causes = tuple({str(reason): value for reason, value in rank.idle_seconds.items()} for rank in ranks)
-    return Idle(tuple(rank.compute_seconds for rank in ranks), causes, _IDLE_NOTE)
+    note = "Warm-up and drain are the schedule's own; unevenness adds what follows, as penstock explain counts it."
+    return Idle(tuple(rank.compute_seconds for rank in ranks), causes, note)
 
 
 def predicted_idle(plan: Plan) -> Idle:

@@ -45,11 +45,13 @@ class Dims:
         label: what the dimensions describe, for messages.
         stated: dimensions by the path of a leaf, or of a part of the structure.
         min_rows: the fewest rows that a microbatch has, if the batch has enough.
+        entries: paths of lists with tensors that had one row of the batch in each entry in the example.
     """
 
     label: str
     stated: tuple[tuple[str, Dim], ...] = ()
     min_rows: int = 1
+    entries: frozenset[str] = frozenset()
 
     def get(self, path: str) -> Dim:
         """Return the dimension stated for the leaf at `path`. The most specific statement applies."""
@@ -81,7 +83,7 @@ class Dims:
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
             raise ShapeError(
                 f"{label} is a {'nested' if tensor.is_nested else 'sparse'} tensor; expected a dense one (to_dense(), "
-                "to_padded_tensor(0.0)), from which a block may make it; one for all batches may be a buffer"
+                "to_padded_tensor(0.0)), from which a block may make it; one for all batches may be a buffer (COO)"
             )
         if dim is None or not tensor.ndim:
             return None
@@ -224,7 +226,7 @@ def count_rows(
     tree: Any, label: str, dims: Dims = FIRST, raw: Flat | None = None, sizes_for: SizesFor = lambda rows: ()
 ) -> int:
     """Return the number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of
-    lists, or `dims` state that for all tensors, the length of these; without tensors, that of all lists and arrays.
+    lists, or did in the example, the length of these; without tensors, that of all lists and arrays.
     `raw`: the tree, flattened.
 
     Raises:
@@ -234,7 +236,7 @@ def count_rows(
     names: dict[int, str] = {}
     for rows, name in named_rows:
         names.setdefault(rows, name)
-    if len(names) == 1 and named_rows[0][0] != 3 and 0 not in dict(dims.stated).values():
+    if len(names) == 1 and named_rows[0][0] != 3 and not dims.entries:
         return named_rows[0][0]
     flat = flatten(tree, is_leaf=lambda value, path: may_be_column(value, path, dims))
     pairs = [*zip(flat.leaves, flat.paths, strict=True)]
@@ -270,22 +272,22 @@ def _is_image_list(value: Any) -> bool:
 
 
 def _are_in_entries(pairs: Sequence[tuple[Any, str]], rows: Sequence[tuple[int, str]], label: str, dims: Dims) -> bool:
-    """Whether all tensors, of as many `rows`, are in lists with one row of the batch in each entry: those for which
-    `batch_dims` state 0, and images [3, H, W].
+    """Whether all tensors, of as many `rows`, are in lists with one row of the batch in each entry: those that had in
+    the example, and images [3, H, W].
 
     Raise ShapeError if it does not for images, nor the batch dimension of Qwen2-VL's positions [3, 3, S]."""
-    stated = {path for _, path in pairs if dims.is_stated(path) and dims.get(path) == 0}
     lists = [
         (leaf, path)
         for leaf, path in pairs
-        if type(leaf) in LIST_TYPES and (path in stated or (rows[0][0] == 3 and _is_image_list(leaf)))
+        if type(leaf) in LIST_TYPES
+        and (normalize_path(path) in dims.entries or (rows[0][0] == 3 and _is_image_list(leaf)))
     ]
     if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(rows):
         for leaf, path in lists:
             _check_stated(leaf, path, f"{label}{path}", dims)
         return True
     leading_shapes = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
-    for leaf, path in pairs:
+    for leaf, path in pairs if rows[0][0] == 3 else ():
         are_positions = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape[:-1] == (3, 3)
         if are_positions and leaf.shape[1:] in leading_shapes and not dims.is_stated(path):
             raise ShapeError(

@@ -117,7 +117,7 @@ class Cutting:
     def cut_like(self, example: Any, rows: int) -> Cutting:
         """Return this rule, with lists cut between their entries in later batches if they are in this example of `rows`
         rows: another batch may have as many rows as some list has entries, or an entry has rows, by chance."""
-        dims, stated, notes, ambiguous = self.inputs, list(self.inputs.stated), [], []
+        dims, stated, entries, notes, ambiguous = self.inputs, list(self.inputs.stated), [], [], []
         flat = flatten(example, is_leaf=lambda value, path: may_be_column(value, path, dims))
         for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
             if type(leaf) in LIST_TYPES and not holds_tensors(leaf):
@@ -128,9 +128,10 @@ class Cutting:
                     treatment = treatment if cut else f"goes whole to each microbatch: the batch has {rows} rows"
                     notes.append(f"{input_path(path)}, a {type(leaf).__name__} of {len(leaf)} values, {treatment}")
                     ambiguous += notes[-1:] if cut and all(type(number) in (int, float) for number in leaf) else []
-            elif type(leaf) in LIST_TYPES and not dims.is_stated(path) and is_column(leaf, path, rows, path, dims):
-                stated.append((normalize_path(path), 0))  # each picture's objects, which may be as many as pictures
-        inputs = replace(dims, stated=tuple(stated))
+            elif type(leaf) in LIST_TYPES and is_column(leaf, path, rows, path, dims):
+                entries.append(normalize_path(path))  # each picture's objects, which may be as many as pictures
+        stated += [(path, 0) for path in entries if not dims.is_stated(path)]
+        inputs = replace(dims, stated=tuple(stated), entries=frozenset(entries))
         return replace(self, inputs=inputs, notes=tuple(notes), ambiguous=tuple(ambiguous))
 
     def divide(self, batch: Batch, microbatches: int, label: str, pipelines: int) -> Batch:

@@ -270,7 +270,8 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
     graph.output(graph.graph_copy(code.graph, {}))
     module = fx.GraphModule(code, graph, code.__class__.__name__)
     updated = updated_buffers(stage)
-    calls = [node for node in graph.nodes if node.op == "call_module" and _has_parameters(module, node)]
+    modules = ((node, module.get_submodule(str(node.target))) for node in graph.nodes if node.op == "call_module")
+    calls = [node for node, called in modules if any(True for _ in called.parameters())]
     if stage.parameters and not calls:
         raise ArgumentError(
             f"recompute={every}: the code of stage {stage.meta.index} calls no module with parameters as a whole, and "
@@ -362,7 +363,3 @@ def as_graph_value(value: Tensor, takes_gradient: bool) -> Tensor:
         return value
     anchor = torch.empty(0, device=value.device, requires_grad=True)
     return exact.receive(anchor, value.detach())[0]
-
-
-def _has_parameters(module: nn.Module, node: fx.Node) -> bool:
-    return any(True for _ in module.get_submodule(str(node.target)).parameters())

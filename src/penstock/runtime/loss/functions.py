@@ -160,7 +160,8 @@ def padding_advice(
         count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True)
     ):
         return None
-    remedy, others = _remedy(rule), [name for name, value in kwargs.items() if "_label" in name and value is not None]
+    remedy = _remedy(rule)
+    others = [name for name, value in kwargs.items() if "_label" in name and isinstance(value, Tensor)]
     if loss is None and others:  # BertForPreTraining's next_sentence_label
         remedy = (
             f"no weights make it so if the loss has a mean over {others[0]}, too: pass a loss_fn= that divides the sum "

@@ -42,10 +42,15 @@ def weights(
         mean: returns the mean over the replicas of the numbers that they pass in.
 
     Raises:
-        ArgumentError: the weights are negative or all zero.
+        ArgumentError: a function has no target, or the weights are negative or all zero.
     """
     if reduction == "sum":
         return [float(replicas)] * len(sizes)
+    if reduction != "mean" and any(target is None for target in targets):
+        raise ArgumentError(
+            "reduction is a function of the target, but the step has none: pass target=, also where the model computes "
+            "the loss from inputs of other names than labels"
+        )
     raw = [float(size) for size in sizes] if reduction == "mean" else [float(reduction(target)) for target in targets]
     total = mean(sum(raw))
     if any(weight < 0 or weight != weight for weight in raw) or total == 0:

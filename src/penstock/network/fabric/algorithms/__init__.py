@@ -6,7 +6,7 @@ rank's largest buffer. n is the number of ranks; p is the largest power of two t
 Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005, unless another
 source is named.
 
-The table in tests/network/fabric/step_proof.py defines what each collective starts from and ends with.
+The table in tests/network/fabric/test_collective_steps.py defines what each collective starts from and ends with.
 """
 
 from __future__ import annotations
