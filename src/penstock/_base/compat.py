@@ -351,6 +351,11 @@ def in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def sums_elements(node: Any) -> bool:
+    """Whether this node of a graph is one of torch's losses with reduction="sum"; unknown ones are not."""
+    return getattr(node, "_saved_reduction", None) == 2
+
+
 def in_backward() -> bool:
     """Whether this thread computes a backward, in which checkpoints recompute forwards; torch's own check."""
     return torch._C._current_graph_task_id() != -1

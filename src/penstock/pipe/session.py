@@ -33,7 +33,7 @@ from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import explain_missing_target, padding_advice, uses_target
+from penstock.runtime.loss.functions import SUM_ADVICE, explain_missing_target, padding_advice, uses_target
 from penstock.runtime.loss.loss import Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, CachedSchedule, Call
@@ -181,10 +181,14 @@ class Session:
             if training or evaluates:
                 self.options.check_inputs(batch.kwargs, self.order.microbatches)
             cached, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
-            if training and number == 0 and self.has_inputs:
+            is_first = training and number == 0
+            if is_first and self.has_inputs:
                 self._warn_if_nothing_trains(batch)
             with self.split.accepting_own_changes(cached.mode, cached.bound), norms:
                 times = self.engine.run_step(cached.bound, feed, number, timed=timeline)
+                adds_up = cached.bound.head.adds_up and len(cached.sizes) > 1 and not self.options.loss_notes
+                if is_first and adds_up and self.options.reduction == "mean":
+                    warn(SUM_ADVICE)
                 result = self._result(cached, call, times, evaluates, keep_outputs=feed.keep_outputs)
                 if training:
                     self.bound_schedules.backward_to_batch(cached, cut)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock._base.compat import sums_elements
 from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.formatting import named, one_line
 from penstock._base.pytree import leaf_tensors
@@ -113,6 +114,23 @@ class _Reduction(NamedTuple):
     ignored: int | None = None
 
 
+SUM_ADVICE = (
+    "loss_fn sums over its microbatch (reduction='sum'), but the pipeline takes the mean of these, so that the loss "
+    "and all gradients are those of the whole batch divided by the number of microbatches; pass reduction='sum' to "
+    "penstock.pipeline, too"
+)
+
+
+def adds_up(loss: Tensor) -> bool:
+    """Whether a loss, or a term of it, is one of torch's with reduction="sum" that nothing divides, as in the VAE of
+    pytorch/examples."""
+    nodes = [loss.grad_fn]
+    for node in nodes:
+        if type(node).__name__ in ("AddBackward0", "SubBackward0"):
+            nodes += [operand for operand, _ in node.next_functions]  # type: ignore[union-attr]
+    return any(map(sums_elements, nodes))
+
+
 def reduction_advice(loss: Callable[..., Any] | None, reduction: object) -> str | None:
     """Return what to pass as `reduction` if the given one is not that of torch's loss; None if it is, or for other
     losses."""
@@ -120,11 +138,7 @@ def reduction_advice(loss: Callable[..., Any] | None, reduction: object) -> str 
     if rule is None:
         return None
     if reduction == "mean" and rule.reduction == "sum":
-        return (
-            "loss_fn sums over its microbatch (reduction='sum'), but the pipeline takes the mean of these, so that "
-            "the loss and all gradients are those of the whole batch divided by the number of microbatches; pass "
-            "reduction='sum' to penstock.pipeline, too"
-        )
+        return SUM_ADVICE
     if reduction == "sum" and rule.reduction != "sum":
         return (
             "reduction='sum', but loss_fn takes the mean over its microbatch, so that the loss and all gradients grow "

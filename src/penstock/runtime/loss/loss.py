@@ -14,7 +14,7 @@ from penstock._base.errors import ArgumentError, is_number
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, is_torch_loss, may_draw
+from penstock.runtime.loss.functions import Loss, adds_up, is_torch_loss, may_draw
 from penstock.runtime.loss.loss_tensors import LossGuard, check_graph
 from penstock.runtime.microbatch_kinds import distinct
 
@@ -147,6 +147,8 @@ class LossHead:
         self._checked = not self._elsewhere
         # With several copies of the last stage, each calls the loss for a part of the batch.
         self._fixed_buffers = {n: b for stage in last_stages for n, b in stage.buffers.items() if pipelines > 1}
+        self.adds_up: bool | None = None
+        """Whether the loss is a sum over samples; None: no step has trained yet."""
         self.losses: list[Tensor | None] = []
         self.parts: list[dict[str, Tensor]] = []
         """What each microbatch's loss consists of, if the loss function returns that, too."""
@@ -186,6 +188,8 @@ class LossHead:
             return None
         if type(loss) is not Tensor or loss.dim():
             loss = checked_value(loss, output, self._loss)
+        if self.adds_up is None and loss.requires_grad:
+            self.adds_up = adds_up(loss)
         self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         if returned is not loss:
             self.parts[microbatch] = dict(_scalars(returned, loss))
