@@ -61,20 +61,18 @@ def test_a_sum_and_a_mean_are_told_apart_when_the_pipeline_is_built(
 
 @pytest.mark.parametrize(
     ("loss", "divisor", "warns"),
-    [(F.binary_cross_entropy_with_logits, 1, True), (F.mse_loss, 1, True), (F.mse_loss, WIDTH * 4, False)],
+    [(F.binary_cross_entropy_with_logits, None, True), (F.mse_loss, None, True), (F.mse_loss, 4 * WIDTH, False)],
 )
 def test_a_sum_within_a_function_is_seen_in_the_first_step(
-    loss: Callable[..., Tensor], divisor: int, warns: bool
+    loss: Callable[..., Tensor], divisor: int | None, warns: bool
 ) -> None:
     """As in the VAE of pytorch/examples; one that is divided may be a mean."""
 
-    def summed(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output, target, reduction="sum") / divisor - 0.5 * output.square().mean()
+    def function(output: Tensor, target: Tensor) -> Tensor:
+        total = loss(output, target, reduction="sum")
+        return (total / divisor if divisor else total) - 0.5 * output.square().mean()
 
-    def undivided(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output, target, reduction="sum") - 0.5 * output.square().mean()
-
-    function, target = undivided if divisor == 1 else summed, torch.rand(11, WIDTH)
+    target = torch.rand(11, WIDTH)
     _, caught, _ = step(function, target)
     assert [text for text in caught if "pass reduction='sum' to penstock.pipeline" in text] == caught
     assert len(caught) == warns
