@@ -95,7 +95,7 @@ verify no:file --ranks 0 | --ranks 0: expected an integer >= 1
 verify no:file --replicas 2 --transport local | replicas need one process per rank; omit --transport local
 verify no:file --schedule all --replicas 2 | --schedule all: one process drives all ranks; omit --transport and
 verify no:file --schedule gpipe,chimera --ranks 3 | chimera works with an even number of ranks
-verify no:file --transport shm | --transport shm: expected local, distributed, staged, or a factory as module:function
+verify no:file --transport shm | --transport shm: expected local, auto, distributed, staged, or a factory
 verify no:file --transport show.py:nothing | --transport 'show.py:nothing': show.py has no function 'nothing'
 demo --ranks 0 | --ranks 0: the demo's model has 4 blocks, at least one for each rank; pass 1 to 4
 demo --microbatches 33 | a batch of the demo has 32 rows

@@ -10,6 +10,7 @@ import pytest
 import penstock
 from distributed import jobs
 from penstock import ArgumentError, pipeline
+from penstock.runtime.execute.transport_choice import TRANSPORTS, TransportSpec
 from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
 from penstock.testing.transport_scripts import scripts_for
@@ -77,6 +78,15 @@ def fail(rank: int, kind: type[Exception]) -> None:
     penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1, kind))
 
 
+def verify_by_name(rank: int) -> str:
+    """What a row in the table of transports gives."""
+    TRANSPORTS["sockets"] = TransportSpec(factory=sockets)  # type: ignore[index]
+    try:
+        return jobs.verify(rank, "mlp", {"microbatches": 3, "transport": "sockets"})[1]
+    finally:
+        del TRANSPORTS["sockets"]  # type: ignore[arg-type]
+
+
 def test_conformance_of_two_threads() -> None:
     assert check_factory(sockets) == [script.__name__ for script in scripts_for(collectives=False)]
 
@@ -123,6 +133,10 @@ def test_verified_over_sockets(ranks3: Ranks) -> None:
     options = {"schedule": "zb-v", "microbatches": 6, "transport": sockets}
     for ok, summary, _ in ranks3.run(jobs.verify, "deep_with_dropout", options):
         assert ok, summary
+
+
+def test_a_transport_has_a_name_by_one_row(ranks2: Ranks) -> None:
+    assert all("bitwise identical" in summary for summary in ranks2.run(verify_by_name))
 
 
 def test_a_rank_that_is_done_first_fails_nobody(ranks3: Ranks) -> None:

@@ -56,8 +56,8 @@ class Case(SplitOptions):
     reduction: ReductionName | None = option("Reduction of the loss over the batch; default: mean.")
     replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
-        "local: all ranks in one process (the default without replicas); distributed: one process per rank; "
-        "staged: the same, through the host's memory; or FILE:FACTORY, a function that makes a transport.",
+        "local: all ranks in one process (the default without replicas). auto (the default with them), distributed, "
+        "staged, or FILE:FACTORY: one process per rank, with this transport of pipeline().",
         metavar="NAME",
     )
     exact: bool | None = option("Require bitwise equality; default: wherever it is promised.", "--exact/--no-exact")
@@ -198,15 +198,16 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _choice(name: str | None) -> TransportChoice:
     """Return `transport=` of `penstock.verify`. Raise ArgumentError if there is no such choice."""
-    from penstock.distributed.launch.target import load_function
-
-    if name in (None, "local", "distributed"):  # where the ranks run; the library chooses the transport
+    if name in (None, "local"):
         return "auto"
-    if name == "staged":
-        return "staged"
+    from penstock.distributed.launch.target import load_function
+    from penstock.runtime.execute.transport_choice import TRANSPORTS
+
+    if name in TRANSPORTS:
+        return name
     if ":" not in name:
         raise ArgumentError(
-            f"--transport {name}: expected local, distributed, staged, or a factory as module:function or "
+            f"--transport {name}: expected local, {', '.join(TRANSPORTS)}, or a factory as module:function or "
             "file.py:function"
         )
     factory: TransportFactory = load_function(name, "--transport")

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from penstock._base.gradients import check_grad_dtype
 from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.execute.transport_choice import TransportChoice, TransportName
+from penstock.runtime.execute.transport_choice import TRANSPORTS, TransportChoice
 from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, check_not_class
@@ -139,10 +139,9 @@ class Options:
                 raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
             if value is not None and not (isinstance(value, Collection) and all(isinstance(n, str) for n in value)):
                 raise ArgumentError(f"{name}={value!r}: expected a list of names of modules, or None")
-        transports = get_args(TransportName)
-        if self.transport not in transports and not callable(self.transport):
+        if not callable(self.transport) and self.transport not in tuple(TRANSPORTS):
             raise ArgumentError(
-                f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
+                f"transport={self.transport!r}: expected one of {', '.join(map(repr, TRANSPORTS))}, or a function of a "
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
         if not isinstance(self.features, Sequence) or not all(map(callable, self.features)):

@@ -1,6 +1,6 @@
 """Timelines in: the folder that a run leaves (`runs/`), and traces of others.
 
-`files.py` takes files: Chrome's and Perfetto's traces, Kineto's among them (`chrome.py`), tables and lists
+`formats.py` takes files: Chrome's and Perfetto's traces, Kineto's among them (`chrome.py`), tables and lists
 (`columns.py`). Out come recordings of events (`event.py`), put on one clock (`clocks.py`), and `TraceSteps`: the
 steps that they show of which schedule (`measured.py`). `penstock.report.perfetto` writes them. Does not load torch.
 

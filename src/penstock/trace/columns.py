@@ -78,6 +78,11 @@ def read_rows(
     return TraceData(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
 
 
+def has_times(text: str) -> bool:
+    """Return whether the first line of a CSV names a column of times, as tables of events do and schedules do not."""
+    return any(_parse_time(column.strip(' "')) for column in re.split(r"[,;\t]", text.partition("\n")[0].strip()))
+
+
 def _check_columns(row: Any, file: str) -> None:
     """Raise ArgumentError if a column is missing."""
     row = row if isinstance(row, dict) else {}

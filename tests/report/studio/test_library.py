@@ -119,6 +119,8 @@ def test_a_file_for_each_rank_is_one_entry(studio: TestClient, folder: Path) -> 
     found = studio.get("/api/open", params={"name": "traced"}).json()
     assert (found["schedule"], found["explanation"]["ranks"]) == ("1f1b", 2)
     assert studio.get("/report", params={"name": "traced"}).status_code == 200
+    (folder / "ends.csv").write_text("op,microbatch,rank,begin_ms,end_ms\nF,0,0,0,1\nF,0,1,1,2\nB,0,1,2,3\nB,0,0,3,4\n")
+    assert studio.get("/api/open", params={"name": "ends.csv"}).json()["kind"] == "run"
 
 
 def test_no_message_says_where_the_folder_is(studio: TestClient, folder: Path) -> None:

@@ -15,6 +15,7 @@ from penstock.report.web.timeline_data import band, timeline_data
 from penstock.schedule import Schedule, from_csv
 from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate
+from penstock.trace.columns import has_times
 from penstock.trace.formats import SUFFIXES
 from penstock.trace.runs import is_run, read_run
 
@@ -77,7 +78,7 @@ def _timeline(bands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _read_schedule(path: Path) -> Schedule | None:
     """Read the schedule in a CSV; None if it has columns of events instead."""
     text = read_text(path, repr(path.name))
-    if "start_us" in text.partition("\n")[0]:
+    if has_times(text):
         return None
     return require_legal(from_csv(text, path.stem), path.name)
 

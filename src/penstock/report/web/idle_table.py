@@ -25,6 +25,13 @@ class Idle:
         names = dict.fromkeys(name for causes in self.causes for name in causes)
         return [name for name in names if any(causes.get(name, 0.0) > 0.001 * self.longest for causes in self.causes)]
 
+    @property
+    def columns(self) -> list[tuple[str, tuple[float, ...]]]:
+        """The table's columns: a heading, and the seconds of each rank."""
+        return [("computes", self.computes)] + [
+            (name, tuple(causes.get(name, 0.0) for causes in self.causes)) for name in self.names
+        ]
+
     def total(self, rank: int) -> float:
         return self.computes[rank] + sum(self.causes[rank].values())
 

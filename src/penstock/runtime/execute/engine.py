@@ -42,7 +42,13 @@ from penstock.runtime.execute.program import (
     run_timed,
     with_profiler_ranges,
 )
-from penstock.runtime.execute.transport_choice import NOTHING_STAGED, TransportChoice, make_transport, staged_note
+from penstock.runtime.execute.transport_choice import (
+    NOTHING_STAGED,
+    TransportChoice,
+    find_transport,
+    make_transport,
+    staged_note,
+)
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
@@ -109,7 +115,7 @@ class Engine:
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
-        self.control = Control(world, device, timeouts, group_options, staged=transport == "staged")
+        self.control = Control(world, device, timeouts, group_options, staged=find_transport(transport).staged)
         self._choice = transport
         watchdog = self.control.watchdog
         follows = not world.is_local and has_events(device)  # how far the device has come
@@ -133,7 +139,7 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """What users should know of how the ranks of other processes are reached."""
         if self.control.staging is None:
-            return (NOTHING_STAGED,) if self._choice == "staged" else ()
+            return (NOTHING_STAGED,) if find_transport(self._choice).staged else ()
         return (staged_note(self._choice, self.control.staging.device),)
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, cast, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 
@@ -31,8 +32,34 @@ from penstock.runtime.transport.staging import HOST, StagedTransport
 
 TransportName = Literal["auto", "distributed", "staged"]
 TransportChoice = TransportName | TransportFactory
-"""What carries values between processes: "auto" uses shared memory between CPU ranks of one machine, "distributed"
-uses `torch.distributed`; "staged" is "auto" by way of the host's memory; a factory makes the user's own transport."""
+"""What carries values between processes: a name in `TRANSPORTS`, or a factory of the user's own transport."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """What a transport's name stands for.
+
+    Attributes:
+        shares_memory: use shared memory between CPU ranks of one machine, and `torch.distributed` otherwise.
+        staged: carry values from accelerators by way of the host's memory.
+        factory: makes the transport, as a user's factory does; None: one of the above.
+    """
+
+    shares_memory: bool = False
+    staged: bool = False
+    factory: TransportFactory | None = None
+
+
+TRANSPORTS: dict[TransportName, TransportSpec] = {
+    "auto": TransportSpec(shares_memory=True),
+    "distributed": TransportSpec(),
+    "staged": TransportSpec(shares_memory=True, staged=True),
+}
+
+
+def find_transport(choice: TransportChoice) -> TransportSpec:
+    """Return what a name or a user's factory stands for."""
+    return TransportSpec(factory=choice) if callable(choice) else TRANSPORTS[choice]
 
 
 def make_transport(
@@ -45,15 +72,16 @@ def make_transport(
             one accelerator without `staged`.
         Exception: whatever the factory raised.
     """
+    spec = find_transport(choice)
     staging = control.staging
     on_host = device.type == "cpu" or staging is not None
-    can_share = choice in ("auto", "staged") and on_host and Neighbors.supported()
+    can_share = spec.shares_memory and on_host and Neighbors.supported()
     gathered: list[tuple[str, bool, str]] = control.gather(
         (_choice_name(choice), can_share, accelerator_id(device)), "its transport"
     )
     with control.agreed():
         _check_same([name for name, _, _ in gathered], control.world.number)
-        if not (callable(choice) or choice == "staged"):
+        if spec.factory is None and not spec.staged:
             check_distinct_accelerators([accelerator for _, _, accelerator in gathered])
             check_queues(len(groups.members) if device.type == "cuda" and staging is None else 1)
     plain = DistributedTransport(rank, groups, device if staging is None else HOST, pinned=staging is not None)
@@ -63,8 +91,8 @@ def make_transport(
             neighbors = Neighbors(rank, control.gather_pipeline)
     transport: Transport = SharedMemoryTransport(plain, neighbors) if neighbors and neighbors.ranks else plain
     transport = transport if staging is None else StagedTransport(transport, staging)
-    if callable(choice):
-        custom = _make_custom(choice, rank, device, control)
+    if spec.factory is not None:
+        custom = _make_custom(spec.factory, rank, device, control)
         return Combined(
             rank, plain.ranks, custom, transport if missing_methods(custom, COLLECTIVES) else cast(Transport, custom)
         )
@@ -80,12 +108,13 @@ NOTHING_STAGED = (
 def staged_note(choice: TransportChoice, device: torch.device) -> str:
     """Return the note for users on a staged transport."""
     reason = "since transport='staged' was given"
-    if choice != "staged":
+    spec = find_transport(choice)
+    if not spec.staged:
         reason = (
             f"since torch.distributed was initialized without NCCL for {device.type!r}; with "
             "init_process_group('cpu:gloo,cuda:nccl'), GPUs exchange them directly"
         )
-    payload = "sums travel" if callable(choice) else "values and sums travel"
+    payload = "sums travel" if spec.factory else "values and sums travel"
     return f"transport: staged: {payload} from {device} through the host's memory, {reason}"
 
 
@@ -101,7 +130,8 @@ def _check_same(names: Sequence[str], number: int) -> None:
     """Raise ArgumentError if one rank has a factory and another something else."""
     own_name = names[number]
     other = next((rank for rank, name in enumerate(names) if name != own_name), None)
-    if other is None or {own_name, names[other]} <= {repr(name) for name in get_args(TransportName)}:
+    own_kinds = {repr(name) for name, spec in TRANSPORTS.items() if spec.factory is None}
+    if other is None or {own_name, names[other]} <= own_kinds:
         return
     raise ArgumentError(
         f"transport: rank {number} has {own_name}, and rank {other} {names[other]}; every rank must pass the same"
