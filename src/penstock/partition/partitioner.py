@@ -14,10 +14,7 @@ from penstock._base.formatting import pluralize
 from penstock._base.marks import computing
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Candidate, candidates, cut_at, possible_units
-from penstock.partition.cut.choice import Balance, BalanceChoice
-from penstock.partition.cut.hierarchy import choose_opening, count_blocks, extend_opening, opening_for
-from penstock.partition.decision import (
+from penstock.partition.choose_cuts import (
     NO_LIMIT,
     WORTH_MOVING,
     Decision,
@@ -26,13 +23,20 @@ from penstock.partition.decision import (
     decide,
     decide_by_measuring,
 )
+from penstock.partition.cut.balance import Balance, BalanceChoice
+from penstock.partition.cut.candidates import Candidate, candidates, cut_at, possible_units
+from penstock.partition.cut.opening import choose_opening, count_blocks, extend_opening, opening_for
+from penstock.partition.given_model import as_module, default_kwargs
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import MakeSplitter
-from penstock.partition.recorder.attempts import record
-from penstock.partition.recording.recording import RandomSource, Recording
+from penstock.partition.names import known_names, public_name
+from penstock.partition.nested import input_path
+from penstock.partition.obstacles import Obstacle
+from penstock.partition.record.attempts import record
+from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explain_obstacle
-from penstock.partition.source import Obstacle
-from penstock.partition.stages.lengths import Dims, Lengths, resize_inputs
+from penstock.partition.stages.cut_recording import CutRecording
+from penstock.partition.stages.interpolation import Dims, Lengths, resize_inputs
 from penstock.partition.stages.partition import (
     Leaf,
     Partition,
@@ -42,12 +46,9 @@ from penstock.partition.stages.partition import (
     origins,
     unused_note,
 )
-from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
-from penstock.partition.state.assumptions import Assumptions, Attributes
-from penstock.partition.units.chain import as_module, default_kwargs, known_names
-from penstock.partition.units.units import Opening, UnitSpec, find_units, public_name, refuse_compiled, refuse_lazy
-from penstock.partition.values.objects import input_path
+from penstock.partition.state.settings import Assumptions, Attributes
+from penstock.partition.units import Opening, UnitSpec, find_units, refuse_compiled, refuse_lazy
 
 Division = tuple[Decision, Opening]
 """Where a model is cut, and which modules are opened for it."""

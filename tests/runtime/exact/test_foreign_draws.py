@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock import pipeline, verify
 from penstock._base.errors import PartitionError
-from penstock.partition.recorder import foreign
+from penstock.partition.record import python_draws
 from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven
@@ -174,8 +174,8 @@ def test_a_bit_generator_of_the_users_own_is_looked_at() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        states = foreign.generator_states()
+        states = python_draws.generator_states()
         np.random.random()
-        assert foreign.generator_states() != states
+        assert python_draws.generator_states() != states
     finally:
         np.random.set_bit_generator(before)

@@ -26,10 +26,10 @@ from penstock._base.pytree import flatten
 from penstock._base.stages import TensorMeta
 from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
-from penstock.partition.recording.recording import tensor_meta
-from penstock.partition.run.loan import untouched_generators
-from penstock.partition.state.reach import Reach
-from penstock.partition.watch.work import OpCall, argument_names, count_operations, find_group, list_tensors
+from penstock.partition.record.fakes import untouched_generators
+from penstock.partition.record.op_work import OpCall, argument_names, count_operations, find_group, list_tensors
+from penstock.partition.recording import tensor_meta
+from penstock.partition.state.reachable import Reach
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input
