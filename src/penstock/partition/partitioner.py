@@ -68,14 +68,14 @@ class Partitioner:
         model: a module, unedited; or a list of modules, each of which gets what the one before it returned (layers, or
             ready-made stages if there are as many as `stages`).
         stages: how many.
-        cuts: names of the modules or lines at which stages 1.. begin (see `places`), in program order; chosen by
+        cuts: names of the modules or lines at which stages 1.. begin (see `cut.names`), in program order; chosen by
             `balance` if not given.
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
         room: what stages may take of memory.
-        balance: what to spread evenly over the stages; see `Choice`. Times are measured by `weigh`; until then, cuts
-            even out the work.
+        balance: what to spread evenly over the stages; see `BalanceChoice`. Times are measured by `weigh`; until then,
+            cuts even out the work.
 
     Raises ArgumentError for invalid arguments, PartitionError (also when called) for a model that cannot be recorded
     or cut as asked.

@@ -246,7 +246,7 @@ class Recording:
         notes: what the user should know.
         unit_spec: what was learned about which modules run as a whole.
         left: what the forward leaves in attributes and shared objects.
-        opening: which modules were opened for cuts.
+        opening: which modules were opened because the user asked, for cuts, or for balance.
         needed: canonical names of the parameters that the result depends on, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.

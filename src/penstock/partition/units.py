@@ -6,8 +6,7 @@ opened.
 
 Other modules are opened so that cuts can fall inside them (`Opening`): a stage of a hierarchical model (ConvNeXt, Swin,
 MaxViT) is one element of a list, yet may do most of the work. A module is opened if `split_inside=` names it, if a cut
-lies
-inside it, or if the stages would be less even with it whole.
+lies inside it, or if the stages would be less even with it whole.
 
 Random streams are unaffected: draws inside a block come from the stream of its innermost module, wherever that is
 called. Only what an opened module draws in its own forward would come from another stream if it ran as a whole. So such

@@ -47,7 +47,7 @@ def raising_line(error: BaseException) -> str:
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "penstock"}) - {"__main__"}
 
-_CACHED = type(cache(id))
+CACHED = type(cache(id))
 
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """The attributes that torch itself keeps in every module, or in recurrent ones."""
@@ -68,7 +68,7 @@ def iter_functions(member: Any) -> Iterator[FunctionType]:
     """Yield the functions of a class's member: a method or property, and what its decorators wrap
     (`@can_return_tuple`)."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    while isinstance(member, (FunctionType, _CACHED)):
+    while isinstance(member, (FunctionType, CACHED)):
         if isinstance(member, FunctionType):
             yield member
         member = getattr(member, "__wrapped__", None)

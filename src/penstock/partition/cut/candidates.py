@@ -38,7 +38,7 @@ WORTH_FINER = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A call, usually the first one of a module, before which the model can be cut; see `places`.
+    """A call, usually the first one of a module, before which the model can be cut; see `names`.
 
     `weight`: the total from here to the next candidate, in the measure to be balanced.
     """

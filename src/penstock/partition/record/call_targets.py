@@ -71,7 +71,7 @@ def taking_gradient(tensor: Tensor) -> Tensor:
 
 
 def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function, as one call of torch's for function modes. `closures.apart` may have taken any of it apart."""
+    """Call a function, as one call of torch's for function modes; `replace_functions` may have taken it apart."""
     if has_torch_function((function, *args)):
         return handle_torch_function(called, args, function, *args, **kwargs)
     flat = flatten((function, args, kwargs))

@@ -3,7 +3,7 @@
 Their values are not known when a forward is recorded, and must not be, since a recording would freeze them. So an
 object without a value stands in for each number; it supports comparison and arithmetic. The stand-in for an array can
 only be turned into a tensor. When the forward asks for an outcome (`if torch.rand([]) < 0.1:`), it gets the answer that
-this recording was given. `branches` records the other paths too, and merges them.
+this recording was given. `random_branches` records the other paths too, and merges them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.partition import user_code
 from penstock.partition.nested import NodeValue
 from penstock.partition.record import python_draws
 from penstock.partition.record.graph_writer import Writer
-from penstock.partition.record.known_values import KnownValues
+from penstock.partition.record.known_values import KnownValues, compare_drawn
 from penstock.partition.recording import Ask, walk
 from penstock.partition.units import RecordAgain
 
@@ -71,24 +71,20 @@ for _name in (*COMPARISONS, *ARITHMETIC, *(f"r{name}" for name in ARITHMETIC), *
 
 
 class DrawnNumber(Drawn):
-    """`low`, `high`: its bounds, which may decide a comparison for certain (with a rate of 0, say)."""
+    """`compare`: see `compare_drawn`, with its bounds; None if these are unknown."""
 
-    def __init__(self, chance: Chance, node: fx.Node, low: float | None = None, high: float | None = None) -> None:
+    def __init__(self, chance: Chance, node: fx.Node, compare: Callable[..., bool | None] | None = None) -> None:
         super().__init__(chance, node)
-        self.low, self.high = low, high
+        self.compare = compare
 
     def __bool__(self) -> bool:
         return self.chance.decide(self.node)
 
     def _compare(self, function: Callable[..., Any], other: Any) -> Any:
-        if (
-            isinstance(other, (bool, int, float))
-            and self.low is not None
-            and function not in (operator.eq, operator.ne)
-        ):
-            always = function(self.low, other)
-            if always == function(self.high, other):
-                return always
+        if self.compare is not None and isinstance(other, (bool, int, float)):
+            outcome = self.compare(function.__name__, other)
+            if outcome is not None:
+                return outcome
         return self._calculate(function, other)
 
     def _calculate(self, function: Callable[..., Any], *operands: Any, reflected: bool = False) -> Any:
@@ -237,7 +233,7 @@ class Chance:
         if not all(isinstance(a, (bool, int, float, str, tuple, type(None))) for a in values):
             self.refuse(f"{name} of objects")
         value = function(*args, **kwargs)
-        return self._stand_in(value, python_draws.draw, (name, *args), kwargs, *_bounds(name, values))
+        return self._stand_in(value, python_draws.draw, (name, *args), kwargs, _comparison(name, values))
 
     def _call_whole(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
         writer = self._writer
@@ -259,7 +255,7 @@ class Chance:
         return self._stand_in(value, function, node_args, node_kwargs)
 
     def _stand_in(
-        self, value: Any, target: Any, args: Any, kwargs: Any, low: float | None = None, high: float | None = None
+        self, value: Any, target: Any, args: Any, kwargs: Any, compare: Callable[..., bool | None] | None = None
     ) -> Any:
         """Return a stand-in for a drawn number or array, of which only the kind is used."""
         self._generators = python_draws.generator_states()
@@ -272,7 +268,7 @@ class Chance:
         if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._writer.write_number("call_function", target, args, kwargs, draws=True)
-        return DrawnArray(self, node, value) if is_array else DrawnNumber(self, node, low, high)
+        return DrawnArray(self, node, value) if is_array else DrawnNumber(self, node, compare)
 
     def refuse(self, subject: str) -> NoReturn:
         refusal = f"{self._writer.current_position()} uses {subject}, which a recording cannot follow. {REMEDY}"
@@ -281,25 +277,26 @@ class Chance:
         raise PartitionError(refusal)
 
 
-def _bounds(name: str, values: Sequence[Any]) -> tuple[float | None, float | None]:
-    """Return the bounds of a drawn number."""
+def _comparison(name: str, values: Sequence[Any]) -> Callable[..., bool | None] | None:
+    """Return what compares a number, drawn by this function with these arguments, with a bound; None if its own bounds
+    are unknown."""
     if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
-        return 0.0, 1.0
+        return compare_drawn
     bounds = values or (0.0, 1.0)
     if name.endswith(".uniform") and len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds):
-        return min(bounds), max(bounds)
-    return None, None
+        return partial(compare_drawn, low=min(bounds), high=max(bounds), closed=True)  # sums are rounded
+    return None
 
 
 def replace_drawn(tree: Any) -> Any:
     """Replace drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
-    if isinstance(tree, DrawnArray):
-        return numpy.zeros(tree.shape, tree.dtype)
-    if isinstance(tree, Drawn):
-        return 0.5
-    if type(tree) in (tuple, list):
-        return type(tree)(map(replace_drawn, tree))
-    return {key: replace_drawn(value) for key, value in tree.items()} if type(tree) is dict else tree
+
+    def replace(leaf: Any) -> Any:
+        if isinstance(leaf, DrawnArray):
+            return numpy.zeros(leaf.shape, leaf.dtype)
+        return 0.5 if isinstance(leaf, Drawn) else leaf
+
+    return map_aggregate(tree, replace)
 
 
 def holds_drawn(tree: Any) -> bool:

@@ -140,16 +140,14 @@ class KnownValues:
         return value
 
     def _decide_comparison(self, function: Callable[..., Any], args: Any) -> Tensor | None:
-        """Return the result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop
-        at rate 0; otherwise None."""
+        """Return the result of comparing uniform numbers with a bound if that is certain; otherwise None."""
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
             return None
-        below, above = ("lt", "__lt__"), ("ge", "__ge__")
-        name = getattr(function, "__name__", "")
-        if name not in (*below, *above) or 0 < args[1] < 1:
+        outcome = compare_drawn(getattr(function, "__name__", ""), args[1])
+        if outcome is None:
             return None
         with unset_fake_temporarily():
-            return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
+            return torch.full(args[0].shape, outcome, device=args[0].device)
 
     def expose(self, tensors: Iterable[Tensor]) -> None:
         """Call this before known values are used together with unknown ones: fakes then stand in for the known ones.
@@ -191,6 +189,20 @@ class KnownValues:
                 self._origins.setdefault(storage_id(leaf), self._calls)
                 if from_inputs:
                     self._from_inputs.add(storage_id(leaf))
+
+
+def compare_drawn(name: str, bound: float, low: float = 0.0, high: float = 1.0, *, closed: bool = False) -> bool | None:
+    """Return what `number < bound` gives, or another comparison, if that is certain for a number in [low, high), as for
+    layer drop at rate 0; None otherwise. `closed`: the number may also be `high`."""
+    name = name.strip("_")
+    if name not in ("lt", "le", "gt", "ge"):
+        return None
+    equal_is_above = name in ("lt", "ge")
+    if high < bound or (high == bound and not (closed and equal_is_above)):
+        return name in ("lt", "le")
+    if low > bound or (low == bound and equal_is_above):
+        return name in ("gt", "ge")
+    return None
 
 
 def _make_numbers(tensor: Tensor, scale: int) -> Tensor:

@@ -134,7 +134,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 RUNNING = ("running_mean", "running_var")
 """Arguments of batch norm that are updated only in training, whatever the schema says."""
 
-OVERWRITES = ("copy_", "zero_", "fill_")
+OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_")
 """Operators that write all of their first argument, and take nothing of what was there."""
 
 SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())  # noqa: SIM905

@@ -219,7 +219,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._backups[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Undoe what the forward wrote to tensors that existed before."""
+        """Undo what the forward wrote to tensors that existed before."""
         for memory, copy in self._backups.values():
             memory.copy_(copy)
 

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from penstock._base.closures import contents
 from penstock.partition.nested import CONSTANTS, hides_tensors
-from penstock.partition.user_code import TORCH_ATTRIBUTES, is_library, package_name
+from penstock.partition.user_code import CACHED, TORCH_ATTRIBUTES, is_library, package_name
 
 MAX_ENTRIES = 1000
-"""Containers with more entries count as tables, not as places where a forward leaves something."""
+"""Containers with more entries count as tables, not as places where a forward leaves something. `settings`, which looks
+at every step, compares no more than `LENGTH`."""
 
 PLAIN_OBJECTS = {"argparse", "collections", "types"}
 """Modules of the standard library whose objects exist to hold what users put there."""
@@ -36,6 +37,7 @@ WARNED = "__warningregistry__"
 """A file's first warning makes this global; it is not state."""
 
 DEPTH = 5
+"""How many objects and containers deep to look, from an attribute of a module on."""
 INTERNAL = TORCH_ATTRIBUTES - {"training"}
 
 
@@ -296,7 +298,6 @@ def refill(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
-CACHED = type(functools.cache(lambda: None))
 _CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, property)
 
 FILES = 3

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.pytree import fields
+from penstock.partition.state.reachable import DEPTH
 from penstock.partition.user_code import TORCH_ATTRIBUTES, iter_functions, package_name
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
-DEPTH = 4
-"""How deep to look into nested objects."""
 LENGTH = 64
 """Longer containers are compared by identity only."""
 LARGEST_ARRAY = 2**16
@@ -88,7 +87,7 @@ class Assumptions:
         for name, module in self.opened.items():
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
-                    numbers = tuple(None if v is None else _Same(v) for v in value.values() if not _is_ours(v))
+                    numbers = tuple(None if v is None else _Same(v) for v in value.values() if not _is_penstocks(v))
                     if numbers:
                         readings[name, attribute] = numbers
                 elif attribute not in TORCH_ATTRIBUTES:
@@ -215,7 +214,7 @@ def _parts(value: Any) -> dict[str, Any] | None:
     return parts if parts or isinstance(value, (list, tuple, deque, dict)) else None
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_penstocks(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("penstock.")
 
 
