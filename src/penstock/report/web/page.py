@@ -82,7 +82,8 @@ def page(contents: Contents) -> str:
         series_data=embedded("course-data", [asdict(series) for series in contents.series]),
     )
     style = asset("timeline.css") + asset("report.css")
-    return frame(f"{contents.title} - Penstock", body, style=style, script=bundle("report.js"))
+    script = bundle("report.js") if contents.bands or contents.series else ""
+    return frame(f"{contents.title} - Penstock", body, style=style, script=script)
 
 
 def _percent(value: float, total: float) -> str:

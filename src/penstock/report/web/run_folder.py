@@ -12,7 +12,7 @@ import numpy as np
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan.explain import Explanation
-from penstock.report.web.contents import Contents, Metric, PeakMemory, Series, date_text, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory, Section, Series, date_text, duration
 from penstock.report.web.explained import TURNS_NOTE, comparison_bands, idle_metrics, prediction_metrics, vs_prediction
 from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band
@@ -84,7 +84,7 @@ def from_run(
         memory=tuple(memory),
         memory_note=" ".join(_MEMORY_NOTES[source] for source in dict.fromkeys(peak.source for peak in memory)),
         series=(*_training_series(steps), *_peak_series(run)),
-        facts=tuple(_facts(run)),
+        sections=(Section("What was run", facts=_facts(run)),),
         numbers=numbers,
         explanation=explanation,
     )
