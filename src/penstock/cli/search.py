@@ -117,7 +117,7 @@ def _alternative(result: SearchResult, other: Outcome) -> dict[str, Any]:
     }
 
 
-def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
+def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool) -> dict[str, str]:
     """Return the lines that a search adds to its schedule's metrics. `measured`: costs are cut for each placement."""
     where, (bound,) = describe_placement(result.schedule.placement), format_all([result.lower_bound_seconds])
     lines = {

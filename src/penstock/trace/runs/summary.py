@@ -200,8 +200,8 @@ def differences(runs: Sequence[RunSnapshot]) -> dict[str, list[Any]]:
     return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
 
 
-def common_steps(runs: Sequence[RunSnapshot], max_count: int = 8) -> list[int]:
-    """Numbers of steps that all runs have taken, evenly apart, the last one included."""
+def common_steps(runs: Sequence[RunSnapshot]) -> list[int]:
+    """Return up to eight steps that all runs have taken, evenly apart, the last one included."""
     common = sorted(set.intersection(*({record.step for record in run.steps} for run in runs)))
-    stride = max(1, -(-len(common) // max_count))
+    stride = max(1, -(-len(common) // 8))
     return common[::-1][::stride][::-1]
