@@ -24,8 +24,8 @@ from penstock._base.files import write_text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, output_option, print_json, screen
-from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import costs_of_stages, format_all
+from penstock.cli._schedule_options import ScheduleOptions
 from penstock.costs import Outcome, with_one_model
 from penstock.report.colors import LIGHT, ink, shade
 from penstock.report.svg import WIDTH, drawing_unit, make_panel
@@ -49,7 +49,7 @@ def check_suffix(option: str, file: Path | None, *suffixes: str) -> None:
 
 
 def draw(
-    order: OrderOptions,
+    requested: ScheduleOptions,
     costs: CostOptions,
     width: int | None = output_option(
         "Characters per line (default: the terminal's); of a file, pixels (default 960)."
@@ -73,18 +73,18 @@ def draw(
     if background is not None and not files:
         raise ArgumentError("--background has no effect without --svg or --png; pass one of them")
     if not (text or with_messages or as_json):
-        figure = _Figure.of(order, costs)
+        figure = _Figure.of(requested, costs)
         if files:
             figure.write(svg, png, background, WIDTH if width is None else width)
         else:
-            figure.print(screen(), width, alone=not order.is_many)
+            figure.print(screen(), width, alone=not requested.is_many)
         return
     if files:
         raise ArgumentError(f"{files[0]}: a file shows the figure; omit --text, --with-messages and --json")
-    schedule = order.one()
+    schedule = requested.one()
     schedule_to_print = add_communication(schedule) if with_messages else schedule
     if as_json:
-        print_json(_times(Outcome.simulated(schedule, costs.read(order.count, order.ranks)), schedule_to_print))
+        print_json(_times(Outcome.simulated(schedule, costs.read(requested.count, requested.ranks)), schedule_to_print))
         return
     if costs != CostOptions() or width is not None:
         raise ArgumentError(
@@ -103,16 +103,16 @@ class _Figure:
     omitted: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, order: OrderOptions, costs: CostOptions) -> _Figure:
+    def of(cls, requested: ScheduleOptions, costs: CostOptions) -> _Figure:
         is_timed = costs != CostOptions()
-        if not order.is_many:
-            schedule = order.one()
-            timed = [Outcome.simulated(schedule, costs.read(order.count, order.ranks))] if is_timed else []
+        if not requested.is_many:
+            schedule = requested.one()
+            timed = [Outcome.simulated(schedule, costs.read(requested.count, requested.ranks))] if is_timed else []
             return cls([schedule], timed)
-        schedules, refused = order.all()
+        schedules, refused = requested.all()
         outcomes = dict[Any, Outcome]()
         if is_timed:
-            outcomes, refused = with_one_model(costs.read(order.count, order.ranks), schedules, refused)
+            outcomes, refused = with_one_model(costs.read(requested.count, requested.ranks), schedules, refused)
         drawn = [schedules[key] for key in (outcomes or schedules)]
         return cls(drawn, [*outcomes.values()], {name: reason for (name, *_), reason in refused.items()})
 

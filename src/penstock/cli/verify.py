@@ -29,7 +29,7 @@ from penstock._base.errors import (
 )
 from penstock._base.formatting import pluralize
 from penstock.cli._options import CUT, JSON, USUAL_OR_BATCH_SIZE, option, output_option, print_json, screen
-from penstock.cli._order import ALL, check_size, parse_schedules
+from penstock.cli._schedule_options import ALL, check_size, parse_schedules
 from penstock.cli._target import TARGET, SplitOptions, load_target
 from penstock.distributed.launch.processes import launch
 from penstock.report.text import columns_table
