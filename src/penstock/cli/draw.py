@@ -23,7 +23,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import write_text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._options import JSON, output_option, print_json, screen
+from penstock.cli._options import JSON, check_suffix, output_option, print_json, screen
 from penstock.cli._outcome import costs_of_stages, format_all
 from penstock.cli._schedule_options import ScheduleOptions
 from penstock.costs import Outcome, with_one_model
@@ -39,13 +39,6 @@ from penstock.simulate.figures import chunks, title
 
 Background = Literal["light", "dark"]
 """Background of a figure."""
-
-
-def check_suffix(option: str, file: Path | None, *suffixes: str) -> None:
-    """Raise ArgumentError if a file has another suffix than its content; no suffix is allowed."""
-    if file is not None and file.suffix and file.suffix.lower() not in suffixes:
-        better = file.with_suffix(suffixes[0])
-        raise ArgumentError(f"{option} {file}: expected a name that ends in {' or '.join(suffixes)}, such as {better}")
 
 
 def draw(

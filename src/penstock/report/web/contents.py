@@ -99,7 +99,6 @@ class Contents:
     series: tuple[Series, ...] = ()
     sections: tuple[Section, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    unit: str = "s"
     explanation: Explanation | None = None
     plan: Plan | None = None
 

@@ -77,7 +77,7 @@ def page(contents: Contents) -> str:
         sized=format_bytes,
         percent=_percent,
         ranks_shown=_ranks,
-        data=embedded("timeline-data", timeline_data(contents.bands, unit=contents.unit)),
+        data=embedded("timeline-data", timeline_data(contents.bands)),
         numbers=embedded("numbers", finite(dict(contents.numbers))),
         series_data=embedded("course-data", [asdict(series) for series in contents.series]),
     )
