@@ -1,7 +1,4 @@
-"""The guides on cuts, planning and schedules show what their commands print; these need no device, as all is estimated.
-
-`...` stands for the rest.
-"""
+"""Guides show what their commands print; these need no device, as all is estimated. `...` stands for the rest."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def test_commands_print_what_stands_below_them(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     output = CliRunner().invoke(app, command[1:]).output
-    first, *others = [block.text for block in printed]
-    assert output.startswith(first.partition("\n")[2].removesuffix("...\n"))
+    first, *others = [block.text.removesuffix("...\n") for block in printed]
+    assert output.startswith(first.partition("\n")[2])
     for text in others:
         assert text in output
