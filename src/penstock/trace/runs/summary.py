@@ -124,7 +124,8 @@ class RunSnapshot:
     def of(cls, run: RecordedRun, most_bytes: int | None = LAST_STEPS_BYTES) -> RunSnapshot:
         """Read it. `most_bytes`: of its steps' file, read the end only, and so the last steps; None: all. Raise
         ArgumentError if a file is damaged in a way that leaves no answer."""
-        steps, (states, damaged), now = run.steps(most_bytes), run.ranks_and_damage(), time.time()
+        (states, damaged), now = run.ranks_and_damage(), time.time()
+        steps = run.steps(most_bytes)  # later, so that of a run that is over none is missing
         ranks = tuple((state, health(state, now)) for state in states)
         progress = Progress.of(steps, run.about.total_steps)
         return cls(run.path, run.about, tuple(steps), progress, ranks, tuple(damaged), now)
