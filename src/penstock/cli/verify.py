@@ -57,7 +57,7 @@ class Case(SplitOptions):
     replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
         "local: all ranks in one process (the default without replicas). auto (the default with them), distributed, "
-        "staged, or FILE:FACTORY: one process per rank, with this transport of pipeline().",
+        "staged, or a factory (FILE:FUNCTION): one process per rank, with this transport of pipeline().",
         metavar="NAME",
     )
     exact: bool | None = option("Require bitwise equality; default: wherever it is promised.", "--exact/--no-exact")
