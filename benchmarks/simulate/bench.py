@@ -72,9 +72,9 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 def command(rounds: int) -> dict[str, Any]:
     """The whole command, in this process; older code refuses so many actions unless told otherwise."""
-    from penstock.cli import _order, main
+    from penstock.cli import _schedule_options, main
 
-    vars(_order)["MAX_ACTIONS"] = 10**9
+    vars(_schedule_options)["MAX_ACTIONS"] = 10**9
     sys.argv = ["penstock", *OPTIONS.split()]
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
 

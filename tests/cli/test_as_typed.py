@@ -140,7 +140,7 @@ run show.py | the number of ranks is missing; pass --ranks 4, for example, or --
 run --plan nowhere.json show.py | plan 'nowhere.json' cannot be read
 run --ranks 0 show.py | --ranks 0: expected an integer >= 1
 run --ranks 2 --threads 0 show.py | --threads 0: expected an integer >= 1
-run --nnodes 2 --ranks 4 show.py | --nnodes is an option of torchrun; this command is for one machine: run `t
+run --nnodes 2 --ranks 4 show.py | run has no option --nnodes; run `torchrun --nnodes ...` on each machine
 run --ranks 2 shwo.py | no script 'shwo.py' in
 run --ranks 2 /dev/zero | '/dev/zero' is no regular file
 run --ranks 2 . | '.' is a folder without a __main__.py: name the script in it, or -m and a module

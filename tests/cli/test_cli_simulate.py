@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, penstock, refusal
 
-from penstock.cli import _order
+from penstock.cli import _schedule_options
 from penstock.cli._outcome import make_format
 from penstock.schedule import ScheduleSpec, add_communication, generate, names, schedule_specs, write_csv
 from penstock.schedule.generators import ScheduleParams
@@ -340,7 +340,7 @@ def test_actions_are_counted_before_they_are_made(entry: ScheduleSpec) -> None:
 
 
 def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_order, "MAX_ACTIONS", 500)
+    monkeypatch.setattr(_schedule_options, "MAX_ACTIONS", 500)
     numbers = ("--ranks", "4", "--microbatches", "8")
     assert penstock("simulate", "--schedule", "zb-v", *numbers).exit_code == 0
     assert "actions; at most 500 can be timed" in refusal("simulate", "--schedule", "all", *numbers)
@@ -349,9 +349,9 @@ def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatc
 def test_long_work_is_announced_with_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8", "--json")
     assert penstock(*options).stderr == ""
-    monkeypatch.setattr(_order, "ANNOUNCED", 60)
+    monkeypatch.setattr(_schedule_options, "ANNOUNCED", 60)
     for numba, hint in ((True, "\n"), (None, "; numba makes it several times faster (pip ")):
-        monkeypatch.setattr(_order, "find_spec", lambda _, numba=numba: numba)
+        monkeypatch.setattr(_schedule_options, "find_spec", lambda _, numba=numba: numba)
         done = penstock(*options)
         assert done.stderr.startswith(f"penstock: timing 64 actions; this may take a while{hint}")
         assert json.loads(done.stdout)["makespan"] == 33

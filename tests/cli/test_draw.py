@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli.draw import Palette, legend, proportional, slots, style
 from penstock.costs import Outcome, with_one_model
 from penstock.report import make_panel
 from penstock.report import svg as draw
+from penstock.report.terminal import Palette, legend, proportional, slots, style
 from penstock.schedule import Op, Schedule, check, generate, grid, names
 from penstock.schedule.grid import slot_timeline
 from scaffolding.some_schedules import generated

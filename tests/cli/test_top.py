@@ -14,13 +14,12 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock._base.files import write_json_line
-from penstock.cli.top import RunSnapshot
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
-from penstock.trace.runs import RankState, StepRecord
+from penstock.trace.runs import RankState, StepRecord, read_run
 from penstock.trace.runs.folder import append_lines
 from penstock.trace.runs.progress import Progress, format_duration
-from penstock.trace.runs.summary import failure_messages, health
+from penstock.trace.runs.summary import RunSnapshot, failure_messages, health
 from scaffolding.run_folders import about, says, steps
 
 ABOUT = about(2, 4)
@@ -84,10 +83,10 @@ def test_progress_is_that_of_the_last_steps() -> None:
 
 def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) -> None:
     run = Path(a_run(tmp_path / "run"))
-    assert RunSnapshot.of(run).progress is not None
+    assert RunSnapshot.of(read_run(run)).progress is not None
     (tmp_path / "run/steps.jsonl").unlink()
     write_json_line(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
-    assert RunSnapshot.of(run).progress is None
+    assert RunSnapshot.of(read_run(run)).progress is None
 
 
 def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from command_line import penstock
 from rich.console import Console
 
-from penstock.cli import _order
+from penstock.cli import _schedule_options
 from penstock.cli.verify import rank_main, show
 from penstock.schedule import schedule_spec
 from penstock.verification.comparison import Comparison, VerificationReport
@@ -359,7 +359,7 @@ def test_balance_is_what_the_stages_share() -> None:
 
 def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
-    monkeypatch.setattr(_order, "schedule_specs", lambda: [schedule_spec(name) for name in names])
+    monkeypatch.setattr(_schedule_options, "schedule_specs", lambda: [schedule_spec(name) for name in names])
     given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-full-batch")
     result = verify("cases.py:good", *given)
     assert result.exit_code == 0

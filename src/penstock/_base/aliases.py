@@ -63,6 +63,7 @@ _PEERS = {
     "omit it: messages travel while stages compute, and what was sent is freed": "overlap_p2p_comm batch_p2p_comm "
     "overlap_p2p deallocate_pipeline_outputs",
     "pass seed=": "base_seed random_seed",
+    "run `torchrun --nnodes ...` on each machine, see 'Several machines' in the guide": "nnodes",
     "omit it: the schedule has its own warm-up": "num_warmup_microbatches",
     "omit it: shapes may change from step to step": "variable_seq_lengths",
     "pass recompute=": "activation_checkpoint_interval activation_checkpointing gradient_checkpointing "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,38 +64,37 @@ class ClusterOptions:
             raise ArgumentError("--calibrate has no effect without --device; pass a device, as in --device h100")
         return None if self.device is None else device(self.device)
 
-    @property
-    def specified(self) -> ClusterOptions:
-        """These options, with defaults from the specifications of the device."""
-        device = self.kind
-        if device is None:
-            return self
-        link, per_host, inter_host_link = self.link, self.devices_per_host, self.inter_host_link
-        total = sum(kind.devices for kind in self.kinds())
-        joined = device.link.devices if device.link is not None else 0
-        if per_host is None and link is None and 0 < joined < total:
-            per_host = joined
-        if link is None and total > 1:
-            link = _text(device.link, device, "devices of a host", "--link")
-        if inter_host_link is None and per_host is not None and per_host < total:
-            inter_host_link = _text(device.network, device, "hosts", "--inter-host-link")
-        memory = self.memory or f"{device.memory_bytes:.0f}"
-        return replace(self, memory=memory, link=link, devices_per_host=per_host, inter_host_link=inter_host_link)
+    def links(self) -> tuple[LinkCost | None, int | None, LinkCost | None]:
+        """Return the link between two devices, the devices per host, and the link between hosts: as passed, or else as
+        specified for --device."""
+        device, per_host = self.kind, self.devices_per_host
+        link, inter_host_link = parse_link_cost(self.link), parse_link_cost(self.inter_host_link)
+        if device is not None:
+            total = sum(kind.devices for kind in self.kinds())
+            joined = device.link.devices if device.link is not None else 0
+            if per_host is None and link is None and 0 < joined < total:
+                per_host = joined
+            if link is None and total > 1:
+                link = _specified(device.link, device, "devices of a host", "--link")
+            if inter_host_link is None and per_host is not None and per_host < total:
+                inter_host_link = _specified(device.network, device, "hosts", "--inter-host-link")
+        if inter_host_link is not None and per_host is None:
+            raise ArgumentError(f"--inter-host-link {self.inter_host_link!r} requires --devices-per-host; pass both")
+        return link, per_host, inter_host_link
 
     @property
     def notes(self) -> list[str]:
         """One line on the devices, if --device was passed."""
-        device, options = self.kind, self.specified
+        device, (link, per_host, inter_host_link) = self.kind, self.links()
         if device is None:
             return []
-        memory = (
-            format_bytes(float(options.memory)) if options.memory and options.memory.isdecimal() else options.memory
-        )
-        parts = [device.name, f"memory {memory}", *([f"link {options.link}"] if options.link else [])]
-        if options.devices_per_host is not None and options.inter_host_link:
-            parts.append(
-                f"{pluralize(options.devices_per_host, 'device')} per host, {options.inter_host_link} between hosts"
-            )
+        size = self.memory or f"{device.memory_bytes:.0f}"
+        parts = [device.name, f"memory {format_bytes(float(size)) if size.isdecimal() else size}"]
+        if link is not None:
+            parts.append(f"link {self.link or _text(link)}")
+        if per_host is not None and inter_host_link is not None:
+            between = self.inter_host_link or _text(inter_host_link)
+            parts.append(f"{pluralize(per_host, 'device')} per host, {between} between hosts")
         return ["; ".join(parts)]
 
     def read(
@@ -105,21 +104,19 @@ class ClusterOptions:
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
-        options = self.specified
-        if options.inter_host_link is not None and options.devices_per_host is None:
-            raise ArgumentError(f"--inter-host-link {options.inter_host_link!r} requires --devices-per-host; pass both")
+        device, (link, per_host, inter_host_link) = self.kind, self.links()
         return Cluster(
-            link=parse_link_cost(options.link) or measured or NO_COST,
-            devices_per_host=options.devices_per_host,
-            inter_host_link=parse_link_cost(options.inter_host_link),
-            kinds=options.kinds(),
-            offload_link=parse_link_cost(options.offload_link),
-            action_seconds=(action_seconds or 0.0) if options.action_overhead is None else options.action_overhead,
+            link=link or measured or NO_COST,
+            devices_per_host=per_host,
+            inter_host_link=inter_host_link,
+            kinds=self.kinds(math.inf if device is None else round(device.memory_bytes)),
+            offload_link=parse_link_cost(self.offload_link),
+            action_seconds=(action_seconds or 0.0) if self.action_overhead is None else self.action_overhead,
             optimizer_byte_seconds=update,
         )
 
-    def kinds(self) -> tuple[DevicePool, ...]:
-        """Return the devices of each type."""
+    def kinds(self, memory_bytes: float = math.inf) -> tuple[DevicePool, ...]:
+        """Return the devices of each type, which have that much memory unless --memory is passed."""
         from penstock.network.quantities import parse_size
         from penstock.plan import DevicePool
 
@@ -131,7 +128,7 @@ class ClusterOptions:
                     f"--devices {self.devices!r}: expected a number, or one per device type, as in 4xold,8xnew"
                 )
             counts[match[2] or ""] = check_count("--devices", int(match[1]))
-        sizes = _by_kind("--memory", self.memory, counts, parse_size, math.inf)
+        sizes = _by_kind("--memory", self.memory, counts, parse_size, memory_bytes)
         speeds = _by_kind("--speed", self.speed, counts, _speed, 1.0)
         return tuple(DevicePool(name, number, sizes[name], speeds[name]) for name, number in counts.items())
 
@@ -161,11 +158,17 @@ def _speed(text: str) -> float:
         ) from None
 
 
-def _text(cable: Interconnect | None, device: DeviceSpec, between: str, option: str) -> str:
-    """Format a link for its option."""
+def _specified(cable: Interconnect | None, device: DeviceSpec, between: str, option: str) -> LinkCost:
+    from penstock.simulate import LinkCost
+
     if cable is None:
         raise ArgumentError(f"--device {device.key}: the link between {between} is unknown; pass {option}")
-    return f"{cable.bytes_per_second * 8e-9:.6g}gbit delay {cable.latency_seconds * 1e6:.6g}us"
+    return LinkCost(cable.latency_seconds, cable.bytes_per_second)
+
+
+def _text(link: LinkCost) -> str:
+    """Format a link as an option takes it."""
+    return f"{link.bytes_per_second * 8e-9:.6g}gbit delay {link.latency_seconds * 1e6:.6g}us"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -116,6 +117,13 @@ def check_count(option: str, count: int) -> int:
     if count > limit:
         raise ArgumentError(f"{option} {count}: expected at most {limit:,}; pass a smaller number")
     return count
+
+
+def check_suffix(option: str, file: Path | None, *suffixes: str) -> None:
+    """Raise ArgumentError if a file has another suffix than its content; no suffix is allowed."""
+    if file is not None and file.suffix and file.suffix.lower() not in suffixes:
+        better = file.with_suffix(suffixes[0])
+        raise ArgumentError(f"{option} {file}: expected a name that ends in {' or '.join(suffixes)}, such as {better}")
 
 
 def integers(option: str, text: str) -> list[int]:

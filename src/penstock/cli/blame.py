@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock._base.errors import VerificationError, check_counts
 from penstock._base.files import check_writable, write_text
 from penstock._base.formatting import pluralize
-from penstock.cli._options import JSON, REQUIRED, argument, option, output_option, print_json, screen
+from penstock.cli._options import JSON, REQUIRED, argument, check_suffix, option, output_option, print_json, screen
 from penstock.cli._target import TARGET, load_target
 
 
@@ -32,7 +32,6 @@ def blame(
     The exit status is 0 if the pipeline trains as the unsplit model does, 1 if not,
     and 2 if nothing could be compared.
     """
-    from penstock.cli.draw import check_suffix
     from penstock.verification.blame import command as job
     from penstock.verification.blame.finding import page
 

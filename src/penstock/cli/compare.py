@@ -20,11 +20,11 @@ def compare(
     Percentages are relative to the first run.
     """
     from penstock.trace.runs import read_run
-    from penstock.trace.runs.summary import Summary, common_steps, differences
+    from penstock.trace.runs.summary import RunSnapshot, common_steps, differences
 
     if len(runs) < 2:
         raise ArgumentError(f"compare {runs[0]}: expected two runs or more")
-    summaries = [Summary.from_run(read_run(path)) for path in runs]
+    summaries = [RunSnapshot.of(read_run(path), most_bytes=None) for path in runs]
     settings, steps = differences(summaries), common_steps(summaries)
     loss_by_step = [{record.step: record.loss for record in run.steps} for run in summaries]
     losses = [[losses.get(step) for step in steps] for losses in loss_by_step]

@@ -17,6 +17,7 @@ from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, 
 from penstock.cli._outcome import make_format
 from penstock.report.text import pairs, print_columns
 from penstock.report.web.contents import duration
+from penstock.report.web.idle_table import explain_idle
 from penstock.schedule import names
 from penstock.simulate.figures import title
 
@@ -288,10 +289,8 @@ def _show_ranks(explanation: Explanation, unit: float, console: Console) -> None
         "stages": [", ".join(str(stage.stage) for stage in stages) for stages in by_rank],
         "compute": [seconds(time.compute_seconds / unit) for time in ranks],
     }
-    for reason in explanation.where.ranks[0].idle_seconds:
-        if any(time.idle_seconds[reason] >= 0.001 * total for time in explanation.where.ranks):
-            idle = [seconds(time.idle_seconds[reason] / unit) for time in ranks]
-            columns[reason.value.replace(" ", "\n", 1)] = idle
+    for cause, idle in explain_idle(explanation).columns[1:]:
+        columns[cause.replace(" ", "\n", 1)] = [seconds(idle[time.rank] / unit) for time in ranks]
     columns["vs\nmean"] = [f"{sum(stage.of_mean for stage in stages) / len(stages):.2f}" for stages in by_rank]
     columns["vs\nprediction"] = [
         f"{sum(stage.seconds for stage in stages) / expected:.2f}" if expected else None

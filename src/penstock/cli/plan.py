@@ -124,7 +124,7 @@ def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Clu
     action = next((profile.action_seconds for profile in profiles if profile.action_seconds is not None), None)
     update = max(profile.optimizer_byte_seconds or 0.0 for profile in profiles)
     devices = cluster.read(measured or usual_link(profiles[0].device), action, update)
-    if cluster.specified.link is not None or measured is not None or devices.devices == 1:
+    if cluster.links()[0] is not None or measured is not None or devices.devices == 1:
         return devices, Sizes.of(profiles), ""
     note = f"{describe_link(devices.link)} for messages and all-reduces. Pass --link, or a profile made with --links."
     return devices, Sizes.of(profiles), f"Links were not measured: {note}"

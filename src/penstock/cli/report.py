@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock._base.files import write_text
-from penstock.cli._options import REQUIRED, argument, option, output_option
+from penstock.cli._options import REQUIRED, argument, check_suffix, option, output_option
 from penstock.cli.explain import PredictionOptions, read_run_folder
 
 EPILOG = """\
@@ -32,7 +32,6 @@ def report(
 
     The timeline pans and zooms by mouse, touch and keys, and shows what each action waited for.
     """
-    from penstock.cli.draw import check_suffix
     from penstock.report.web.page import page
     from penstock.report.web.screenshot import browser, write_picture
     from penstock.report.web.sources import is_fabric, load_contents

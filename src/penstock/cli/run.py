@@ -36,15 +36,9 @@ class RankOptions:
     threads: int | None = option("Threads per rank; default: cores / ranks.", "--threads")
     module: bool = option("Treat SCRIPT as a module name, as in python -m.", "--module", "-m", default=False)
     verify: bool = option("Verify each pipeline in its first step; stop if a value differs.", "--verify", default=False)
-    nnodes: str | None = option("", hidden=True)
 
     def count(self) -> int:
         """Return the number of processes to start, and set the plan in their environment."""
-        if self.nnodes is not None:
-            raise ArgumentError(
-                f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes "
-                f"{self.nnodes} --nproc-per-node {self.ranks} ...` on each machine; see 'Several machines' in the guide"
-            )
         if self.plan is None:
             if self.ranks is None:
                 raise ArgumentError("the number of ranks is missing; pass --ranks 4, for example, or --plan")

@@ -7,20 +7,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock._base.errors import ArgumentError
 from penstock._base.formatting import format_bytes
 from penstock.cli._options import JSON, argument, option, print_json, screen
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.trace.runs.summary import Summary
+    from penstock.trace.runs.summary import RunSnapshot
 
 EPILOG = (
     "Step time runs from the end of one step to that of the next (median of the last 20); the loss is the last step's."
 )
 """Epilog of the help."""
 
-_MAX_DEPTH = 3
 Sort = Literal["started", "name", "model", "schedule", "ranks", "microbatches", "state", "loss", "seconds", "bubble"]
 _STYLES = {"failed": "red", "silent": "red", "interrupted": "yellow", "training": "green"}
 
@@ -32,7 +30,9 @@ def runs(
     as_json: bool = JSON,
 ) -> None:
     """List recorded runs: model, schedule, progress, speed and state."""
-    summaries, damaged = _summaries(folder)
+    from penstock.trace.runs.summary import list_runs
+
+    summaries, damaged = list_runs(folder)
     terms = words.lower().split()
     summaries = [run for run in summaries if all(word in " ".join(_line(run, folder)).lower() for word in terms)]
     summaries.sort(key=lambda run: _key(run, sort))
@@ -56,27 +56,7 @@ def runs(
         console.print(error, style="red", markup=False)
 
 
-def _summaries(folder: Path) -> tuple[list[Summary], list[str]]:
-    """Return the runs below a directory and the errors of corrupted ones. Raise ArgumentError if it does not exist."""
-    from penstock.trace.runs import is_run
-    from penstock.trace.runs.folder import ABOUT
-    from penstock.trace.runs.summary import Summary
-
-    if not folder.is_dir():
-        raise ArgumentError(
-            f"there is no folder {str(folder)!r}; penstock.pipeline(..., run_dir='{folder}/NAME') makes one"
-        )
-    summaries = [
-        Summary.from_folder(about.parent)
-        for depth in range(_MAX_DEPTH + 1)
-        for about in sorted(folder.glob("*/" * depth + ABOUT))
-        if "earlier" not in about.relative_to(folder).parts and is_run(about.parent)
-    ]
-    runs = [summary for summary in summaries if isinstance(summary, Summary)]
-    return runs, [error for error in summaries if isinstance(error, str)]
-
-
-def figures(run: Summary) -> dict[str, str]:
+def figures(run: RunSnapshot) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
     from penstock.trace.runs.progress import format_duration
 
@@ -94,7 +74,7 @@ def figures(run: Summary) -> dict[str, str]:
     }
 
 
-def _line(run: Summary, folder: Path) -> list[str]:
+def _line(run: RunSnapshot, folder: Path) -> list[str]:
     about, metrics = run.about, figures(run)
     ranks = f"{about.replicas} x {about.ranks}" if about.replicas > 1 else str(about.ranks)
     name = "." if run.path == folder else run.path.relative_to(folder).as_posix()
@@ -103,7 +83,7 @@ def _line(run: Summary, folder: Path) -> list[str]:
     return [name, about.model, about.schedule, ranks, str(about.microbatches), *shown, run.state, started]
 
 
-def _key(run: Summary, by: str) -> tuple[bool, float | str]:
+def _key(run: RunSnapshot, by: str) -> tuple[bool, float | str]:
     """Return the sort key of a run. Runs without a value come last."""
     if by == "state":
         return False, run.state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,19 +11,18 @@ from penstock._base.files import check_writable
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import CUT, JSON, REQUIRED, options_on, output_option, print_json, screen
-from penstock.cli._order import check_search_size
 from penstock.cli._outcome import format_all, show
-from penstock.costs import Costs, Outcome
-from penstock.schedule import MICROBATCHES, Placement, generate, schedule_specs, write_csv
+from penstock.cli._schedule_options import check_search_size
+from penstock.costs import Outcome
+from penstock.costs.search import describe_placement, place, search_with, shorter_elsewhere
+from penstock.schedule import MICROBATCHES, write_csv
 from penstock.schedule.generators import ScheduleParams
-from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import chunks
 
 if TYPE_CHECKING:
     from penstock.simulate.search import SearchResult
 
 _option = options_on("Search")
-_SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class SearchOptions:
     )
     seed: int = _option("The seed of random choices.", default=0)
 
-    def where(self) -> Placement:
-        """Return the placement. Raise ArgumentError if an option is wrong, or the search too large."""
+    def chunks(self) -> int:
+        """Return the stages per rank. Raise ArgumentError if an option is wrong, or the search too large."""
         stages = self.stages_per_rank
         check_counts(required=False, ranks=self.ranks, microbatches=self.microbatches, stages_per_rank=stages)
         chunks = 2 if self.placement == "v" else stages or 1
@@ -59,27 +57,7 @@ class SearchOptions:
                 "or use --placement loop"
             )
         check_search_size(ScheduleParams(self.ranks, self.microbatches, chunks), self.time_limit)
-        return Placement.v(self.ranks) if self.placement == "v" else Placement.loop(self.ranks, chunks)
-
-    def answer(self, costs: Costs) -> SearchResult:
-        """Run the search, with the memory limit in the costs' unit. Raise ArgumentError if an option is wrong."""
-        from penstock.simulate.search.search import search_within  # so that --help does not load it
-
-        if self.activation_limit is not None and not self.activation_limit >= 1:
-            raise ArgumentError(
-                f"--activation-limit {self.activation_limit:g}: a single microbatch needs 1; pass a number >= 1"
-            )
-        placement = self.where()
-        by_stage = costs.of_stages(placement, f"this placement of {self.ranks} ranks", splits=True)
-        constant = [cost for cost in by_stage if isinstance(cost, StageCost)]
-        if len(constant) < len(by_stage):
-            raise ArgumentError(
-                f"{costs.source}: a stage has costs per microbatch, but the search takes one per stage; pass their mean"
-            )
-        if any(cost.unsharded_bytes for cost in constant):
-            raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; omit it")
-        settings: dict[str, Any] = {"objective": self.objective, "seconds": self.time_limit, "seed": self.seed}
-        return search_within(self.activation_limit, placement, self.microbatches, constant, costs.links, **settings)
+        return chunks
 
 
 def search(
@@ -96,8 +74,14 @@ def search(
     """
     stage_costs = costs.read(options.microbatches, str(options.ranks))
     check_writable(out, f"--out {out}")
-    result = options.answer(stage_costs)
-    elsewhere = _shorter_elsewhere(result, stage_costs, options.activation_limit)
+    limit = options.activation_limit
+    if limit is not None and not limit >= 1:
+        raise ArgumentError(f"--activation-limit {limit:g}: a single microbatch needs 1; pass a number >= 1")
+    placement = place(options.placement, options.ranks, options.chunks())
+    settings = {"objective": options.objective, "seconds": options.time_limit, "seed": options.seed}
+    result = search_with(stage_costs, placement, options.microbatches, limit, **settings)
+    other = shorter_elsewhere(result, stage_costs, limit)
+    elsewhere = None if other is None else _alternative(result, other)
     outcome = Outcome(result.schedule, stage_costs.of(result.schedule), result.timeline, costs=stage_costs)
     if as_json:
         metrics = {
@@ -118,39 +102,26 @@ def search(
         write_csv(result.schedule, out)
 
 
-def _shorter_elsewhere(result: SearchResult, costs: Costs, memory_limit: float | None) -> dict[str, Any] | None:
-    """Return the shortest named schedule on another placement that the search could try, if it trains the same model
-    faster within the memory limit. `share`: the cost of one of its stages, relative to one of the search's."""
-    ranks, per_rank = result.schedule.ranks, chunks(result.schedule)
-    rank_costs, limit = costs.of_ranks(per_rank), result.objective_seconds * (1 - _SLACK)
-    best: dict[str, Any] | None = None
-    for entry in schedule_specs():
-        extra = f" --stages-per-rank {entry.chunks}" if entry.chunks > 1 else ""
-        placements = {
-            "--placement v": Placement.v(ranks),
-            f"--placement loop{extra}": Placement.loop(ranks, entry.chunks),
-        }
-        try:
-            schedule = generate(entry.name, ranks, result.schedule.microbatches)
-            option = next((option for option, candidate in placements.items() if candidate == schedule.placement), None)
-            if option is None or schedule.placement == result.schedule.placement:
-                continue
-            outcome = Outcome.simulated(schedule, rank_costs.for_model_of(schedule))
-        except ArgumentError:  # not with these numbers, or the stages of the file cannot be merged
-            continue
-        timeline, max_activations = outcome.timeline, math.inf if memory_limit is None else memory_limit * (1 + _SLACK)
-        seconds = timeline.makespan_seconds if result.objective == "makespan" else timeline.span_seconds
-        if seconds < limit and max(outcome.peak_activations) <= max_activations:
-            limit, location, share = seconds, _describe(schedule.placement), per_rank / chunks(schedule)
-            best = {"name": schedule.name, "seconds": seconds, "where": location, "option": option, "share": share}
-    return best
+def _alternative(result: SearchResult, other: Outcome) -> dict[str, Any]:
+    """Describe a shorter schedule elsewhere. `share`: the cost of one of its stages, relative to the search's."""
+    from penstock.simulate.search.result import objective_of
+
+    count, where = chunks(other.schedule), describe_placement(other.schedule.placement)
+    loop = f"--placement loop --stages-per-rank {count}" if count > 1 else "--placement loop"
+    return {
+        "name": other.schedule.name,
+        "seconds": objective_of(other.timeline, result.objective),
+        "where": where,
+        "option": "--placement v" if where == "on a V" else loop,
+        "share": chunks(result.schedule) / count,
+    }
 
 
-def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool = False) -> dict[str, str]:
+def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool) -> dict[str, str]:
     """Return the lines that a search adds to its schedule's metrics. `measured`: costs are cut for each placement."""
-    (bound,) = format_all([result.lower_bound_seconds])
+    where, (bound,) = describe_placement(result.schedule.placement), format_all([result.lower_bound_seconds])
     lines = {
-        "placement": f"{_describe(result.schedule.placement)}; bound and baseline hold for this placement only",
+        "placement": f"{where}; bound and baseline hold for this placement only",
         "lower bound": f"{bound} for the {result.objective}; gap {result.gap:.2%}",
         "search time": f"{result.search_seconds:.1f} s",
     }
@@ -167,11 +138,3 @@ def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured
             text += f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"
         lines["alternative"] = text
     return lines
-
-
-def _describe(placement: Placement) -> str:
-    """Describe a placement: a loop or a V."""
-    if placement.depth > placement.ranks and placement == Placement.v(placement.ranks):
-        return "on a V"
-    count = placement.depth // placement.ranks
-    return "in a loop" if count == 1 else f"in a loop, {count} stages per rank"

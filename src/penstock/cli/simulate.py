@@ -15,8 +15,8 @@ from penstock._base.formatting import pluralize
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, output_option, print_json, screen
-from penstock.cli._order import OrderOptions, Sized
 from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_all, show, shown_causes
+from penstock.cli._schedule_options import ScheduleOptions, Sized
 from penstock.costs import Costs, Outcome, with_one_model
 from penstock.report import write_perfetto
 from penstock.report.text import pairs, print_columns
@@ -46,7 +46,7 @@ _WITH_SEVERAL_SIZES = (
 
 
 def simulate(
-    order: OrderOptions,
+    requested: ScheduleOptions,
     costs: CostOptions,
     perfetto: Path | None = output_option(
         "Write the timeline for ui.perfetto.dev; one cost unit becomes one second.", metavar="FILE"
@@ -58,16 +58,16 @@ def simulate(
     With --schedule all, or several comma-separated names, print one row per schedule, shortest span first.
     With several numbers of --ranks or --microbatches (1,2,4,8), print the speedup of each over one device.
     """
-    stage_costs = costs.read(order.count, order.ranks)
-    if perfetto is not None and (order.is_many or order.sweeps):
-        fix = "pass --schedule one name" if order.is_many else "pass one number of ranks and microbatches"
+    stage_costs = costs.read(requested.count, requested.ranks)
+    if perfetto is not None and (requested.is_many or requested.sweeps):
+        fix = "pass --schedule one name" if requested.is_many else "pass one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {fix}")
-    if order.sweeps:
-        _sweep(order, stage_costs, as_json=as_json)
-    elif order.is_many:
-        _compare(order, stage_costs, as_json=as_json)
+    if requested.sweeps:
+        _sweep(requested, stage_costs, as_json=as_json)
+    elif requested.is_many:
+        _compare(requested, stage_costs, as_json=as_json)
     else:
-        outcome = Outcome.simulated(order.one(), stage_costs)
+        outcome = Outcome.simulated(requested.one(), stage_costs)
         if perfetto is not None:
             unit = "bytes" if stage_costs.are_measured else ""
             write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit)
@@ -86,9 +86,9 @@ def _show_costs(costs: Costs, scope: tuple[str, str], console: Console) -> None:
 # -- several schedules ------------------------------------------------------------------------------------------------
 
 
-def _compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
+def _compare(requested: ScheduleOptions, costs: Costs, *, as_json: bool) -> None:
     """Print every schedule that the options allow, shortest span first."""
-    by_name, refused = with_one_model(costs, *order.all())
+    by_name, refused = with_one_model(costs, *requested.all())
     reasons = {name: reason for (name, *_), reason in refused.items()}
     outcomes = sorted(
         by_name.values(), key=lambda o: (o.timeline.span_seconds, o.timeline.makespan_seconds, o.schedule.name)
@@ -132,9 +132,9 @@ def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: 
 # -- several numbers of ranks or microbatches -------------------------------------------------------------------------
 
 
-def _sweep(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
+def _sweep(requested: ScheduleOptions, costs: Costs, *, as_json: bool) -> None:
     """Print the speedup of each schedule over one device, by ranks and microbatches."""
-    outcomes, refused = with_one_model(costs, *order.all(several=True), whole=True)
+    outcomes, refused = with_one_model(costs, *requested.all(several=True), whole=True)
     cells = {sized: _cell(sized, outcome, costs) for sized, outcome in outcomes.items()}
     if as_json:
         not_allowed = [{"name": n, "ranks": p, "microbatches": m, "reason": r} for (n, p, m), r in refused.items()]

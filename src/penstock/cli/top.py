@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,8 @@ from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, 
 from penstock.report.text import columns_table, print_unbroken
 
 if TYPE_CHECKING:
-    from penstock.trace.runs import RankState, RecordedRun
-    from penstock.trace.runs.progress import Progress
-    from penstock.trace.runs.summary import Health
+    from penstock.trace.runs import RankState
+    from penstock.trace.runs.summary import Health, RunSnapshot
 
 EPILOG = """\
 silent: no heartbeat for 5 s, so the process is stopped, dead or unreachable. gone: the process exited without closing \
@@ -47,9 +44,12 @@ def top(
 
     Refreshes until all ranks have finished, or Ctrl-C.
     """
-    snapshot = RunSnapshot.of(run)
+    from penstock.trace.runs import read_run
+    from penstock.trace.runs.summary import RunSnapshot
+
+    snapshot = RunSnapshot.of(read_run(run))
     if as_json:
-        print_json(snapshot.to_dict())
+        print_json(_to_dict(snapshot))
         return
     console = screen()
     if once or not sys.stdout.isatty():
@@ -61,55 +61,25 @@ def top(
             if snapshot.is_over:
                 return
             time.sleep(_REFRESH_SECONDS)
-            snapshot = RunSnapshot.of(run)
+            snapshot = RunSnapshot.of(read_run(run))
 
 
-@dataclass(frozen=True)
-class RunSnapshot:
-    """A run at one moment."""
-
-    run: RecordedRun
-    progress: Progress | None
-    ranks: Sequence[tuple[RankState, Health]]
-    damaged: Sequence[str] = ()
-    now: float = field(default_factory=time.time)
-
-    @classmethod
-    def of(cls, path: Path) -> RunSnapshot:
-        """Read the current state of a run, and its progress from the last steps."""
-        from penstock.trace.runs import read_run
-        from penstock.trace.runs.progress import Progress
-        from penstock.trace.runs.summary import LAST_STEPS_BYTES, health
-
-        run = read_run(path)
-        states, damaged = run.ranks_and_damage()
-        ranks = [(state, health(state)) for state in states]
-        return cls(run, Progress.of(run.steps(LAST_STEPS_BYTES), run.about.total_steps), ranks, damaged)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every rank has finished."""
-        return bool(self.ranks) and all(
-            health in ("ended", "interrupted", "gone", "failed") for _, health in self.ranks
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        about = self.run.about
-        return {
-            "run": str(self.run.path),
-            "model": about.model,
-            "schedule": about.schedule,
-            "replicas": about.replicas,
-            "microbatches": about.microbatches,
-            "device": about.device,
-            "progress": None if self.progress is None else self.progress.to_dict(),
-            "damaged": list(self.damaged),
-            "ranks": [
-                {**state.to_dict(), "health": health, "heard": state.heard, "seconds": round(_seconds(state), 3)}
-                for state, health in self.ranks
-            ],
-        }
+def _to_dict(snapshot: RunSnapshot) -> dict[str, Any]:
+    about = snapshot.about
+    return {
+        "run": str(snapshot.path),
+        "model": about.model,
+        "schedule": about.schedule,
+        "replicas": about.replicas,
+        "microbatches": about.microbatches,
+        "device": about.device,
+        "progress": None if snapshot.progress is None else snapshot.progress.to_dict(),
+        "damaged": list(snapshot.damaged),
+        "ranks": [
+            {**state.to_dict(), "health": health, "heard": state.heard, "seconds": round(_seconds(state), 3)}
+            for state, health in snapshot.ranks
+        ],
+    }
 
 
 def _seconds(state: RankState) -> float:
@@ -133,7 +103,7 @@ _WORDS = ("action", "waiting on", "process")
 def _table(snapshot: RunSnapshot) -> Table:
     """Return one row per rank, without columns that are empty."""
     states, healths = zip(*snapshot.ranks, strict=True)
-    replicated = snapshot.run.about.replicas > 1
+    replicated = snapshot.about.replicas > 1
 
     def action(state: RankState, health: Health) -> str | None:
         return state.action if health in ("computes", "waits") else f"last {state.action}" if state.action else None
@@ -173,11 +143,11 @@ def _parts(snapshot: RunSnapshot) -> list[Text | Table]:
     """Return the parts of the screen. Failures precede the ranks, which may not all fit."""
     from penstock.trace.runs.summary import failure_messages
 
-    about = snapshot.run.about
+    about = snapshot.about
     replicas = f"{pluralize(about.replicas, 'replica')} of " if about.replicas > 1 else ""
     sizes = f"{replicas}{pluralize(about.ranks, 'rank')}, {pluralize(about.microbatches, 'microbatch')}"
     return [
-        Text.assemble((str(snapshot.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
+        Text.assemble((str(snapshot.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text(
             "no step has finished yet" if snapshot.progress is None else snapshot.progress.format(over=snapshot.is_over)
         ),

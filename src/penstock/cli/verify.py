@@ -29,7 +29,7 @@ from penstock._base.errors import (
 )
 from penstock._base.formatting import pluralize
 from penstock.cli._options import CUT, JSON, USUAL_OR_BATCH_SIZE, option, output_option, print_json, screen
-from penstock.cli._order import ALL, check_size, parse_schedules
+from penstock.cli._schedule_options import ALL, check_size, parse_schedules
 from penstock.cli._target import TARGET, SplitOptions, load_target
 from penstock.distributed.launch.processes import launch
 from penstock.report.text import columns_table
@@ -57,7 +57,7 @@ class Case(SplitOptions):
     replicas: int = option("Data-parallel replicas, each on its part of the batch; one process per rank.", default=1)
     transport: str | None = option(
         "local: all ranks in one process (the default without replicas). auto (the default with them), distributed, "
-        "staged, or FILE:FACTORY: one process per rank, with this transport of pipeline().",
+        "staged, or a factory (FILE:FUNCTION): one process per rank, with this transport of pipeline().",
         metavar="NAME",
     )
     exact: bool | None = option("Require bitwise equality; default: wherever it is promised.", "--exact/--no-exact")

@@ -3,7 +3,8 @@
 `profile.py` says what each unit of a model costs, measured or estimated (`estimate.py`, with `hardware/`: what devices
 do by their vendors' figures), `sizes.py` what it costs with other microbatches, `cuts.py` where to cut,
 `stage_costs.py` what stages cost then. `costs.py` takes them, or numbers, or a file, for a schedule to be simulated
-with; `outcome.py` is that schedule's timeline, and the figures that follow from it. Does not load torch.
+with; `outcome.py` is that schedule's timeline, and the figures that follow from it; `search.py` looks for the best
+schedule. Does not load torch.
 
 >>> from penstock.costs import Costs, CutProblem, Outcome, best_cuts
 >>> from penstock.schedule import generate

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console, OverflowMethod
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
 TURNS = "no bubble: the ranks took turns in one process; simulate these times to see how they would overlap"
 
 
-def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -> Table:
+def table(*columns: str, left: int = 1) -> Table:
     """Build a table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
     from rich.table import Table  # here and below, so that `penstock.report` does not load it
 
@@ -21,7 +21,7 @@ def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -
     lines = max(column.count("\n") for column in columns)
     for index, column in enumerate(columns):
         head = "\n" * (lines - column.count("\n")) + column
-        built.add_column(head, justify="left" if index < left else "right", overflow=overflow)
+        built.add_column(head, justify="left" if index < left else "right")
     return built
 
 

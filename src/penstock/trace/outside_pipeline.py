@@ -94,22 +94,19 @@ def finish_times(joints: Sequence[Joint], durations: Durations, reached: Floats)
 # -- from a trace -----------------------------------------------------------------------------------------------------
 
 
-def measure_outside(
-    shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN
-) -> OutsidePipeline:
+def measure_outside(shape: tuple[int, int], events: Iterable[Event]) -> OutsidePipeline:
     """Return what ranks did around their pipelines in a step, with the time that each lost before it.
 
     Args:
         shape: how many replicas and ranks.
         events: of one step, each with its rank and replica, on one clock.
-        among: who does an op together, by its name.
 
     Raises:
         ArgumentError: an op is unknown.
     """
     work, joint_ops = _group_by_op(events)
     compute_ops = [times for op, times in work.items() if op.is_compute]
-    outside = _joint_ops(joint_ops, _extent(shape, compute_ops), among, gaps=True)
+    outside = _joint_ops(joint_ops, _extent(shape, compute_ops), gaps=True)
     if not outside.before:
         return outside
     start, _ = _table(shape, joint_ops[outside.before[0].name])
@@ -117,13 +114,13 @@ def measure_outside(
     return OutsidePipeline((Joint(START), *outside.before), outside.after, {**outside.durations, **offsets})
 
 
-def measure_ops(schedule: Schedule, events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> OutsidePipeline:
+def measure_ops(schedule: Schedule, events: Iterable[Event]) -> OutsidePipeline:
     """Return the seconds of each op of a step, those of `PIPELINE` among them; time that ranks lose in between is left
     out.
 
     Args:
         schedule: what every replica ran; one stage a rank, backwards not split.
-        events, among: as for `measure_outside`.
+        events: as for `measure_outside`.
 
     Raises:
         ArgumentError: an op is unknown, or missing for a replica, rank or microbatch.
@@ -132,7 +129,7 @@ def measure_ops(schedule: Schedule, events: Iterable[Event], among: Mapping[str,
     work, joint_ops = _group_by_op(events)
     replicas = 1 + max((event.replica or 0 for event in events), default=0)
     shape = (replicas, schedule.ranks, schedule.microbatches)
-    outside = _joint_ops(joint_ops, _extent(shape[:2], work.values()), among)
+    outside = _joint_ops(joint_ops, _extent(shape[:2], work.values()))
     durations = {
         FORWARD: _compute_seconds(shape, work, Op.F),
         BACKWARD: _compute_seconds(shape, work, Op.B),
@@ -195,11 +192,11 @@ def _message_seconds(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send
 
 
 def _joint_ops(
-    joint_ops: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool = False
+    joint_ops: Mapping[str, _Times], pipeline: tuple[Floats, Floats], *, gaps: bool = False
 ) -> OutsidePipeline:
     """Return what ranks did before and after their pipelines' actions, whose first start and last end are passed in."""
-    if unknown := joint_ops.keys() - among.keys():
-        raise ArgumentError(f"the trace has an op {min(unknown)!r}; pass in `among` which ranks do it together")
+    if unknown := joint_ops.keys() - KNOWN.keys():
+        raise ArgumentError(f"the trace has an op {min(unknown)!r}, and which ranks do it together is unknown")
     first, last = pipeline
     times = {name: _table(first.shape, spans) for name, spans in joint_ops.items()}
     durations: dict[str, Floats] = {}
@@ -216,8 +213,8 @@ def _joint_ops(
             last_rank = np.argmax(np.where(np.isnan(waits), -np.inf, reached))
             durations[GAP + name] = np.minimum(waits, waits.ravel()[last_rank])
             parts[is_after].append(Joint(GAP + name))
-        durations[name] = np.maximum(end - begin_times(among[name], start), 0.0)
-        parts[is_after].append(Joint(name, among[name]))
+        durations[name] = np.maximum(end - begin_times(KNOWN[name], start), 0.0)
+        parts[is_after].append(Joint(name, KNOWN[name]))
         latest[is_after] = end if reached is None else np.where(np.isnan(end), reached, end)
     if gaps and (ready := latest[0]) is not None:
         gap = first - ready  # later ranks wait for the first one's output, so the least counts

@@ -10,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from penstock._base.errors import ArgumentError
+from penstock.costs import Costs
+from penstock.costs.search import place, search_with
 from penstock.report import make_panel, svg, to_perfetto, walkthrough
 from penstock.report.studio.query import MAX_CELLS, MAX_SECONDS, MAX_TO_SEARCH, SimulationQuery
 from penstock.report.web.timeline_data import Order, band, curve, timeline_data
@@ -19,7 +21,6 @@ from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import divide_cost
 from penstock.simulate.figures import SimulationSummary, fill_activation_sizes, memory_units
 from penstock.simulate.search import SearchResult
-from penstock.simulate.search.search import search_within
 
 SEARCHED = "search"
 """The name of a schedule that was searched for."""
@@ -131,10 +132,9 @@ def search_cached(query: SimulationQuery, shape: str, seconds: float) -> tuple[S
             f"{query.size}: a schedule has {actions:,} actions, and the studio searches up to {MAX_TO_SEARCH:,}; "
             f"take fewer, or use `penstock search`"
         )
-    placement = Placement.v(query.ranks) if shape == "v" else Placement.loop(query.ranks, chunks)
-    costs, links = stage_costs(query, placement), LinkCost(query.comm)
-    limit, microbatches = query.memory_limit, query.microbatches
-    result = search_within(limit, placement, microbatches, costs, links, objective="span", seconds=seconds)
+    placement = place(shape, query.ranks, chunks)
+    costs = Costs(tuple(stage_costs(query, placement)), LinkCost(query.comm))
+    result = search_with(costs, placement, query.microbatches, query.memory_limit, objective="span", seconds=seconds)
     schedule = result.schedule
     return result, _summarize(query, Schedule(SEARCHED, schedule.placement, schedule.microbatches, schedule.rows))
 

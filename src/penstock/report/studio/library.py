@@ -15,7 +15,7 @@ from penstock._base.files import read_json
 from penstock.trace.formats import SUFFIXES
 from penstock.trace.runs.about import FORMAT
 from penstock.trace.runs.folder import ABOUT
-from penstock.trace.runs.summary import Summary
+from penstock.trace.runs.summary import snapshot_or_error
 
 _MAX_ENTRIES = 500
 _MAX_DEPTH = 4
@@ -43,7 +43,7 @@ class Library:
 
         `name` is its path in the runs folder, with slashes; `kind` "run", "file", or "folder": of files whose names
         differ by a number, which are opened together; `modified` in seconds since 1970. For a run, `damage` is why it
-        cannot be read, and `summary` has its metrics, as `runs.summary.Summary.to_dict` gives them, if it can.
+        cannot be read, and `summary` has its metrics, as `RunSnapshot.to_dict` gives them, if it can.
         """
         return sorted(self._scan(), key=lambda entry: -entry["modified"])[:_MAX_ENTRIES]
 
@@ -85,7 +85,7 @@ class Library:
                 return None
         except ArgumentError as error:
             return {"damage": str(error)}
-        summary = Summary.from_folder(folder)
+        summary = snapshot_or_error(folder)
         return {"damage": self._hide_root(summary)} if isinstance(summary, str) else {"summary": summary.to_dict()}
 
     def _entry(self, path: Path, kind: str, damage: str = "", summary: Any = None) -> dict[str, Any]:

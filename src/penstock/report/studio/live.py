@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,25 @@ from penstock.report.walkthrough import WORK
 from penstock.schedule import Action
 from penstock.trace.runs import RankState, read_run
 from penstock.trace.runs.folder import ABOUT, RANKS, STEPS
-from penstock.trace.runs.progress import Progress
 from penstock.trace.runs.reader import merge_steps
 from penstock.trace.runs.records import with_text_loss
-from penstock.trace.runs.summary import Health, health
+from penstock.trace.runs.summary import Health, RunSnapshot
 
 _MAX_STEPS = 5_000
 """Maximum number of steps in one answer."""
 PARTS = (ABOUT, STEPS, RANKS)
 """The parts of a run's folder that are read here; of timelines only the names."""
-_RECENT_BYTES = 16_000
-"""How much of the end of the file of steps is read for the progress."""
 
 
 def live(path: Path, offset: int = 0) -> dict[str, Any]:
     """Return the state of a run: its steps from an offset in their file on, and what each of its ranks does now. Raise
     ArgumentError if it is not a run."""
-    run, now = read_run(path), time.time()
-    about = run.about
+    run = read_run(path)
+    snapshot, about = RunSnapshot.of(run), run.about
     added, end = run.steps_after(offset)
     replicas = f" in each of {pluralize(about.replicas, 'replica')}" if about.replicas > 1 else ""
     counts = f"{pluralize(about.ranks, 'rank')}{replicas}", pluralize(about.microbatches, "microbatch")
     headline = about.model, about.schedule, *counts, about.device
-    progress = Progress.of(run.steps(_RECENT_BYTES), about.total_steps)
     return {
         "id": about.id,
         "headline": ", ".join(headline),
@@ -45,16 +40,16 @@ def live(path: Path, offset: int = 0) -> dict[str, Any]:
         "steps": [with_text_loss(asdict(record)) for record in merge_steps([], added)[-_MAX_STEPS:]],
         "place": end,
         "recorded": max(run.traced_steps(), default=None),
-        "progress": None if progress is None else progress.to_dict(),
+        "progress": None if snapshot.progress is None else snapshot.progress.to_dict(),
         "states": [
             state.to_dict()
             | {
-                "health": (status := health(state, now)),
+                "health": status,
                 "doing": describe_state(state, status),
                 "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
-                "silent_seconds": max(0.0, now - state.written),
+                "silent_seconds": max(0.0, snapshot.now - state.written),
             }
-            for state in run.ranks()
+            for state, status in snapshot.ranks
         ],
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,9 +43,31 @@ class Series:
     unit: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a page, of which what is empty is left out.
+
+    Attributes:
+        rows: of a table: its heads first.
+        left: how many of its columns are texts.
+        has_total: whether its last row is a total.
+        pictures: a caption and an SVG each.
+        details: titles, and texts that are shown on demand.
+    """
+
+    heading: str
+    rows: Sequence[Sequence[str]] = ()
+    left: int = 1
+    has_total: bool = False
+    facts: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()
+    pictures: Sequence[tuple[str, str]] = ()
+    details: Sequence[tuple[str, str]] = ()
+
+
 @dataclass(frozen=True)
 class Contents:
-    """Everything that a page shows of a run, a trace or a plan.
+    """Everything that a page shows of a run, a trace, a plan or a network.
 
     Attributes:
         title: the subject of the page.
@@ -58,7 +80,7 @@ class Contents:
         improvements: what to change first; `no_suggestion_reason` is shown if there is nothing.
         memory: of each rank, if known; `memory_note` describes what is counted.
         series: the loss and the like.
-        facts: what was run, and where, below `facts_heading`.
+        sections: the rest, such as what was run, and where.
         numbers: the metrics as numbers, for programs that read the page.
         explanation, plan: the source of the page, if it is a step that can be explained, or a plan.
     """
@@ -75,10 +97,8 @@ class Contents:
     memory: tuple[PeakMemory, ...] = ()
     memory_note: str = ""
     series: tuple[Series, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
-    facts_heading: str = "What was run"
+    sections: tuple[Section, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    unit: str = "s"
     explanation: Explanation | None = None
     plan: Plan | None = None
 

@@ -16,7 +16,7 @@ from penstock.simulate import Memory, StageCost, memory
 from penstock.simulate.figures import title
 
 
-def from_explanation(explanation: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Contents:
+def from_explanation(explanation: Explanation, name: str, costs: Sequence[StageCost]) -> Contents:
     """Build the report of an explained step.
 
     Args:

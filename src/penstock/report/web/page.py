@@ -77,12 +77,13 @@ def page(contents: Contents) -> str:
         sized=format_bytes,
         percent=_percent,
         ranks_shown=_ranks,
-        data=embedded("timeline-data", timeline_data(contents.bands, unit=contents.unit)),
+        data=embedded("timeline-data", timeline_data(contents.bands)),
         numbers=embedded("numbers", finite(dict(contents.numbers))),
         series_data=embedded("course-data", [asdict(series) for series in contents.series]),
     )
     style = asset("timeline.css") + asset("report.css")
-    return frame(f"{contents.title} - Penstock", body, style=style, script=bundle("report.js"))
+    script = bundle("report.js") if contents.bands or contents.series else ""
+    return frame(f"{contents.title} - Penstock", body, style=style, script=script)
 
 
 def _percent(value: float, total: float) -> str:

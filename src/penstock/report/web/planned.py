@@ -10,7 +10,7 @@ from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan import Plan
 from penstock.plan.explain import Prediction
 from penstock.plan.predict import schedule_for_plan
-from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory, Section, duration
 from penstock.report.web.idle_table import predicted_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule
@@ -68,8 +68,7 @@ def from_plan(plan: Plan, name: str) -> Contents:
         idle=idle,
         memory=peaks,
         memory_note=f"Predicted: the most that a rank needs at once.{_CURVE if curves else ''}",
-        facts_heading="What is planned",
-        facts=tuple(facts),
+        sections=(Section("What is planned", facts=facts),),
         numbers=plan.to_dict(),
         plan=plan,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.formatting import format_bytes, pluralize
 from penstock.plan.explain import Explanation
-from penstock.report.web.contents import Contents, Metric, PeakMemory, Series, date_text, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory, Section, Series, date_text, duration
 from penstock.report.web.explained import TURNS_NOTE, comparison_bands, idle_metrics, prediction_metrics, vs_prediction
 from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band
@@ -20,7 +20,7 @@ from penstock.schedule import Schedule
 from penstock.simulate.computations import Columns
 from penstock.trace.runs import RecordedPrediction, RecordedRun, StepRecord
 from penstock.trace.runs.progress import RECENT, Progress
-from penstock.trace.runs.summary import failure_messages, health
+from penstock.trace.runs.summary import RunSnapshot, failure_messages
 
 _MEMORY_NOTES = {
     "measured": "Measured: what the rank's device had allocated after each action.",
@@ -47,12 +47,12 @@ def from_run(
         errors: why nothing is explained, if that is not obvious.
         other_prediction: whether the explanation's prediction is shown rather than the run's own.
     """
-    about, steps = run.about, run.steps()
+    snapshot, about = RunSnapshot.of(run, most_bytes=None), run.about
+    steps = snapshot.steps
     predicted = None if other_prediction and explanation is not None else run.predicted()
     bands: list[dict[str, Any]] = []
     memory: list[PeakMemory] = []
-    states, damaged = run.ranks_and_damage()
-    warnings = [*errors, *(explanation.run.notes if explanation else ()), *damaged]
+    warnings = [*errors, *(explanation.run.notes if explanation else ()), *snapshot.damaged]
     if step is None and not errors:
         warnings.append("No timeline was recorded: the first is recorded at step 5; trace_every=0 disables them.")
     if step is not None:
@@ -74,9 +74,9 @@ def from_run(
     return Contents(
         title=about.name,
         headings=headings,
-        failures=tuple(failure_messages([(state, health(state)) for state in states])),
+        failures=tuple(failure_messages(snapshot.ranks)),
         warnings=tuple(warnings),
-        metrics=(*_metrics(steps, memory), *_explained_metrics(predicted, explanation, steps)),
+        metrics=(*_metrics(steps, snapshot.progress, memory), *_explained_metrics(predicted, explanation, steps)),
         bands=tuple(bands),
         idle=explain_idle(explanation) if explanation else None,
         improvements=explanation.advice if explanation else (),
@@ -84,15 +84,14 @@ def from_run(
         memory=tuple(memory),
         memory_note=" ".join(_MEMORY_NOTES[source] for source in dict.fromkeys(peak.source for peak in memory)),
         series=(*_training_series(steps), *_peak_series(run)),
-        facts=tuple(_facts(run)),
+        sections=(Section("What was run", facts=_facts(run)),),
         numbers=numbers,
         explanation=explanation,
     )
 
 
-def _metrics(steps: Sequence[StepRecord], memory: Sequence[PeakMemory]) -> list[Metric]:
+def _metrics(steps: Sequence[StepRecord], progress: Progress | None, memory: Sequence[PeakMemory]) -> list[Metric]:
     metrics = []
-    progress = Progress.of(steps)
     if progress is not None and progress.seconds and progress.rows_per_second:
         recent = f"median of the last {min(RECENT, len(steps) - 1)}"
         detail = f"from one step's end to the next, {recent}; {progress.rows_per_second:,.4g} samples/s"

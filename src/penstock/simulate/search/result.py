@@ -67,7 +67,12 @@ def simulate_objective(
 ) -> tuple[Timeline, float]:
     """Evaluate a schedule that is known to be legal: return its timeline and objective."""
     timeline = simulate(schedule, costs, links)
-    return timeline, timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
+    return timeline, objective_of(timeline, objective)
+
+
+def objective_of(timeline: Timeline, objective: Objective) -> float:
+    """Return what a search minimizes."""
+    return timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from penstock._base.errors import ArgumentError
 from penstock.schedule import Placement, schedule_specs
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost
-from penstock.simulate.figures import fill_activation_sizes, memory_units
 from penstock.simulate.search.bounds import lower_bound
 from penstock.simulate.search.improve import extrapolate, improve
 from penstock.simulate.search.pattern import HEURISTIC, hill_climb, pattern_from_timing, regular
@@ -115,32 +114,6 @@ def search(
         baseline=baseline.schedule.name if baseline else None,
         baseline_seconds=baseline.seconds if baseline else math.inf,
         search_seconds=time.monotonic() - began,
-    )
-
-
-def search_within(
-    activations: float | None,
-    placement: Placement,
-    microbatches: int,
-    costs: Sequence[StageCost],
-    links: Links,
-    *,
-    objective: Objective,
-    seconds: float,
-    seed: int = 0,
-) -> SearchResult:
-    """Call `search` with a limit in activations of one microbatch on all of a rank's stages, whatever their unit."""
-    stages = [cost for cost in fill_activation_sizes(placement, costs) if isinstance(cost, StageCost)]
-    limit = None if activations is None else [activations * unit for unit in memory_units(placement, stages)]
-    return search(
-        placement,
-        microbatches,
-        stages,
-        links,
-        memory_limit=limit,
-        objective=objective,
-        seconds=seconds,
-        seed=seed,
     )
 
 

@@ -1,4 +1,4 @@
-"""A run in a few metrics, by which runs are listed and compared."""
+"""A run at one moment, in a few metrics: as runs are watched, listed and compared."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock._base.errors import PenstockError
+from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.files import MAX_QUOTED
 from penstock._base.formatting import one_line, printable_line
 from penstock._base.process import is_alive
 from penstock.distributed.launch.endings import describe_signal, was_interrupted
 from penstock.trace.runs.about import RunInfo
+from penstock.trace.runs.folder import ABOUT, EARLIER
 from penstock.trace.runs.progress import Progress
-from penstock.trace.runs.reader import RecordedRun, read_run
+from penstock.trace.runs.reader import RecordedRun, is_run, read_run
 from penstock.trace.runs.records import RankState, StepRecord
 
 Health = Literal["computes", "waits", "between steps", "ended", "interrupted", "failed", "silent", "gone"]
@@ -93,49 +94,70 @@ SETTINGS = (
 """The fields of `RunInfo` by which two runs may differ in what they compute, and on what."""
 
 
+LAST_STEPS_BYTES = 64 << 10
+"""How much of the end of a run's steps a list of runs and a live view read."""
+
+
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSnapshot:
     """A run at one moment.
 
     Attributes:
         path: its folder.
         about: what does not change.
-        state: "training" while a rank does; "interrupted" if Ctrl-C or a signal ended it; "failed" if one raised or
-            its process is gone; "silent" if none writes its state; "unknown" if none ever did.
+        steps: those that were read, by number.
         progress: the last step, its loss, and the speed; None before the first step's end.
-        steps: by number.
-        peak_bytes: the most that a process has held so far; None if unknown.
+        ranks: what each does.
+        damaged: a sentence for each rank whose state cannot be read.
+        now: the moment, in seconds since 1970.
     """
 
     path: Path
     about: RunInfo
-    state: State
-    progress: Progress | None
     steps: tuple[StepRecord, ...]
-    peak_bytes: int | None
+    progress: Progress | None
+    ranks: tuple[tuple[RankState, Health], ...]
+    damaged: tuple[str, ...]
+    now: float
 
     @classmethod
-    def from_run(cls, run: RecordedRun, most_bytes: int | None = None) -> Summary:
-        """Read it. `most_bytes`: of its steps' file, read the end only, and so the last steps. Raise ArgumentError if a
-        file is damaged in a way that leaves no answer."""
-        steps, ranks = run.steps(most_bytes), run.ranks()
-        peaks = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
+    def of(cls, run: RecordedRun, most_bytes: int | None = LAST_STEPS_BYTES) -> RunSnapshot:
+        """Read it. `most_bytes`: of its steps' file, read the end only, and so the last steps; None: all. Raise
+        ArgumentError if a file is damaged in a way that leaves no answer."""
+        (states, damaged), now = run.ranks_and_damage(), time.time()
+        steps = run.steps(most_bytes)  # later, so that of a run that is over none is missing
+        ranks = tuple((state, health(state, now)) for state in states)
         progress = Progress.of(steps, run.about.total_steps)
-        return cls(run.path, run.about, _state(ranks), progress, tuple(steps), max(peaks, default=None))
+        return cls(run.path, run.about, tuple(steps), progress, ranks, tuple(damaged), now)
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> Summary | str:
-        """Summarize the run in a folder by its last steps, for a list of runs; or return one line on why it cannot be
-        read: one damaged run does not hide the others."""
-        try:
-            return cls.from_run(read_run(folder), LAST_STEPS_BYTES)
-        except PenstockError as error:
-            return str(error)
-        except Exception as error:
-            return f"run {str(folder)!r} cannot be read: {printable_line(one_line(error), MAX_QUOTED)}"
+    @property
+    def state(self) -> State:
+        """The run's: "training" while a rank trains; "interrupted" if Ctrl-C or a signal ended it; "failed" if one
+        raised or its process is gone; "silent" if none writes its state; "unknown" if none ever did."""
+        statuses = {status for _, status in self.ranks}
+        if not statuses:
+            return "unknown"
+        if "failed" not in statuses and "interrupted" in statuses:
+            return "interrupted"
+        if statuses & {"failed", "gone"}:
+            return "failed"
+        if statuses <= {"ended"}:
+            return "ended"
+        return "silent" if statuses <= {"silent", "ended"} else "training"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has finished."""
+        over = ("ended", "interrupted", "gone", "failed")
+        return bool(self.ranks) and all(status in over for _, status in self.ranks)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that a process has held so far; None if unknown."""
+        return max((state.rss_bytes for state, _ in self.ranks if state.rss_bytes is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, without the path and the steps."""
+        """Plain values, for JSON, without the path, the steps and the ranks."""
         settings = {name: getattr(self.about, name) for name in SETTINGS}
         progress = None if self.progress is None else self.progress.to_dict()
         return {
@@ -144,31 +166,43 @@ class Summary:
         }  # fmt: skip
 
 
-LAST_STEPS_BYTES = 64 << 10
-"""How much of the end of a run's steps a list of runs reads."""
+def snapshot_or_error(folder: Path) -> RunSnapshot | str:
+    """Read the run in a folder and its last steps, for a list of runs; or return one line on why it cannot be read: one
+    damaged run does not hide the others."""
+    try:
+        return RunSnapshot.of(read_run(folder))
+    except PenstockError as error:
+        return str(error)
+    except Exception as error:
+        return f"run {str(folder)!r} cannot be read: {printable_line(one_line(error), MAX_QUOTED)}"
 
 
-def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
+_MAX_DEPTH = 3
+
+
+def list_runs(folder: Path) -> tuple[list[RunSnapshot], list[str]]:
+    """Return the runs below a directory and the errors of corrupted ones. Raise ArgumentError if it does not exist."""
+    if not folder.is_dir():
+        raise ArgumentError(
+            f"there is no folder {str(folder)!r}; penstock.pipeline(..., run_dir='{folder}/NAME') makes one"
+        )
+    runs = [
+        snapshot_or_error(about.parent)
+        for depth in range(_MAX_DEPTH + 1)
+        for about in sorted(folder.glob("*/" * depth + ABOUT))
+        if EARLIER not in about.relative_to(folder).parts and is_run(about.parent)
+    ]
+    return [run for run in runs if not isinstance(run, str)], [error for error in runs if isinstance(error, str)]
+
+
+def differences(runs: Sequence[RunSnapshot]) -> dict[str, list[Any]]:
     """Return the settings in which runs differ, each with every run's value."""
     values_by_name = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}
     return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
 
 
-def common_steps(runs: Sequence[Summary], max_count: int = 8) -> list[int]:
-    """Numbers of steps that all runs have taken, evenly apart, the last one included."""
+def common_steps(runs: Sequence[RunSnapshot]) -> list[int]:
+    """Return up to eight steps that all runs have taken, evenly apart, the last one included."""
     common = sorted(set.intersection(*({record.step for record in run.steps} for run in runs)))
-    stride = max(1, -(-len(common) // max_count))
+    stride = max(1, -(-len(common) // 8))
     return common[::-1][::stride][::-1]
-
-
-def _state(ranks: Sequence[RankState]) -> State:
-    statuses = {health(state) for state in ranks}
-    if not statuses:
-        return "unknown"
-    if "failed" not in statuses and "interrupted" in statuses:
-        return "interrupted"
-    if statuses & {"failed", "gone"}:
-        return "failed"
-    if statuses <= {"ended"}:
-        return "ended"
-    return "silent" if statuses <= {"silent", "ended"} else "training"

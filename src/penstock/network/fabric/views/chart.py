@@ -64,7 +64,7 @@ def keep_apart(values: Sequence[Any], at: Callable[[Any], float], room: float) -
 
 
 @dataclass(slots=True)
-class Panel:
+class Plot:
     """A rectangle with axes, in pixels of its picture."""
 
     x: Scale
@@ -101,7 +101,8 @@ class Panel:
         self.drawn.append(words(text, self.x.last + 4, y + 4, f"fill='{MUTED}' font-size='11'"))
 
     def line(self, xs: ArrayLike, ys: ArrayLike, color: str, width: float = 1.6, dash: str = "") -> None:
-        self.drawn.append(_stroke(f"M{'L'.join(self._points(xs, ys))}", color, width, dash))
+        points = zip(self.x.at(xs).tolist(), self.y.at(ys).tolist(), strict=True)
+        self.drawn.append(_stroke(f"M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in points)}", color, width, dash))
 
     def dots(self, xs: ArrayLike, ys: ArrayLike, color: str, width: float) -> None:
         """Draw a dot at each point; of several on the same half pixel only one."""
@@ -115,10 +116,6 @@ class Panel:
         spans = zip(self.x.at(starts).tolist(), self.x.at(ends).tolist(), strict=True)
         path = "".join(f"M{a:.2f} {top:.1f}H{b:.2f}V{bottom:.1f}H{a:.2f}z" for a, b in spans)
         self.drawn.append(f"<path d='{path}' fill='{color}' opacity='{opacity:g}'/>")
-
-    def _points(self, xs: ArrayLike, ys: ArrayLike) -> list[str]:
-        points = zip(self.x.at(xs).tolist(), self.y.at(ys).tolist(), strict=True)
-        return [f"{x:.1f} {y:.1f}" for x, y in points]
 
 
 def _stroke(path: str, color: str, width: float, dash: str = "", extra: str = "") -> str:
@@ -140,7 +137,7 @@ def legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
     return drawn
 
 
-def svg(height: float, parts: Iterable[Panel | str]) -> str:
+def svg(height: float, parts: Iterable[Plot | str]) -> str:
     """Draw a picture of `WIDTH` pixels and this height."""
     drawn = (part if isinstance(part, str) else "".join(part.drawn) for part in parts)
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' font-size='12'"

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from penstock._base.errors import require
 from penstock._base.files import write_text
 from penstock.network.fabric.samples import Run
@@ -24,7 +22,8 @@ from penstock.network.fabric.views.facts import (
 )
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.network.fabric.views.plots import draw
-from penstock.report.frame import frame
+from penstock.report.web.contents import Contents, Metric, Section
+from penstock.report.web.page import page as report_page
 
 CAPTIONS = {
     "cdf": "How the times are distributed. The right picture shows the tail: what fraction took at least that long.",
@@ -42,43 +41,43 @@ def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
 def page(run: Run, results: dict[str, Any]) -> str:
     """Return the page as HTML."""
     require("fabric", "jinja2", for_what="report.html")
-    from jinja2 import Environment, StrictUndefined
-
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    name = run.record["workload"]["name"]
-    body = template.from_string(BODY).render(
-        name=name,
-        headings=headings(run),
-        warnings=warnings(run, results),
-        figures=_figures(run, results),
-        left=1 + has_kinds(results),
-        table=columns(results, tuple(TIMES), full=True),
-        facts=facts(run, results),
-        notes=notes(run, results),
-        pictures=[(CAPTIONS[name], Markup(drawn)) for name, drawn in draw(run, results).items()],
-        ranks=_ranks(run, results),
-        environment=_environment(run),
+    table, left = columns(results, tuple(TIMES), full=True), 1 + has_kinds(results)
+    lines, below = facts(run, results), notes(run, results)
+    pictures = [(CAPTIONS[name], drawn) for name, drawn in draw(run, results).items()]
+    nothing = [] if pictures else ["No trial was completed, so there is nothing to draw."]
+    return report_page(
+        Contents(
+            title=run.record["workload"]["name"],
+            headings=tuple(headings(run)),
+            warnings=tuple(warnings(run, results)),
+            metrics=tuple(_metrics(run, results)),
+            sections=(
+                Section("Transfers, in order of execution", table, left, has_total=True, facts=lines, notes=below),
+                Section("Pictures", notes=nothing, pictures=pictures),
+                Section("Ranks", _ranks(run, results), left=2),
+                Section("What was run, and where", details=_environment(run)),
+            ),
+        )
     )
-    return frame(name, body, style=STYLE, generator="penstock fabric")
 
 
-def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the key figures as (name, value, explanation)."""
+def _metrics(run: Run, results: dict[str, Any]) -> list[Metric]:
+    """Return the key figures."""
     step, (scale, unit) = results["step"]["time_s"], rate_unit(results)
     tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
     ratio = "too few trials for more"
     if step["p50"] and step[tail]:
         ratio = f"{step[tail] / step['p50']:.3g} times the median"
-    figures = [("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
-    figures.append((f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
+    metrics = [Metric("step, median", seconds(step["p50"]), f"{len(run.start_ns):,} trials")]
+    metrics.append(Metric(f"step, {TIMES[tail]}", seconds(step[tail]), ratio))
     rates = [group for group in results["groups"] if group["busbw_GBps"]]
     if rates:
         best = max(rates, key=lambda transfer: float(transfer["busbw_GBps"]))
-        figures.append(("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
+        metrics.append(Metric("best busbw", f"{digits(best['busbw_GBps'] * scale)} {unit}", best["name"]))
     if shares := [transfer for transfer in rates if transfer["ideal_percent"]]:
         worst = min(shares, key=lambda transfer: float(transfer["ideal_percent"]))
-        figures.append(("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
-    return figures
+        metrics.append(Metric("farthest from ideal", f"{percent(worst['ideal_percent'])} %", worst["name"]))
+    return metrics
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
@@ -127,67 +126,3 @@ def _pairs(values: dict[str, Any]) -> str:
             text = json.dumps(value, indent=1, ensure_ascii=False)
         lines.append(f"{key}:\n{text}" if "\n" in text else f"{key}: {text}")
     return "\n".join(lines)
-
-
-# The page's body as a jinja2 template, and its styles besides those of all pages; no scripts.
-
-STYLE = """\
-body { max-width: 68rem; }
-.warning { font-weight: 600; }
-.wide table { width: 100%; }
-tr.whole td { font-weight: 650; border-bottom: 0; }
-figure { margin: 1.4rem 0; overflow-x: auto; }
-figure svg { display: block; width: 100%; min-width: 36rem; height: auto; }
-"""
-
-BODY = """\
-{% macro grid(lines, left, last="") %}
-<div class="wide" tabindex="0"><table>
-<tr>{% for head in lines[0] %}<th{% if loop.index <= left %} class="left"{% endif %}>
-{{- head.split("\\n") | join("<br>" | safe) }}</th>{% endfor %}</tr>
-{% for row in lines[1:] %}
-<tr{% if loop.last and last %} class="{{ last }}"{% endif %}>
-{%- for cell in row %}<td{% if loop.index <= left %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
-{% endmacro %}
-<main>
-<h1>{{ name }}</h1>
-<p class="muted">{{ headings | join(" \u00b7 ") }}</p>
-{% for line in warnings %}
-<p class="warning">{{ line }}</p>
-{% endfor %}
-<dl class="figures">
-{% for name, value, of in figures %}
-<div><dt>{{ name }}</dt><dd class="value">{{ value }}</dd><dd class="of">{{ of }}</dd></div>
-{% endfor %}
-</dl>
-
-<h2>Transfers, in order of execution</h2>
-{{ grid(table, left, "whole") }}
-<dl class="facts">
-{% for name, text in facts %}
-<dt>{{ name }}</dt><dd>{{ text }}</dd>
-{% endfor %}
-</dl>
-{% for note in notes %}
-<p class="notes">{{ note }}</p>
-{% endfor %}
-
-<h2>Pictures</h2>
-{% if not pictures %}
-<p class="muted">No trial was completed, so there is nothing to draw.</p>
-{% endif %}
-{% for caption, picture in pictures %}
-<figure><div class="wide" tabindex="0">{{ picture }}</div><figcaption>{{ caption }}</figcaption></figure>
-{% endfor %}
-
-<h2>Ranks</h2>
-{{ grid(ranks, 2) }}
-
-<h2>What was run, and where</h2>
-{% for title, body in environment %}
-<details><summary>{{ title }}</summary><pre>{{ body }}</pre></details>
-{% endfor %}
-</main>
-"""

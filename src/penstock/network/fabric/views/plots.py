@@ -16,7 +16,7 @@ from penstock.network.fabric.views.chart import (
     INK,
     MUTED,
     WIDTH,
-    Panel,
+    Plot,
     Scale,
     colors,
     keep_apart,
@@ -79,7 +79,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
     unit = "trials" if all(series.shape[1] == 1 for series in times) else "transfers"
     rows = Scale(0.0, 1.0, 250, 30), Scale(0.7 / count, 1.2, 250, 30, is_log=True)
     columns = [Scale(shortest / 1.1, longest * 1.15, first, first + 250, is_log=True) for first in (_LEFT, 400)]
-    ended, took = panels = [Panel(x, y) for x, y in zip(columns, rows, strict=True)]
+    ended, took = panels = [Plot(x, y) for x, y in zip(columns, rows, strict=True)]
     ended.title(f"Share of {unit} that had ended")
     took.title(f"Share of {unit} that took at least as long")
     for panel in panels:
@@ -122,7 +122,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         far = outliers(took)
         far = far[np.argsort(-took[far], kind="stable")]
         top = 28 + 104 * row
-        panel = Panel(columns, Scale(took.min() / 1.12, took.max() * 1.25, top + 72, top, is_log=True))
+        panel = Plot(columns, Scale(took.min() / 1.12, took.max() * 1.25, top + 72, top, is_log=True))
         note = f"median {seconds(float(medians[number]))}"
         if len(far):
             slowest = f"slowest {seconds(float(took[far[0]]))} in trial {trial[far[0]]:,}"
@@ -158,7 +158,7 @@ def _busbw(results: dict[str, Any]) -> str:
             ideal.setdefault(kind, []).append((size, rate * 100 / entry["ideal_percent"]))
     highest = max([slowest, *(rate for points in (*measured.values(), *ideal.values()) for _, rate in points)])
     sizes = sorted({entry["bytes"] for entry in results["groups"]})
-    panel = Panel(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
+    panel = Plot(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
     panel.title("Bus bandwidth by size", f"{unit}, of the median; dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
     ticks = keep_apart(sizes, lambda size: float(panel.x.at(size)), 56)
@@ -197,7 +197,7 @@ def _timeline(run: Run) -> str:
         zero, last = run.start_ns[trial][took_part].min(), run.end_ns[trial].max()
         axis = Axis.of(float(last - zero) / 1e9)
         bottom = top + 25 * lanes
-        panel = Panel(Scale(0, float(last - zero) / 1e9, _LEFT, _RIGHT), Scale(lanes - 0.5, -0.5, bottom, top))
+        panel = Plot(Scale(0, float(last - zero) / 1e9, _LEFT, _RIGHT), Scale(lanes - 0.5, -0.5, bottom, top))
         panel.title(title)
         panel.x_ticks([(second, f"{text} {axis.unit}") for second, text in axis.ticks], grid=True)
         names += [words(f"rank {rank}", 10, float(panel.y.at(rank)) + 4) for rank in range(lanes)]
@@ -222,7 +222,7 @@ def _choose_trials(run: Run) -> list[tuple[int, str]]:
     return chosen
 
 
-def _lanes(panel: Panel, run: Run, trial: int, color: dict[int, str]) -> None:
+def _lanes(panel: Plot, run: Run, trial: int, color: dict[int, str]) -> None:
     """Draw each rank's transfers pale, from start to end, and their rounds in full color with gaps between them."""
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()

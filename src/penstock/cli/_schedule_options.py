@@ -34,7 +34,7 @@ _TEXT_MARK = ", stages on ranks "
 
 
 @dataclass(frozen=True, slots=True)
-class OrderOptions:
+class ScheduleOptions:
     """The schedule to use."""
 
     schedule: str | None = _option("Name of the schedule; `penstock schedules` lists them.")
