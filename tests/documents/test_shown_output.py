@@ -1,4 +1,4 @@
-"""The guides on cutting and planning show what their commands print; these need no device, as all is estimated."""
+"""Guides show what their commands print; these need no device, as all is estimated. `...` stands for the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 def _shown() -> Iterator[tuple[list[str], list[Block]]]:
     """Each command that stands above its output, with its own block and those after it that are no commands."""
-    for page in ("cuts.md", "planning.md"):
+    for page in ("cuts.md", "planning.md", "schedules.md"):
         printed: list[Block] = []
         for block in blocks():
             if block.path != ROOT / "docs" / "guides" / page or block.language:
@@ -40,7 +40,7 @@ def test_commands_print_what_stands_below_them(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     output = CliRunner().invoke(app, command[1:]).output
-    first, *others = [block.text for block in printed]
+    first, *others = [block.text.removesuffix("...\n") for block in printed]
     assert output.startswith(first.partition("\n")[2])
     for text in others:
         assert text in output
