@@ -156,10 +156,9 @@ class FullBatch:
                 "dimension 1; pass batch_dims=1, or what holds for each input, target and output. If that is meant, "
                 "pass full_batch=False"
             )
-        weights_reason = "" if is_outside or rows_depend else ", or the loss weights them (see reduction=)"
-        question = "Is the batch in dimension 1? Then pass batch_dims=1. Or are" if dim1 is None else "Are"
-        text = f"rows of the batch depend on each other{weights_reason}. {question} samples compared? Then {_REMEDY}"
-        return "warning", text
+        reason = "" if is_outside or rows_depend else ", or the loss weights them (see reduction=)"
+        asks = "Is the batch in dimension 1? Then pass batch_dims=1. Or are" if dim1 is None else "Are"
+        return "warning", f"rows of the batch depend on each other{reason}. {asks} samples compared? Then {_REMEDY}"
 
     def _depends_on_other_rows(self, parts: Sequence[Any], full: Any) -> bool | None:
         """Whether outputs of microbatches differ from those of the full batch; None if that cannot be determined."""
@@ -197,8 +196,9 @@ class FullBatch:
             return False
         with suppress(Exception):  # the model or its loss does not allow it: then nothing is known
             parts = self._run([half(0), half(1)])
-            pairs = zip(*map(leaf_tensors, (*parts.outputs, full.outputs[0])), strict=True)
-            return parts.is_close(full) or all(torch.allclose(torch.cat(p, 1), w, 1e-3, 1e-5) for *p, w in pairs)
+            columns = [*zip(*map(leaf_tensors, (*parts.outputs, full.outputs[0])), strict=True)]
+            alike = (torch.allclose(torch.cat(halves, 1), whole, 1e-3, 1e-5) for *halves, whole in columns)
+            return parts.is_close(full) or (bool(columns) and all(alike))
         return None
 
     def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Results:
