@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import add
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import tied_bytes_overcount
@@ -41,8 +40,8 @@ def remedies(
     larger = replace(cluster, memory_bytes=math.inf, kinds=kinds)
     if (plan := first_that_fits(sizes, larger, global_batch, fixed, closest.choice)) is not None:
         texts = [f"{size / MIB:.0f}MiB" if size < math.inf else "" for size in pool_bytes]
-        names = [f"{kind.name}=" if len(kinds) > 1 else "" for kind in kinds]
-        yield f"--memory {','.join(map(add, names, texts))}", plan
+        named = [f"{kind.name}={text}" for kind, text in zip(kinds, texts, strict=True)]
+        yield f"--memory {','.join(named if len(kinds) > 1 else texts)}", plan
     units, limit = next(iter(sizes.profiles.values())).units, cluster.kinds[0].memory_bytes
     if len(cluster.kinds) == 1 and max(unit.held_bytes for unit in units) <= limit:  # each unit fits on some device
         static_bytes = sum(unit.held_bytes for unit in units) - sum(tied_bytes_overcount(units))

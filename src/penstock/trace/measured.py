@@ -116,8 +116,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TraceSteps:
-    """The steps of a trace that are complete, what was left out or set right, whether ranks shared cores, and what the
-    folder of a run says of it."""
+    """The complete steps of a trace, what was left out or set right, whether ranks shared cores, and its run."""
 
     steps: tuple[Step, ...]
     notes: tuple[str, ...]

@@ -32,7 +32,6 @@ _UNEVEN_FACTOR = 1.05
 _OUTLIER_FACTOR = 1.3
 """An action is an outlier if it takes this many times what its stage, rank and microbatch explain."""
 _MAX_RANKS = 3
-_SAME_WORK = "the same work in sum, and if the data are the cause: one step does not tell"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +179,8 @@ def suggestions(trials: Sequence[WhatIfContext], error: float) -> tuple[Change, 
             if key in certain_keys
         ]
         change, expected = first.evaluate(candidate, error, elsewhere), first.expected_gain(candidate)
+        if change.kind == "microbatches" and change.certain >= MIN_GAIN:  # but not that the cause can be taken away
+            change = first.evaluate(replace(candidate, measured=False), error)
         threshold = max(MIN_GAIN, error, 0.0 if change.measured else _MIN_SHARE * (change.gain - error))
         if (change.certain >= MIN_GAIN or not change.measured) and expected >= threshold:
             loses = min(first.gains(candidate)) - error < 0
@@ -266,7 +267,8 @@ def _suggest_microbatches(trial: WhatIfContext) -> Iterator[Change]:
         f"microbatches are unequal (microbatch {microbatch}{suffix} takes {factor.max():.2f} times the mean): if their "
         "data are, give each as much work"
     )
-    yield Change("microbatches", text, (trial.equal_microbatches(trial.replay),), _SAME_WORK, measured=False)
+    note = "the same work in sum, and if the data are the cause: one step does not tell"
+    yield Change("microbatches", text, (trial.equal_microbatches(trial.replay),), note)
 
 
 def _suggest_outliers(trial: WhatIfContext) -> Iterator[Change]:
@@ -334,7 +336,7 @@ def _apply(trial: WhatIfContext, change: Change, name: str, value: str) -> Chang
             one_rank[:, :, stages] = slow[:, :, stages]
             changed = trial.scale(replay, 1 / one_rank[..., None])
         case "microbatches", "equal":
-            changed, note, measured = trial.equal_microbatches(replay), _SAME_WORK, False
+            changed, note = trial.equal_microbatches(replay), "the same work in sum"
         case "actions", "usual":
             changed, measured = trial.without_outliers(replay), False
         case "link", _ if _is_factor(value):
