@@ -20,6 +20,7 @@ from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from scaffolding.nanoseconds import merged
+from scaffolding.run_folders import ABOUT, a_run
 
 HEAVY = [1.0, 1.0, 1.5, 1.0]
 
@@ -350,7 +351,35 @@ def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
 def test_that_stages_are_alike_is_not_said_where_the_replay_cannot_tell(tmp_path: Path) -> None:
     found = replace(explain(load_trace(a_timeline(tmp_path))), changes=(), worst_error=0.231)
     assert found.nothing == "no significant improvement: every change is within the replay's error, 23.1%"
-    assert replace(found, worst_error=0.001).nothing == "no imbalance above 0.5% of a step"
+    assert replace(found, worst_error=0.001).nothing == "no change was found that saves 0.5% of a step or more"
+
+
+@pytest.mark.parametrize(("limit", "advised"), [(None, ["gpipe", "1f1b"]), (320.0, ["1f1b"]), (310.0, [])])
+def test_no_schedule_is_advised_for_which_a_run_has_no_memory(
+    limit: float | None, advised: list[str], tmp_path: Path
+) -> None:
+    """Of 100 a microbatch and 16 of a stage's parameters and Adam; 1F1B keeps three microbatches on rank 0."""
+    folder = a_run(tmp_path / "run")
+    run = replace(ABOUT, schedule="naive", activation_bytes=(100,) * 3, memory_limit=limit)
+    write(folder / "run.json", run.to_dict())
+    for step in (2, 5):
+        naive = simulate(generate("naive", 3, 6), StageCost(0.01, 0.01, 0.01))
+        write(folder / "timelines" / f"{step}.json", naive.to_dict())
+    found = as_json("explain", str(folder))
+    notes = {one["text"].split()[1]: one["note"] for one in found["changes"] if one["text"].startswith("schedule")}
+    assert [*notes] == advised
+    if advised:
+        assert notes["1f1b"] == "rank 0 keeps 3 times the activations, up to 3 microbatches instead of 1"
+
+
+@pytest.mark.parametrize(("rows", "advised"), [(12, True), (11, False)])
+def test_microbatches_of_one_row_are_not_to_be_cut(rows: int, advised: bool, tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    write(folder / "run.json", replace(ABOUT, rows=rows).to_dict())
+    notes = [one["note"] for one in as_json("explain", str(folder))["changes"] if "cut the batch" in one["text"]]
+    assert [note.partition(":")[0] for note in notes] == [
+        "if half a microbatch takes half as long, which was not measured"
+    ] * advised
 
 
 def test_every_list_of_advice_is_the_same(tmp_path: Path) -> None:

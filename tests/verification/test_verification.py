@@ -373,10 +373,47 @@ def test_trap_28_a_batch_in_dimension_1_does_not_pass_in_silence(kind: str, drop
     assert not report.ok
     assert not report.failures  # bits are those of the microbatches, which are wrong
     assert "along dimension 1 they do not: the batch is in dimension 1; pass batch_dims=1" in report.summary()
-    assert "batch_first=False" in report.summary()
     told = verified(lambda: Sequence(kind, dropout), x, tokens, y, batch_dims=1)
     assert told.ok, told.summary()
     assert verified(lambda: Sequence(kind, dropout), x, tokens, y, full_batch=False).ok
+
+
+class Rearranged(nn.Module):
+    """Attention over tokens, rearranged inside as in CLIP's blocks, of rows that look at each other."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.inner, self.head, self.length = nn.MultiheadAttention(WIDTH, 1), nn.Linear(WIDTH, 4), length
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(0, 1)
+        assert len(y) == self.length or not self.length
+        y = self.inner(y, y, y, need_weights=False)[0].transpose(0, 1)
+        return self.head(y - y.mean(0))
+
+
+@pytest.mark.parametrize(("length", "asked"), [(0, False), (8, True)])
+def test_rows_of_dimension_1_that_depend_on_each_other_are_no_batch(length: int, asked: bool) -> None:
+    """Though an attention has batch_first=False. If it takes no shorter sequences, nobody knows."""
+    x, y = torch.randn(8, 8, WIDTH), torch.randint(4, (8, 8))
+    check = verified(lambda: Rearranged(length), x, tokens, y, leaf_modules=["inner"]).full_batch
+    assert check is not None
+    assert check.verdict == "warning"
+    assert ("Is the batch in dimension 1? Then pass batch_dims=1" in check.why) is asked
+    assert ("batch_dims=1" in check.why) is asked
+
+
+def test_a_batch_in_dimension_1_is_told_where_the_loss_weights_rows() -> None:
+    """By class: halves' losses make another one, but their outputs are the whole batch's."""
+    x, y = torch.randn(8, 8, WIDTH), torch.randint(4, (8, 8))
+    weight = torch.tensor([1.0, 9.0, 1.0, 3.0])
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), weight.to(output.dtype))
+
+    check = verified(lambda: Sequence("lstm"), x, weighted, y).full_batch
+    assert check is not None
+    assert "the batch is in dimension 1; pass batch_dims=1" in check.why
 
 
 class Mixes(nn.Module):

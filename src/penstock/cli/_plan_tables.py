@@ -16,16 +16,12 @@ from penstock.simulate import IdleCause
 
 if TYPE_CHECKING:
     from penstock.plan import Cluster, ParallelConfig, Plan, PlanResult, RejectedConfig
-    from penstock.plan.remedies import Remedy
 
 _MAX_LINES = 6
 """Maximum number of rejected plans to list per reason."""
 
 _MIN_SHARE = 5e-4
 """Minimum share of the time that is not rounded to 0.0%."""
-
-_MOSTLY_IDLE = 0.5
-"""Share of idle time above which there are probably more devices than the batch can use."""
 
 _USUAL = "1f1b"
 """The schedule that users look for."""
@@ -71,13 +67,16 @@ def _pipeline_note(result: PlanResult, best: Plan) -> str:
     if best.choice.devices == 1:
         return "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
     if best.choice.ranks > 1:
-        reason = f"the batch is small for {best.choice.devices} devices, and fewer may be as fast."
-        return f"Its ranks are idle {best.bubble:.0%} of the time: {reason}" if best.bubble >= _MOSTLY_IDLE else ""
+        count, ranks = pluralize(best.choice.microbatches, "microbatch"), best.choice.ranks
+        text = f"Its ranks are idle {best.bubble:.0%} of the time: {count} cannot keep {ranks} ranks busy."
+        return text if best.choice.microbatches < ranks else ""
     plans: list[Plan | RejectedConfig] = sorted((*result.best, *result.rejected), key=lambda plan: plan.step_seconds)
     piped = next((plan for plan in plans if plan.choice.ranks > 1 and not plan.lacking_bytes), None)
     if piped is None:
         return "It has no pipeline; no plan with one fits, or none was requested."
-    slower = f"{'at least ' if piped.bubble is None else ''}{_compare_speed(piped, best)}"
+    slower = _compare_speed(piped, best)
+    if piped.bubble is None:
+        return f"It has no pipeline; every plan with one is at least {slower}."
     if abs(piped.step_seconds - best.step_seconds) <= result.equal * best.step_seconds:
         slower = "equivalent"
     return f"It has no pipeline; the best with one is {_describe(piped.choice)}, {slower}."
@@ -167,7 +166,7 @@ def _policies(plan: Plan, stages: Sequence[int]) -> str | None:
 def _reasons(result: PlanResult) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the reasons for rejection, each with its closest plans, one per schedule and number of ranks."""
     best, equal = result.best[0], f"Equivalent (within {result.equal:.1%}), less simple:"
-    slower, pruned, too_large = "Slower:", "Pruned (a lower bound exceeds the best plan):", "Out of memory:"
+    slower, pruned, too_large = "Slower:", "Pruned (a lower bound exceeds the plans above):", "Out of memory:"
     lines: dict[str, list[tuple[str, str]]] = {equal: [], slower: [], pruned: [], too_large: []}
     for plan in sorted(_typical(result), key=lambda plan: plan.lacking_bytes):
         if plan.lacking_bytes:
@@ -223,10 +222,8 @@ def _describe_rejection(plan: RejectedConfig, best: Plan) -> str:
     return ": ".join(filter(None, (_compare_speed(plan, best), ", ".join(filter(None, details)))))
 
 
-def show_shortfall(
-    result: PlanResult, cluster: Cluster, remedies: Sequence[Remedy], console: Console, group: int = 1
-) -> None:
-    """Print which memory is missing and which changes fit. `group`: number of devices per device of the cluster."""
+def show_shortfall(result: PlanResult, remedies: Sequence[tuple[str, Plan]], console: Console) -> None:
+    """Print which memory is missing, and the options with which a plan fits."""
     closest = result.closest
     assert closest is not None  # without any plan the planner has raised
     rank = closest.fullest
@@ -240,16 +237,5 @@ def show_shortfall(
     )
     if remedies:
         console.print("\nAny of these changes fits:")
-    for remedy in remedies:
-        console.print(f"  {_change(remedy, cluster, group)}: {_describe(remedy.plan.choice)}")
-
-
-def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
-    if remedy.devices:
-        return f"--devices {remedy.devices * group}"
-    if remedy.offload:
-        return "--offload-link RATE, to offload activations to the host's memory"
-    sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]
-    if len(sizes) > 1:
-        sizes = [f"{kind.name}={size}" for kind, size in zip(cluster.kinds, sizes, strict=True)]
-    return f"--memory {','.join(sizes)}"
+    for options, plan in remedies:
+        console.print(f"  {options}: {_describe(plan.choice)}, {plan.step_seconds:.4g} s/step")

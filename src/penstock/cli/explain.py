@@ -63,7 +63,7 @@ class PredictionOptions:
             _check_plan(plan, run, folder, self.plan)
         if self.profile is None:
             if plan is not None:
-                return Prediction(plan.stage_seconds, plan.pipeline_seconds)
+                return Prediction(plan.stage_seconds, plan.pipeline_seconds, unchecked="threads, rows or devices")
             recorded = None if folder is None else folder.predicted()
             return None if recorded is None else Prediction(recorded.stage_seconds, recorded.step_seconds)
         cuts = None if self.cuts is None else tuple(self.cuts.split(","))

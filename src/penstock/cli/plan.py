@@ -103,8 +103,9 @@ def plan(
         if result.best:
             show(result, console, devices)
         elif result.closest is not None:
-            fixes = [*remedies(sizes, devices, global_batch_size, fixed, result.closest)]
-            show_shortfall(result, devices, fixes, console, transformer.tensor_parallel)
+            group = transformer.tensor_parallel
+            fixes = [*remedies(sizes, devices, global_batch_size, fixed, result.closest, group)]
+            show_shortfall(result, fixes, console)
         if link_note:
             console.print(f"\n{link_note}")
         if paper is not None and result.best:

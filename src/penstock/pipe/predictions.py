@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +20,8 @@ from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.activation_policy import Transient, transient_by_rank
-from penstock.schedule import Schedule, drop_backward, stages_with_backward
+from penstock.schedule import Schedule, drop_backward
 from penstock.simulate import LinkCost, StageCost, memory, simulate
-from penstock.simulate.computations import column
-from penstock.simulate.memory_use import allocation_table
 from penstock.trace.runs.reader import RecordedPrediction
 
 
@@ -162,23 +159,3 @@ def _model_input_bytes(meta: StageMeta) -> int:
 def _net_activations(footprints: Sequence[Footprint], input_bytes: Sequence[int]) -> list[int]:
     """Return the activations of a microbatch on each stage, without the batch, which is there all the time."""
     return [max(0, f.kept - size) for f, size in zip(footprints, input_bytes, strict=True)]
-
-
-def memory_after_actions(schedule: Schedule, activations: Sequence[int], static: Sequence[int]) -> list[list[int]]:
-    """Return what each rank holds after each of its actions, as `simulate.memory` counts it.
-
-    Args:
-        schedule: as it runs, communication included.
-        activations: for each stage, what a microbatch keeps from forward to backward.
-        static: for each stage, what it holds all the time.
-    """
-    placement, depth = schedule.placement, len(static)
-    costs = [(StageCost(0, 0, 0, activation_bytes=size, weight_gradient_bytes=size),) for size in activations]
-    costs *= placement.stages // depth
-    allocated, freed = allocation_table(costs, stages_with_backward(schedule))[0, ..., 0]
-    by_rank = []
-    for row, stages in zip(schedule.rows, placement.by_rank, strict=True):
-        static_bytes = sum(static[stage % depth] for stage in stages)
-        usage = static_bytes + np.cumsum((allocated - freed)[column(row.op), column(row.stage)])
-        by_rank.append(usage.astype(int).tolist())
-    return by_rank

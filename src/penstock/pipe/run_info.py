@@ -18,12 +18,13 @@ from penstock._base.errors import ArgumentError, warn
 from penstock._base.gradients import gradient_bytes
 from penstock.partition.names import unwrapped
 from penstock.partition.stages.stage import Gate
-from penstock.pipe.predictions import activation_bytes, memory_after_actions, optimizer_bytes, predict_step
+from penstock.pipe.predictions import activation_bytes, optimizer_bytes, predict_step
 from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.session import Session
 from penstock.pipe.verified import verified_fingerprints
 from penstock.plan import Plan
 from penstock.runtime.front_end import Stage
+from penstock.simulate.memory_use import memory_after_actions
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import PREDICTED, PREDICTED_MEMORY
 from penstock.trace.runs.option import RunConfig

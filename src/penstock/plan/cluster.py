@@ -106,10 +106,6 @@ class Cluster:
         """The index of each device's kind."""
         return tuple(index for index, kind in enumerate(self.kinds) for _ in range(kind.devices))
 
-    def host_of(self, device: int) -> int:
-        """Return the host that a device is on."""
-        return 0 if self.devices_per_host is None else device // self.devices_per_host
-
     def ring_seconds(self, size_bytes: float, members: int, *, crosses: bool) -> float:
         """Return the seconds of a ring all-reduce of a buffer over its members: 2 (n - 1) messages, one after another.
 

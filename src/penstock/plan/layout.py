@@ -131,17 +131,18 @@ def _enumerate_grids(cluster: Cluster, kinds: Grid) -> Iterator[Grid]:
     """Yield all assignments, except those that differ only in devices of a pool on one host, or in hosts that are
     alike."""
     kind_of, grid = cluster.kind_of, np.empty_like(kinds)
+    hosts: list[int] = _hosts(cluster, np.arange(cluster.devices)).tolist()
     on_host: dict[int, list[int]] = {}
-    for device, kind in enumerate(kind_of):
-        on_host.setdefault(cluster.host_of(device), []).append(kind)
+    for host, kind in zip(hosts, kind_of, strict=True):
+        on_host.setdefault(host, []).append(kind)
 
     def extend(index: int, free: frozenset[int]) -> Iterator[Grid]:
         if index == grid.size:
             yield grid.copy()
         seen = set[object]()
-        used_hosts = {cluster.host_of(int(device)) for device in grid.flat[:index]}
+        used_hosts = {hosts[device] for device in grid.flat[:index]}
         for device in sorted(free):
-            host = cluster.host_of(device)
+            host = hosts[device]
             host_key = host if host in used_hosts else tuple(on_host[host])
             if kind_of[device] == kinds.flat[index] and host_key not in seen:
                 seen.add(host_key)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock._base.errors import ArgumentError
 from penstock.costs import tied_bytes_overcount
+from penstock.costs.links import USUAL_LINK
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
 from penstock.plan.configs import FixedNumbers, ParallelConfig
 from penstock.plan.plan import Plan
 from penstock.plan.planner import enumerate_candidates
-from penstock.simulate.costs import LinkCost
 
 MAX_DEVICE_FACTOR = 8
 """Up to this many times the devices are tried."""
@@ -21,39 +21,27 @@ MAX_DEVICE_FACTOR = 8
 MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """A change with which a plan fits.
-
-    Attributes:
-        memory_bytes: what each device of each kind would have, if that is the change.
-        devices: how many there would be, if that is the change.
-        offload: whether the change is to offload activations to the host.
-        plan: that fits then.
-    """
-
-    plan: Plan
-    memory_bytes: tuple[float, ...] = ()
-    devices: int = 0
-    offload: bool = False
-
-
-def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, fixed: FixedNumbers, closest: Plan) -> Iterator[Remedy]:
-    """More memory, in whole MiB; more devices, if all are of one kind; offloading, if it is not allowed. A change that
-    would not help, or not be found soon, is left out.
+def remedies(
+    sizes: Sizes, cluster: Cluster, global_batch: int, fixed: FixedNumbers, closest: Plan, group: int = 1
+) -> Iterator[tuple[str, Plan]]:
+    """Yield options, each with a plan that fits: more memory, in whole MiB; more devices, if all are of one kind;
+    offloading, if it is not allowed. A change that would not help, or not be found soon, is left out.
 
     Args:
         closest: the plan that lacks least.
+        group: how many devices each of the cluster's stands for.
     """
     pool_bytes = [kind.memory_bytes for kind in cluster.kinds]
     for row in closest.grid:
         for device, peak in zip(row, closest.memory_bytes[: closest.choice.ranks], strict=True):
             pool = cluster.kind_of[device]
             pool_bytes[pool] = max(pool_bytes[pool], math.ceil(peak / MIB) * MIB)
-    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, pool_bytes, strict=True))
-    larger = replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
+    kinds = tuple(replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, pool_bytes, strict=True))
+    larger = replace(cluster, memory_bytes=math.inf, kinds=kinds)
     if (plan := first_that_fits(sizes, larger, global_batch, fixed, closest.choice)) is not None:
-        yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
+        texts = [f"{size / MIB:.0f}MiB" if size < math.inf else "" for size in pool_bytes]
+        named = [f"{kind.name}={text}" for kind, text in zip(kinds, texts, strict=True)]
+        yield f"--memory {','.join(named if len(kinds) > 1 else texts)}", plan
     units, limit = next(iter(sizes.profiles.values())).units, cluster.kinds[0].memory_bytes
     if len(cluster.kinds) == 1 and max(unit.held_bytes for unit in units) <= limit:  # each unit fits on some device
         static_bytes = sum(unit.held_bytes for unit in units) - sum(tied_bytes_overcount(units))
@@ -62,12 +50,13 @@ def remedies(sizes: Sizes, cluster: Cluster, global_batch: int, fixed: FixedNumb
             kind = replace(cluster.kinds[0], devices=devices)
             wider = replace(cluster, devices=0, memory_bytes=math.inf, kinds=(kind,))
             if (plan := first_that_fits(sizes, wider, global_batch, fixed)) is not None:
-                yield Remedy(plan, devices=devices)
+                yield f"--devices {devices * group}", plan
                 break
     if cluster.offload_link is None:
-        offloading = replace(cluster, memory_bytes=math.inf, offload_link=LinkCost(0.0))
+        offloading = replace(cluster, memory_bytes=math.inf, offload_link=USUAL_LINK)
         if (plan := first_that_fits(sizes, offloading, global_batch, fixed)) is not None:
-            yield Remedy(plan, offload=True)
+            rate = f"{8e-9 * USUAL_LINK.bytes_per_second:g}gbit delay {1e6 * USUAL_LINK.latency_seconds:g}us"
+            yield f'--offload-link "{rate}" (PCIe 4.0, 16 lanes per device)', plan
 
 
 def first_that_fits(

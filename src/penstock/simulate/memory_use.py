@@ -133,6 +133,26 @@ def allocation_table(costs: Sequence[Sequence[StageCost]], with_backward: frozen
     return table
 
 
+def memory_after_actions(schedule: Schedule, activations: Sequence[int], static: Sequence[int]) -> list[list[int]]:
+    """Return what each rank holds after each of its actions, as `memory` counts it.
+
+    Args:
+        schedule: as it runs, communication included.
+        activations: for each stage, what a microbatch keeps from forward to backward.
+        static: for each stage, what it holds all the time.
+    """
+    placement, depth = schedule.placement, len(static)
+    costs = [(StageCost(0, 0, 0, activation_bytes=size, weight_gradient_bytes=size),) for size in activations]
+    costs *= placement.stages // depth
+    allocated, freed = allocation_table(costs, stages_with_backward(schedule))[0, ..., 0]
+    by_rank = []
+    for row, stages in zip(schedule.rows, placement.by_rank, strict=True):
+        static_bytes = sum(static[stage % depth] for stage in stages)
+        usage = static_bytes + np.cumsum((allocated - freed)[column(row.op), column(row.stage)])
+        by_rank.append(usage.astype(int).tolist())
+    return by_rank
+
+
 _GATHERS = (Op.UNSHARD.code, Op.RESHARD.code)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from penstock.schedule import Action, Op
+from penstock.trace.runs.about import RunInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class TraceData:
         unread: how often which names occur that name no action.
         crowded: whether ranks had fewer cores than they need; None: nor does the trace say whether they took turns.
         world: how many ranks the job had; 0: the trace does not say.
+        about: what the folder of a run says of it.
     """
 
     events: tuple[Event, ...]
@@ -64,6 +66,7 @@ class TraceData:
     unread: Mapping[str, int] = field(default_factory=dict)
     crowded: bool | None = None
     world: int = 0
+    about: RunInfo | None = None
 
 
 def number_events(events: Sequence[Event]) -> tuple[Event, ...]:

@@ -135,11 +135,12 @@ def recording_from_run(run: RecordedRun) -> TraceData:
         raise ArgumentError(f"run {str(run.path)!r} has no timeline: {reason}")
     recording = recording_from_timelines(list(timelines.values()), str(run.path), list(timelines))
     steps = run.steps(_RECENT_BYTES)
-    notes: list[str] = []
+    notes = [*damaged]
     traced = [record.seconds for record in steps if record.step in timelines]
     if traced and not 1 / _MAX_RATIO < (ratio := median(r.seconds for r in steps) / median(traced)) < _MAX_RATIO:
         notes.append(f"the last {len(steps):,} steps took {ratio:.2f} times as long as those with a timeline")
-    return replace(recording, stages=run.about.stages.stages, notes=(*damaged, *notes, *recording.notes))
+    notes += recording.notes
+    return replace(recording, stages=run.about.stages.stages, notes=tuple(notes), about=run.about)
 
 
 def recording_from_timelines(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> TraceData:

@@ -20,6 +20,7 @@ from penstock.simulate.computations import Columns
 from penstock.trace.clocks import arrival_tolerance, clock_offsets
 from penstock.trace.event import Event, TraceData
 from penstock.trace.outside_pipeline import KNOWN
+from penstock.trace.runs.about import RunInfo
 
 _MAX_PROCESSES = 10_000
 _MAX_COMPARED = 200_000
@@ -115,11 +116,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TraceSteps:
-    """The steps of a trace that are complete, what was left out or set right, and whether ranks shared cores."""
+    """The complete steps of a trace, what was left out or set right, whether ranks shared cores, and its run."""
 
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
     crowded: bool | None = None
+    about: RunInfo | None = None
 
     @property
     def typical(self) -> Step:
@@ -184,7 +186,7 @@ def steps_of_trace(recording: TraceData) -> TraceSteps:
             f"steps differ: step {shapes[name, count]} is {name} with {pluralize(count, 'microbatch')}, {differing}; "
             "if they are of several runs, explain each alone"
         )
-    return TraceSteps(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
+    return TraceSteps(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded, recording.about)
 
 
 def _locate_events(events: Sequence[Event]) -> list[Event]:

@@ -61,8 +61,7 @@ def first_difference(
 
 
 def first_value(trace: ModuleTrace, reference: ModuleTrace, exact: bool) -> tuple[ValueKey, Comparison] | None:
-    """Return the first input, output or gradient of a module that differs; None if none
-    does."""
+    """Return the first input, output or gradient of a module that differs; None if none does."""
     position = {name: index for index, name in reversed([*enumerate(trace.order)])}
     first_position = {
         name: min(p for n, p in position.items() if f"{n}.".startswith(f"{name}.") or not name) for name in position

@@ -148,23 +148,17 @@ class FullBatch:
                 + (hint or f"pass reduction= what gives the weight of a microbatch. Or {pairing}: {_REMEDY}")
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
-            return (
-                "warning",
-                f"rows of the batch depend on each other, as batch_dims= or split_fn= cuts it: {_REMEDY}",
-            )
-        kinds, named = (nn.RNNBase, nn.MultiheadAttention), self.single.model.named_modules()
-        layers = [
-            f"{type(m).__name__} {n}: batch_first=False" for n, m in named if isinstance(m, kinds) and not m.batch_first
-        ]
-        if (dim1 := self._is_batch_in_dim1(full)) or (rows_depend and layers):
+            text = "rows of the batch depend on each other, as batch_dims= or split_fn= cuts it"
+            return "warning", f"{text}: {_REMEDY}"
+        if dim1 := self._is_batch_in_dim1(full):
             return "different", (
-                f"rows along dimension 0 depend on each other{', and along dimension 1 they do not' if dim1 else ''}: "
-                "the batch is in dimension 1; pass batch_dims=1, or what holds for each input, target and output"
-                f"{f' ({list_names(layers)})' if layers else ''}. If that is meant, pass full_batch=False"
+                "rows along dimension 0 depend on each other, and along dimension 1 they do not: the batch is in "
+                "dimension 1; pass batch_dims=1, or what holds for each input, target and output. If that is meant, "
+                "pass full_batch=False"
             )
-        weights_reason = "" if is_outside or rows_depend else ", or the loss weights them (see reduction=)"
-        question = "Is the batch in dimension 1? Then pass batch_dims=1. Or are samples compared? Then"
-        return "warning", f"rows of the batch depend on each other{weights_reason}. {question} {_REMEDY}"
+        reason = "" if is_outside or rows_depend else ", or the loss weights them (see reduction=)"
+        asks = "Is the batch in dimension 1? Then pass batch_dims=1. Or are" if dim1 is None else "Are"
+        return "warning", f"rows of the batch depend on each other{reason}. {asks} samples compared? Then {_REMEDY}"
 
     def _depends_on_other_rows(self, parts: Sequence[Any], full: Any) -> bool | None:
         """Whether outputs of microbatches differ from those of the full batch; None if that cannot be determined."""
@@ -184,8 +178,9 @@ class FullBatch:
             (a - b).abs().max() > t * b.abs().max() for (a, b), t in zip(pairs, tolerances, strict=True) if b.numel()
         )
 
-    def _is_batch_in_dim1(self, full: _Results) -> bool:
-        """Whether two halves along dimension 1 reproduce the full batch."""
+    def _is_batch_in_dim1(self, full: _Results) -> bool | None:
+        """Whether two halves along dimension 1 reproduce the full batch, or, as the loss may weight rows, its outputs;
+        None if they cannot be computed."""
         flat = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target))
         rows = next((leaf.shape[1] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
         sizes = [rows - rows // 2, rows // 2]
@@ -197,9 +192,14 @@ class FullBatch:
 
             return Microbatch._make((*unflatten([*map(cut, flat.leaves)], flat.structure), sizes[index]))
 
+        if rows < 2:
+            return False
         with suppress(Exception):  # the model or its loss does not allow it: then nothing is known
-            return rows > 1 and self._run([half(0), half(1)]).is_close(full)
-        return False
+            parts = self._run([half(0), half(1)])
+            columns = [*zip(*map(leaf_tensors, (*parts.outputs, full.outputs[0])), strict=True)]
+            alike = (torch.allclose(torch.cat(halves, 1), whole, 1e-3, 1e-5) for *halves, whole in columns)
+            return parts.is_close(full) or (bool(columns) and all(alike))
+        return None
 
     def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Results:
         """Compute forward and loss of each piece, all from the same buffers, which are restored."""

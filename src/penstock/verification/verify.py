@@ -302,16 +302,9 @@ def _compare_all(
 
     def add_row(kind: str, name: str, stages: tuple[int, ...], value: Tensor | None, dtype: torch.dtype | None) -> None:
         key, grad_name = (kind, name), name if kind == "gradient" else ""
-        terms, rounded, noise = (
-            expected.terms.get(grad_name),
-            expected.rounded.get(grad_name),
-            expected.noise.get(key, 0.0),
-        )
-        correct, reason, dtype = (
-            expected.values.get(key),
-            rule.reordered.get(grad_name, ""),
-            expected.lowered or dtype,
-        )
+        correct, noise, dtype = expected.values.get(key), expected.noise.get(key, 0.0), expected.lowered or dtype
+        terms, rounded = expected.terms.get(grad_name), expected.rounded.get(grad_name)
+        reason = rule.reordered.get(grad_name, "")
         rows.append(compare(kind, name, stages, value, correct, exact, reason, terms, dtype, rounded, noise))
 
     schedule = pipe.schedule

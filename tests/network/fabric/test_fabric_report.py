@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import SLOW_RANK, made_run, write_run
+from made_runs import SIZES, SLOW_RANK, made_run, made_workload, write_run
 from rich.console import Console
 
 from cli.command_line import output
@@ -84,11 +84,25 @@ def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
     assert "warning" not in shown(made_run(200, cpu=calm))
 
 
+PAIRS = Workload(
+    "pairs", tuple(Transfer(f"{a}", 4000, "send", ranks=(a, a + 1), compute_seconds=1e-3) for a in range(3))
+)
+
+
 def test_a_rank_that_the_others_wait_for_is_named():
-    assert f"rank {SLOW_RANK} came last" in shown(made_run(100))
+    assert re.search(rf"rank {SLOW_RANK} came last to \d\d% of its transfers, up to \d+us after", shown(made_run(100)))
+    slow = made_workload([1000 * size for size in SIZES])
+    assert "came last" not in shown(made_run(100, workload=slow)), "by a trifle of what transfers take"
     assert "came last" not in shown(made_run(3)), "of three trials any rank may be the last in two"
-    pairs = Workload("pairs", tuple(Transfer(f"{a}", 4000, "send", ranks=(a, a + 1)) for a in range(3)))
-    assert "came last" not in shown(made_run(100, workload=pairs)), "of two, one always is the last"
+    assert "came last" not in shown(made_run(100, workload=PAIRS)), "of two, one always is the last"
+
+
+def test_overlap_of_a_pipelines_messages_is_said_not_to_wait_for_them():
+    """Stages do wait for what they receive, and only gradients of replicas can travel while they compute."""
+    said = "with overlap with compute (computed)"
+    assert f"{said}, as if no stage waited to compute until it has received" in shown(made_run(20, workload=PAIRS), 400)
+    assert said in shown(made_run(20), 400)
+    assert "as if no stage" not in shown(made_run(20), 400)
 
 
 def test_a_mean_that_its_trials_hardly_bound_has_no_margin():

@@ -332,6 +332,20 @@ def test_a_prediction_that_is_far_off_is_said_first() -> None:
     assert not explain(near, predicted=profile()).run.notes
 
 
+@pytest.mark.parametrize(
+    ("threads", "rows", "unchecked"),
+    [(0, None, "threads, rows or devices"), (1, None, "rows or devices"), (1, 4, "devices")],
+)
+def test_a_prediction_that_is_far_off_may_be_of_what_was_not_compared(
+    threads: int, rows: int | None, unchecked: str
+) -> None:
+    units = tuple(UnitCost(f"layers.{n}", 1.0, 1.0, 1.0) for n in range(4))
+    made = Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)}, rows=4, threads=1)
+    predicted = Prediction.of_profile(made, 4, ["layers.1", "layers.2", "layers.3"], rows, threads)
+    note = explain(recorded(timeline(lambda s, k: 1.9, lambda s, k: 3.8)), predicted=predicted).run.notes[0]
+    assert note.endswith(f"predicted: it may be of other {unchecked}, or other work may have run on the machine")
+
+
 def test_of_several_sizes_that_of_the_run_counts() -> None:
     def units(scale: float) -> tuple[UnitCost, ...]:
         return tuple(UnitCost(f"layers.{n}", scale, scale, scale) for n in range(4))

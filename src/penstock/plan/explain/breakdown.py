@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from penstock.plan.explain.factors import Factors
+from penstock.plan.explain.factors import ALIKE_FRACTION, Factors
 from penstock.plan.explain.replay import Replay, start_end_times
 from penstock.schedule import Action
 from penstock.schedule.timeline import Timeline
@@ -107,7 +107,8 @@ class Bubble:
     Attributes:
         rank, before: where it was, and the action that came after it.
         seconds: how long it lasted.
-        blocked_by: the action on the chain that it waited for that took most beyond an even share; None: none did.
+        blocked_by: the action that at least half of the wait was for; None: there is none, or it took hardly more than
+            an even share.
         blocked_by_rank, blocked_by_seconds, usual_seconds: where that ran, how long it took, and the even share.
     """
 
@@ -137,24 +138,23 @@ def find_largest_bubble(replica: Replica, ideal: Timeline) -> Bubble | None:
         return None
     rank = columns.rank
     took, usual = ends - starts, ideal_ends - ideal_starts
-    chain = _blocking_chain(waits.need, columns, ends, node)
-    worst = max(chain, key=lambda n: float(took[n] - usual[n]), default=-1)
     location = int(rank[node]), columns.action(node), float(gap[node])
-    if worst < 0 or took[worst] <= usual[worst]:
+    blocker = _find_blocker(waits.need, columns, starts, ends, node)
+    if blocker < 0 or took[blocker] < (1 + ALIKE_FRACTION) * usual[blocker]:
         return Bubble(*location)
-    return Bubble(*location, columns.action(worst), int(rank[worst]), float(took[worst]), float(usual[worst]))
+    return Bubble(*location, columns.action(blocker), int(rank[blocker]), float(took[blocker]), float(usual[blocker]))
 
 
-def _blocking_chain(need: Ints, columns: Columns, ends: Floats, node: int) -> list[int]:
-    """Return the nodes that ran while a node's rank was idle, of all that it waited for, latest first."""
-    idle_start, chain = ends[node - 1], []
-    current = int(need[node])
+def _find_blocker(need: Ints, columns: Columns, starts: Floats, ends: Floats, node: int) -> int:
+    """Return, of all nodes that a node's rank waited for, the one that took half of the wait or more; -1: none did."""
+    idle_start, current = ends[node - 1], int(need[node])
     first = set(columns.first.tolist())
     while current >= 0 and ends[current] > idle_start:
-        chain.append(current)
+        if 2 * (ends[current] - max(starts[current], idle_start)) >= starts[node] - idle_start:
+            return current
         previous = -1 if current in first else current - 1
         source = int(need[current])
         source_end = ends[source] if source >= 0 else -np.inf
         previous_end = ends[previous] if previous >= 0 else -np.inf
         current = source if source_end > previous_end else previous
-    return chain
+    return -1

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import pluralize
+from penstock.costs import OPTIMIZER_VALUES
 from penstock.plan.explain.factors import Factors, fit_factors
 from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.replay import Change, Replay, build_replay
@@ -18,7 +19,9 @@ from penstock.plan.explain.schedules import Price, change_schedule, double_micro
 from penstock.plan.explain.stragglers import slow_ranks
 from penstock.schedule.describe import WORDS, Kind
 from penstock.simulate.computations import COMPUTE, Floats
+from penstock.simulate.memory_use import memory_after_actions
 from penstock.trace.measured import Replica, Step
+from penstock.trace.runs.about import RunInfo
 
 MIN_GAIN = 0.005
 """Changes that save a smaller fraction of a step than this are not listed."""
@@ -29,20 +32,20 @@ _UNEVEN_FACTOR = 1.05
 _OUTLIER_FACTOR = 1.3
 """An action is an outlier if it takes this many times what its stage, rank and microbatch explain."""
 _MAX_RANKS = 3
-_SAME_WORK = "the same work in sum"
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfContext:
     """A measured step, what explains its times, and its replay: what changes are tried on. `shared`: its ranks had
-    fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then.
-    """
+    fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then. `about`:
+    what is known of its run."""
 
     step: Step
     factors: Factors
     replay: Replay
     predicted: Prediction | None = None
     shared: bool = False
+    about: RunInfo | None = None
 
     @classmethod
     def from_step(
@@ -97,6 +100,16 @@ class WhatIfContext:
             gain, width = min(max_gain, max((*gains, *elsewhere)) + error), 0.0
         seconds = self.step.seconds * (1 - gain)
         return replace(change, step_seconds=seconds, gain=gain, error=width, measured=measured)
+
+    def fits_in_memory(self, change: Change) -> bool:
+        """Whether another order keeps within the run's memory limit, by what it holds from forward to backward, and the
+        parameters with Adam's two values; True if that is not known."""
+        run, schedule = self.about, change.cases[0].schedules[0]
+        if run is None or run.memory_limit is None or len(run.activation_bytes) != schedule.placement.depth:
+            return True
+        sizes = zip(run.parameter_bytes, run.gradient_bytes, strict=False)
+        static = [kept + trained + OPTIMIZER_VALUES * min(kept, trained) for kept, trained in sizes]
+        return max(map(max, memory_after_actions(schedule, run.activation_bytes, static))) <= run.memory_limit
 
     @property
     def price(self) -> tuple[Price, ...] | None:
@@ -166,6 +179,8 @@ def suggestions(trials: Sequence[WhatIfContext], error: float) -> tuple[Change, 
             if key in certain_keys
         ]
         change, expected = first.evaluate(candidate, error, elsewhere), first.expected_gain(candidate)
+        if change.kind == "microbatches" and change.certain >= MIN_GAIN:  # but not that the cause can be taken away
+            change = first.evaluate(replace(candidate, measured=False), error)
         threshold = max(MIN_GAIN, error, 0.0 if change.measured else _MIN_SHARE * (change.gain - error))
         if (change.certain >= MIN_GAIN or not change.measured) and expected >= threshold:
             loses = min(first.gains(candidate)) - error < 0
@@ -184,8 +199,10 @@ def _changes(trial: WhatIfContext) -> Iterator[Change]:
     yield from _suggest_ranks(trial)
     yield from _suggest_microbatches(trial)
     yield from _suggest_outliers(trial)
-    yield from other_schedules(trial.replay, trial.factors.rank, trial.price)
-    yield from double_microbatches(trial.replay)
+    yield from filter(trial.fits_in_memory, other_schedules(trial.replay, trial.factors.rank, trial.price))
+    run = trial.about
+    rows = None if run is None else run.rows // (run.replicas * run.microbatches)
+    yield from double_microbatches(trial.replay, rows)
 
 
 def _suggest_cut(trial: WhatIfContext) -> Iterator[Change]:
@@ -234,7 +251,8 @@ def _suggest_ranks(trial: WhatIfContext) -> Iterator[Change]:
             for row, op in enumerate(COMPUTE)
             if slow_rank.slow[row].any()
         )
-        text = f"{slow_rank.who} is slow ({ops} its replicas'): check or replace its device"
+        remedy = "give it less data, or check its host" if slow_rank.rank is None else "check or replace its device"
+        text = f"{slow_rank.who} is slow ({ops} its replicas'): {remedy}"
         replay = trial.scale(trial.replay, scale[..., None])
         yield Change("rank", text, (replay,), _add_doubt(trial, ""), key=slow_rank.who)
 
@@ -246,10 +264,11 @@ def _suggest_microbatches(trial: WhatIfContext) -> Iterator[Change]:
     replica, microbatch = np.unravel_index(int(np.argmax(factor)), factor.shape)
     suffix = trial.replica_suffix(int(replica))
     text = (
-        f"microbatches are unequal (microbatch {microbatch}{suffix} takes {factor.max():.2f} times the mean): give "
-        "each as much work, such as sequences of the same length in sum"
+        f"microbatches are unequal (microbatch {microbatch}{suffix} takes {factor.max():.2f} times the mean): if their "
+        "data are, give each as much work"
     )
-    yield Change("microbatches", text, (trial.equal_microbatches(trial.replay),), _SAME_WORK)
+    note = "the same work in sum, and if the data are the cause: one step does not tell"
+    yield Change("microbatches", text, (trial.equal_microbatches(trial.replay),), note)
 
 
 def _suggest_outliers(trial: WhatIfContext) -> Iterator[Change]:
@@ -262,9 +281,10 @@ def _suggest_outliers(trial: WhatIfContext) -> Iterator[Change]:
     name = f"{stage}{COMPUTE[op].value}{microbatch}{trial.replica_suffix(replica)}"
     text = (
         f"{pluralize(int(slow.sum()), 'action')} took {_OUTLIER_FACTOR} times what is usual or more, {name} most "
-        f"({factors[replica, op, stage, microbatch]:.1f}x): check what else ran then"
+        f"({factors[replica, op, stage, microbatch]:.1f}x): check for a first use, compilation, data loading or other "
+        "work then"
     )
-    note = "none slower than is usual there"
+    note = "none slower than is usual there; one step does not tell the cause"
     yield Change("actions", text, (trial.without_outliers(trial.replay),), note, measured=False)
 
 
@@ -316,7 +336,7 @@ def _apply(trial: WhatIfContext, change: Change, name: str, value: str) -> Chang
             one_rank[:, :, stages] = slow[:, :, stages]
             changed = trial.scale(replay, 1 / one_rank[..., None])
         case "microbatches", "equal":
-            changed, note = trial.equal_microbatches(replay), _SAME_WORK
+            changed, note = trial.equal_microbatches(replay), "the same work in sum"
         case "actions", "usual":
             changed, measured = trial.without_outliers(replay), False
         case "link", _ if _is_factor(value):

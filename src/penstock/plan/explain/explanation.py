@@ -115,7 +115,7 @@ class Explanation:
         """The text to show where there is no advice."""
         if self.change_error > MIN_GAIN:
             return f"no significant improvement: every change is within the replay's error, {self.change_error:.1%}"
-        return f"no imbalance above {MIN_GAIN:.1%} of a step"
+        return f"no change was found that saves {MIN_GAIN:.1%} of a step or more"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the metrics, for JSON."""
@@ -193,7 +193,7 @@ def explain(
     serialized = (
         chosen.overlap < _MIN_OVERLAP and replay.without_gaps.pipeline_seconds < _SERIAL * chosen.pipeline_seconds
     )
-    trial = replace(trial, shared=serialized if run.crowded is None else run.crowded)
+    trial = replace(trial, shared=serialized if run.crowded is None else run.crowded, about=run.about)
     even = replay.without_gaps.timeline(slowest.schedule, factors.even[chosen.replicas.index(slowest)])
     planned = None if predicted is None else predicted.timeline(replay.schedules[0])
     forecast = None if planned is None or predicted is None else predicted.pipeline_seconds or planned.makespan_seconds
@@ -247,7 +247,8 @@ def _prediction_notes(predicted: Prediction, trial: WhatIfContext, seconds: floa
     """Return the notes on how far off the prediction is, or why it may be of another run."""
     measured_seconds, notes = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
     if seconds and measured_seconds and abs(seconds / measured_seconds - 1) >= _LARGE_ERROR:
-        reason = "" if notes else ": it was made with other threads, rows or devices, or other work ran on the machine"
+        unchecked = f"it may be of other {predicted.unchecked}, or " if predicted.unchecked else ""
+        reason = "" if notes else f": {unchecked}other work may have run on the machine"
         notes.insert(0, f"the pipeline took {measured_seconds / seconds:.2f} times what was predicted{reason}")
     if not predicted.guessed:
         return notes

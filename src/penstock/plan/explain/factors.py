@@ -18,7 +18,7 @@ from penstock.trace.measured import Replica
 OP_INDEX = np.array([COMPUTE.index(op) if op.is_compute else -1 for op in Op])
 """The index of an op along O, by its code."""
 ALIKE_FRACTION = 0.05
-"""Microbatches that differ by less than this are taken as alike."""
+"""Times that differ by less than this are taken as alike."""
 SLOW_FACTOR = 1.1
 """A rank is slow if one of its ops takes this many times what is typical of the stage."""
 

@@ -39,6 +39,7 @@ class Prediction:
         guessed: whether the starts are the profile's own best, because the run's cuts are unknown.
         price: what splitting the stages' backwards costs, if it was measured.
         note: why it may be a prediction of something else.
+        unchecked: what was not compared with the run, such as threads.
     """
 
     stage_seconds: tuple[float, ...]
@@ -51,6 +52,7 @@ class Prediction:
     guessed: bool = False
     price: tuple[Price, ...] | None = None
     note: str = ""
+    unchecked: str = ""
 
     @classmethod
     def of_profile(
@@ -83,6 +85,7 @@ class Prediction:
             notes.append(f"microbatches have {rows} rows, and the profile is of {', '.join(map(str, sizes))}")
         if threads not in (0, profile.threads) and profile.device == "cpu":
             notes.append(f"ranks had {pluralize(threads, 'thread')}, and the profile was made with {profile.threads}")
+        unchecked = ["threads"] * (not threads and profile.device == "cpu") + ["rows"] * (not rows or not any(sizes))
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
         units = tuple(unit.split if splits else unit for unit in profile.units)
@@ -103,7 +106,8 @@ class Prediction:
         action, guessed, note = profile.action_seconds or 0.0, cuts is None, "; ".join(notes)
         costs = price_stages(units, starts, action)
         price = _split_price(profile, starts)
-        return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note)
+        other = " or ".join(filter(None, [", ".join(unchecked), "devices"]))
+        return cls(_seconds(costs), 0.0, units, costs, link, action, tuple(starts), guessed, price, note, other)
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Simulate a step with these costs. If only sums per stage are known, F, I and W take the same time: a rough

@@ -78,8 +78,10 @@ def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price,
     if splits != was_split and price is None:
         notes.append(_SPLIT_NOTE if splits else _JOIN_NOTE)
     old_held, new_held = held_microbatches(current), held_microbatches(schedule)
-    if new_held > old_held * _ROUNDING:
-        notes.append(f"a rank holds up to {new_held:g} microbatches instead of {old_held:g}")
+    growth, rank = max((new / old, -rank) for rank, (old, new) in enumerate(zip(old_held, new_held, strict=True)))
+    if growth > _ROUNDING:
+        held = f"up to {new_held[-rank]:g} microbatches instead of {old_held[-rank]:g}"
+        notes.append(f"rank {-rank} keeps {growth:.3g} times the activations, {held}")
 
     def apply(price: Price) -> Replay:
         seconds = np.repeat(_piece_seconds(replay.seconds, factor, price), factor, axis=2)
@@ -97,7 +99,7 @@ def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price,
     name = entry.name + (f"/{count}" if factor > 1 else "")
     text, cases = f"schedule {name} instead of {current.name}", tuple(map(apply, prices))
     measured = factor == 1 and (was_split == splits or price is not None)
-    return Change("schedule", text, cases, "; ".join(notes), measured, name, max(old_held, new_held))
+    return Change("schedule", text, cases, "; ".join(notes), measured, name, max(*old_held, *new_held))
 
 
 def _piece_seconds(seconds: Floats, pieces: int, price: Price) -> Floats:
@@ -110,9 +112,10 @@ def _piece_seconds(seconds: Floats, pieces: int, price: Price) -> Floats:
 
 
 @lru_cache(maxsize=16)
-def held_microbatches(schedule: Schedule) -> float:
-    """Return the peak activations of a rank, in those of one microbatch on all of its stages."""
-    return max(peak_activations(schedule)) * schedule.placement.ranks / schedule.placement.stages
+def held_microbatches(schedule: Schedule) -> list[float]:
+    """Return the peak activations of each rank, in those of one microbatch on all of its stages."""
+    per_rank = schedule.placement.stages / schedule.placement.ranks
+    return [peak / per_rank for peak in peak_activations(schedule)]
 
 
 def _fit_ops(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
@@ -155,15 +158,18 @@ def other_schedules(replay: Replay, slow: Floats, price: tuple[Price, ...] | Non
             yield change
 
 
-def double_microbatches(replay: Replay) -> Iterator[Change]:
-    """Microbatches of half the size, each taking half as long; nothing if the schedule has no name."""
+def double_microbatches(replay: Replay, rows: int | None = None) -> Iterator[Change]:
+    """Microbatches of half the size, each taking half as long; nothing if the schedule has no name, or the smallest
+    microbatch a single row. `rows`: what that has, if it is known."""
     current = replay.schedules[0]
     placement = current.placement
-    if current.name not in names() or placement.pipelines > 1:
+    if current.name not in names() or placement.pipelines > 1 or rows == 1:
         return
     schedule = generate(current.name, current.ranks, 2 * current.microbatches, placement.stages // placement.ranks)
     halves = (np.repeat(_piece_seconds(replay.seconds, 2, price), 2, axis=3) for price in (TYPICAL, FREE, EXPENSIVE))
     schedules = (schedule,) * len(replay.schedules)
     cases = (replace(replay, schedules=schedules, seconds=_fit_ops(schedule, half, FREE)) for half in halves)
     text = f"cut the batch into {2 * current.microbatches} microbatches instead of {current.microbatches}"
-    yield Change("pieces", text, tuple(cases), "if half a microbatch takes half as long", measured=False)
+    note = "if half a microbatch takes half as long, which was not measured: small ones often take longer"
+    note += "; batch norm sees half the rows" + ("" if rows else "; microbatches need 2 rows or more")
+    yield Change("pieces", text, tuple(cases), note, measured=False)

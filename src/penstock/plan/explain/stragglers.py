@@ -104,38 +104,45 @@ def compute_slowdowns(schedule: Schedule, outside: OutsidePipeline, seconds: Map
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """A rank that is slow in a step.
+    """A rank that is slow in a step, or a replica whose ranks all are, by as much.
 
     Attributes:
+        rank: None: all of the replica's. More data make them slow, too.
         times: by how much its slowest op is slower than is typical of the stage.
         lost_seconds: what its actions take longer for that.
         slow: which ops of which stages, [O, S].
     """
 
     replica: int
-    rank: int
+    rank: int | None
     times: float
     lost_seconds: float
     slow: NDArray[np.bool_]
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank} of replica {self.replica}"
+        return f"replica {self.replica}" if self.rank is None else f"rank {self.rank} of replica {self.replica}"
 
 
 def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
     """Return the slow ranks of a step, by lost time. Ranks are compared with their replicas, since a stage alone may be
     long."""
     lost_seconds = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
-    ranks = []
+    ranks: list[SlowRank] = []
     for index, replica in enumerate(step.replicas):
+        own: list[SlowRank] = []
         for rank, stages in enumerate(replica.schedule.placement.by_rank):
             slow = np.zeros_like(factors.typical, bool)
             slow[:, list(stages)] = factors.rank[index][:, list(stages)] >= SLOW_FACTOR
             if slow.any():
                 times = float(factors.rank[index][slow].max())
                 seconds = float(lost_seconds[index][slow].sum())
-                ranks.append(SlowRank(replica.number, rank, times, seconds, slow))
+                own.append(SlowRank(replica.number, rank, times, seconds, slow))
+        slowness = [entry.times for entry in own]
+        if len(own) == replica.schedule.ranks and max(slowness) < SLOW_FACTOR * min(slowness):
+            lost, slow = sum(entry.lost_seconds for entry in own), np.logical_or.reduce([entry.slow for entry in own])
+            own = [SlowRank(replica.number, None, max(slowness), lost, slow)]
+        ranks += own
     return sorted(ranks, key=lambda entry: -entry.lost_seconds)
 
 

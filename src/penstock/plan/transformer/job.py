@@ -33,8 +33,6 @@ class TrainingConfig:
         flash_attention: whether one kernel computes attention and keeps no scores, as FlashAttention does.
         fused_loss: whether one kernel computes the loss and leaves the gradient in place of logits of 16 bits, as the
             cross entropy of TransformerEngine does; otherwise logits are kept in float32.
-        keeps_dummies: whether each shape of a matrix has a gradient of 16 bits that nobody reads, all the time: what
-            TransformerEngine (from 2.3, `get_dummy_wgrad`) gives autograd where its products add to float32 sums.
         dtype: of activations and products, with 2 bytes each.
         optimizer_shards: the replicas that divide the optimizer's state among them (ZeRO-1).
 
@@ -49,7 +47,6 @@ class TrainingConfig:
     recompute: Recompute = "none"
     flash_attention: bool = False
     fused_loss: bool = False
-    keeps_dummies: bool = False
     dtype: str = "bfloat16"
     optimizer_shards: int = 1
 
@@ -69,7 +66,7 @@ class TrainingConfig:
                 )
 
 
-_LINK_FRACTION = 0.8
+LINK_FRACTION = 0.8
 """Of a cable's rate, what large collectives reach: round figures. (nccl-tests on eight A100: 230 of 300 GB/s.)"""
 
 
@@ -80,7 +77,7 @@ class ClusterSpec:
     Attributes:
         device: each of them.
         efficiency: how much of its peaks is reached.
-        link_fraction, network_fraction: how much of the rates of links within hosts, and between them.
+        network_fraction: how much of the rate of links between hosts.
         devices_per_host: how many a host has.
 
     Raises:
@@ -89,19 +86,19 @@ class ClusterSpec:
 
     device: DeviceSpec
     efficiency: Efficiency = DEFAULT_EFFICIENCY
-    link_fraction: float = _LINK_FRACTION
-    network_fraction: float = _LINK_FRACTION
+    network_fraction: float = LINK_FRACTION
     devices_per_host: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("link_fraction", "network_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a fraction, above 0 and at most 1")
+        if not 0 < self.network_fraction <= 1:
+            raise ArgumentError(
+                f"network_fraction={self.network_fraction!r}: expected a fraction, above 0 and at most 1"
+            )
 
     @property
     def link(self) -> LinkCost:
         """Between devices of a host, at the rate that is reached. Raises ArgumentError if there is none."""
-        return self._effective_link(self.device.link, "within a host", self.link_fraction)
+        return self._effective_link(self.device.link, "within a host", LINK_FRACTION)
 
     @property
     def network(self) -> LinkCost:

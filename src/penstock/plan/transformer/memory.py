@@ -72,19 +72,9 @@ def _layer_workspace(job: TrainingConfig, rows: int) -> float:
 
 def _matmul_workspace(job: TrainingConfig, rows: int, row_bytes: float) -> float:
     """Gradients that a product makes of its input and its weight, and its input, if that was gathered. `row_bytes`: of
-    a row of the weight in 16 bits.
-    """
+    a row of the weight in 16 bits."""
     gathered = 2 if job.sequence_parallel and job.tensor_parallel > 1 else 1
-    weight = 0 if job.keeps_dummies else row_bytes * job.model.hidden_size
-    return gathered * HALF * rows * job.seq_length * job.model.hidden_size + weight
-
-
-def dummy_gradient_bytes(job: TrainingConfig, *, layers: bool, head: bool) -> float:
-    """Gradients that nobody reads, one of each shape, on a device with any layers, or with the output layer."""
-    if not job.keeps_dummies:
-        return 0.0
-    sizes = job.model.layer_matrices * layers + job.model.output * head
-    return HALF * sizes / job.tensor_parallel
+    return (gathered * HALF * rows * job.seq_length + row_bytes) * job.model.hidden_size
 
 
 def embedding_memory(job: TrainingConfig, rows: int) -> UnitMemory:

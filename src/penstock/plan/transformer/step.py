@@ -14,7 +14,14 @@ from penstock.costs.stage_costs import price_stages
 from penstock.plan import Cluster, Plan, Sizes
 from penstock.plan.activation_policy import Transient, transient_by_rank
 from penstock.plan.transformer import memory, operations
-from penstock.plan.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, ClusterSpec, TrainingConfig
+from penstock.plan.transformer.job import (
+    GRADIENT_BYTES,
+    LINK_FRACTION,
+    OPTIMIZER_BYTES,
+    PARAMETER_BYTES,
+    ClusterSpec,
+    TrainingConfig,
+)
 from penstock.plan.transformer.memory import UnitMemory
 from penstock.plan.transformer.operations import Work
 from penstock.schedule import generate
@@ -48,7 +55,7 @@ def profile_of(job: TrainingConfig, machine: ClusterSpec, rows: int) -> Profile:
         rows=rows,
         source="estimate",
         notes=(
-            f"from {machine.device.name}'s specifications: {efficiency.text}; {machine.link_fraction:.0%} of its "
+            f"from {machine.device.name}'s specifications: {efficiency.text}; {LINK_FRACTION:.0%} of its "
             f"links, {machine.network_fraction:.0%} of its network; each device is {job.tensor_parallel} that share "
             "every layer",
         ),
@@ -152,16 +159,12 @@ def predict_step(job: TrainingConfig, machine: ClusterSpec, layout: ParallelLayo
     parameters = max(peak.parameters for peak in usage) / PARAMETER_BYTES
     pieces = [units[start:end] for start, end in pairwise(bounds)]
     transients = transient_by_rank(schedule.placement, layout.microbatches, [Transient.from_units(p) for p in pieces])
-    dummies = [
-        memory.dummy_gradient_bytes(job, layers=any(layers[stage] for stage in ids), head=len(layers) - 1 in ids)
-        for ids in schedule.placement.by_rank
-    ]
     return StepEstimate(
         timeline.makespan_seconds,
         # replicas are neighbors once tensor-parallel groups are taken
         machine.all_reduce_seconds(parameters * PARAMETER_BYTES, layout.replicas, stride=job.tensor_parallel),
         optimizer_seconds(job, machine, parameters),
-        tuple(p.at_once + t.working + dummy for p, t, dummy in zip(usage, transients, dummies, strict=True)),
+        tuple(peak.at_once + transient.working for peak, transient in zip(usage, transients, strict=True)),
         tuple(peak.activations for peak in usage),
     )
 

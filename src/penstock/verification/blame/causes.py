@@ -298,13 +298,8 @@ class Causes:
         part_names = {part.tensors.get(name) for part in parts for name in part.parameters}
         subject = f"gradients of stage {first.stage}" if part_names <= {*names} else f"gradients of {list_names(names)}"
         subject = subject if is_several else f"the gradient of {rows[0].name!r}"
-        suffix = (
-            f": {shape}"
-            if shape
-            else " are not the sums of their terms"
-            if is_several
-            else " is not the sum of its terms"
-        )
+        suffix = " are not the sums of their terms" if is_several else " is not the sum of its terms"
+        suffix = f": {shape}" if shape else suffix
         return first.make_finding(kind, subject + suffix, "gradients", rows[0], module=rows[0].name.rpartition(".")[0])
 
     def _describe_gradient(self, row: Comparison) -> tuple[str, str]:

@@ -257,8 +257,8 @@ def above_shaper(path: tuple[int, int], link: LinkMeasurement, ends: Ends) -> st
     rate_text = "no finite rate" if link.bytes_per_second is None else f"{link.bytes_per_second * 8e-6:,.1f} Mbit/s"
     return (
         f"Penstock measured the link from host {path[0]} to host {path[1]} {TRIES} times, at last as {rate_text}, "
-        f"although its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every "
-        "figure wrong; run again on a machine with less other work"
+        f"although its shaper passes only {rate * 8e-6:,.1f} Mbit/s. A receiver that wakes late reads at once what has "
+        "queued up: run again on a machine with less other work. If it had none, the shaper does not work"
     )
 
 

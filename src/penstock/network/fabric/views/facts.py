@@ -23,6 +23,9 @@ TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"
 _OFTEN = 0.5
 """A rank that arrives last in more than this fraction of its transfers gets a line."""
 
+_LATE = 0.01
+"""If ranks arrive within this fraction of a transfer's time, none of them is late."""
+
 _MIN_FOR_LATE = 20
 """With fewer trials, any rank may arrive last that often by chance."""
 
@@ -63,14 +66,14 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     if run.record.get("steady") is False:
         messages.append(
             f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
-            "may be off: pass a larger --warmup"
+            "may be off: pass a larger --warmup, if they settle at all"
         )
     counters = run.record.get("switch")
     if counters and (reason := saturated(counters)):
         messages.append(reason)
     highest = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
     if (highest["ideal_percent"] or 0.0) > ABOVE_IDEAL:
-        explanation = "so Penstock has its links wrong, which is a bug in Penstock"
+        explanation = "so its times or its links were measured wrong, as beside other work"
         if highest is not results["step"] and runs_ahead(run.record, highest["collective"], highest["shares"]):
             explanation = (
                 "because a rank can begin it while others are still in the previous transfer: some traffic is then "
@@ -95,6 +98,8 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         for name, key, overlap in (("without", "without_overlap_s", False), ("with", "with_overlap_s", True))
         if step[key] is not None
     ]
+    if overlaps and any(transfer["collective"] == "send" for transfer in results["transfers"]):
+        overlaps.append("as if no stage waited to compute until it has received")
     if overlaps and not step["compute_s"]:
         overlaps = ["there is no compute between the transfers, so overlap changes nothing"]
     if overlaps:
@@ -112,8 +117,11 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
     late = {rank: late for rank, (_, late) in rank_figures(results).items()}
     worst = max(late, key=late.__getitem__, default=0)
     max_ranks = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
-    if max_ranks > 2 and len(run.start_ns) >= _MIN_FOR_LATE and late[worst] > _OFTEN:
-        rows.append(("late", f"rank {worst} came last to {late[worst]:.0%} of its transfers: the others waited for it"))
+    medians = [(t["arrival_skew_s"]["p50"], t["time_s"]["p50"]) for t in results["transfers"] if worst in t["ranks"]]
+    skew = max((skew for skew, took in medians if (skew or 0.0) >= _LATE * (took or math.inf)), default=0.0)
+    if max_ranks > 2 and len(run.start_ns) >= _MIN_FOR_LATE and late[worst] > _OFTEN and skew:
+        text = f"came last to {late[worst]:.0%} of its transfers, up to {seconds(skew)} after the first (median)"
+        rows.append(("late", f"rank {worst} {text}"))
     if results["cpu"]["text"] and not _is_limited_by_cpu(results):
         rows.append(("cpu", str(results["cpu"]["text"])))
     return rows
@@ -121,7 +129,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
 
 def rank_figures(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
     """Return, for each rank that takes part in a transfer, in which fraction of its transfers it took the longest of
-    all, and in which it was the last to start, so that the others waited for it; empty for a run without trials."""
+    all, and in which it was the last to start; empty for a run without trials."""
     sums: dict[int, list[int]] = {}
     for transfer in results["transfers"]:
         for entry in transfer["per_rank"]:
