@@ -75,7 +75,6 @@ def report(output: Output, *, page: bool = True) -> None:
 def _write(folder: Path, run: Run, summary: dict[str, Any], *, chakra: bool, page: bool) -> list[str]:
     """Write the results of a run to its directory and return the names of the files."""
     from penstock.network.fabric.alpha_beta import links_json
-    from penstock.network.fabric.workload import Workload
 
     files = ["results.json"]
     write_json(folder / "results.json", summary)
@@ -90,8 +89,7 @@ def _write(folder: Path, run: Run, summary: dict[str, Any], *, chakra: bool, pag
     if chakra:
         from penstock.network.fabric.chakra import write_chakra
 
-        workload = Workload.from_dict(run.record["workload"])
-        files += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
+        files += [path.name for path in write_chakra(run.record.workload, folder, run.record.hosts)]
     return files
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    name = run.record["workload"]["name"]
+    name = run.record.workload.name
     body = template.from_string(BODY).render(
         name=name,
         headings=headings(run),
@@ -90,7 +92,7 @@ def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
          "switches", "clock offset"]
     ]  # fmt: skip
     for rank, (took_longest, came_last) in rank_figures(results).items():
-        sources = [run.record.get(key) or () for key in ("cpu", "clock", "environment")]
+        sources: list[Sequence[Mapping[str, Any]]] = [run.record.cpu, run.record.clock, run.record.environment]
         cpu, clock, host = (values[rank] if rank < len(values) else {} for values in sources)
         wall, switches, offset = cpu.get("wall_seconds"), cpu.get("involuntary_switches"), clock.get("offset_ns")
         rows.append([str(rank), str(host.get("host", ""))])
@@ -105,14 +107,14 @@ def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
 
 def _environment(run: Run) -> list[tuple[str, str]]:
     """Return (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
-    settings = dict(run.record)
-    workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs", None)
+    settings = asdict(run.record)
+    workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs")
     hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(settings.pop("environment", None) or ()):
+    for rank, host in enumerate(settings.pop("environment")):
         hosts.setdefault(_pairs({key: value for key, value in host.items() if key != "host"}), []).append(rank)
     return [
         *((f"Host of rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}", text) for text, r in hosts.items()),
-        *([("Ports of the switch", str(ports))] if ports else []),
+        *([("Ports of the switch", ports)] if ports else []),
         ("Settings, links, clocks and processors", _pairs(settings)),
         ("Workload", _pairs(workload)),
     ]

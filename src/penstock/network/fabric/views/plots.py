@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.formatting import pluralize
-from penstock.network.fabric.samples import Run, TransferTimes
+from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.views.chart import (
     COLORS,
@@ -26,7 +26,7 @@ from penstock.network.fabric.views.chart import (
 )
 from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import seconds, shorten, shorten_distinct
-from penstock.network.fabric.workload import Workload, groups
+from penstock.network.fabric.workload import groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
 
@@ -49,12 +49,8 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     """
     if not len(run.start_ns):
         return {}
-    workload = Workload.from_dict(run.record["workload"])
-    all_groups = groups(workload)
-    times = [
-        np.stack([TransferTimes.from_run(run, workload, index).completion for index in group.indices], axis=1)
-        for group in all_groups
-    ]
+    all_groups = groups(run.record.workload)
+    times = [np.stack([run.times[index].completion for index in group.indices], axis=1) for group in all_groups]
     drawn = {"cdf": _cdf([group.name for group in all_groups], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
         drawn["busbw"] = _busbw(results)
@@ -188,7 +184,7 @@ def _size_label(size: int) -> str:
 
 def _timeline(run: Run) -> str:
     """Draw the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
-    grouped = groups(Workload.from_dict(run.record["workload"]))
+    grouped = groups(run.record.workload)
     palette = {n: color for color, group in zip(colors(len(grouped)), grouped, strict=True) for n in group.indices}
     hosts = run.start_ns.shape[2]
     lanes, top, panels, names = min(hosts, MAX_LANES), 30.0, [], list[str]()
