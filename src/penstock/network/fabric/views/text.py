@@ -71,7 +71,7 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
 
 
 def show_comparison(
-    comparison: dict[str, Any], console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
+    comparison: dict[str, Any], console: Console, names: Sequence[str], warned: Sequence[Sequence[str]]
 ) -> None:
     """Print two runs side by side, with their names and their reports' warnings, and which of their differences are
     more than chance."""
