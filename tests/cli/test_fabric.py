@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,7 +260,7 @@ def _ends(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, joined: bool
     def emulate(spec: Spec, folder: Path, *_: object, **__: object) -> None:
         spec.write(folder)
         if joined:
-            record = {"workload": spec.workload.to_dict(), "algorithm": "ring", "backend": "gloo", "hosts": spec.hosts}
+            record = {"workload": asdict(spec.workload), "algorithm": "ring", "backend": "gloo", "hosts": spec.hosts}
             record |= {"trials": spec.trials, "complete": False, "missing": "host 1 does not answer"}
             (folder / RUN).write_text(json.dumps(record))
         raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def run_of(seconds: ArrayLike, transfers: tuple[Transfer, ...] = (), hosts: int 
             now += round(took * 1e9)
             end[trial, place, taking] = now
         now += 1_000_000
-    made = {"workload": workload.to_dict(), "algorithm": "ring", "hosts": hosts, "trials": len(table), "complete": True}
+    made = {"workload": asdict(workload), "algorithm": "ring", "hosts": hosts, "trials": len(table), "complete": True}
     return Run(record_of(**{**made, **record}), start, end)
 
 
@@ -48,7 +49,7 @@ def record_of(**entries: Any) -> RunRecord:
     if entries.get("network"):
         usual = {"shaper": None, "remarks": [], "link": None, "own": {}, "background": [], "slow": {}}
         entries["network"] = usual | {"hosts": entries["hosts"], "held_back_by": None} | entries["network"]
-    return validate(RunRecord, {"workload": Workload("made", (Transfer("t", 4),)).to_dict(), **entries}, "the record")
+    return validate(RunRecord, {"workload": asdict(Workload("made", (Transfer("t", 4),))), **entries}, "the record")
 
 
 def series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:

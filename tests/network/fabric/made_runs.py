@@ -105,7 +105,7 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
     links = [{"from": a, "to": b, "latency_seconds": 100e-6, "bytes_per_second": 12.5e6} for a, b in ((0, 1), (1, 0))]
     return {
         "version": 1,
-        "workload": workload.to_dict(),
+        "workload": asdict(workload),
         "algorithm": "ring",
         "backend": "gloo",
         "hosts": hosts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def there_and_back(**record: Any) -> Run:
     workload = Workload("pipeline", (there, back), hosts=2)
     start = np.array([[[10, 0], [11, 21]]] * 10) * 1_000_000 + EPOCH_NS
     end = np.array([[[11, 11], [22, 22]]] * 10) * 1_000_000 + EPOCH_NS
-    made = {"workload": workload.to_dict(), "algorithm": "ring", "hosts": 2, "trials": 10, "complete": True}
+    made = {"workload": asdict(workload), "algorithm": "ring", "hosts": 2, "trials": 10, "complete": True}
     return Run(record_of(**{**made, **record}), start, end)
 
 

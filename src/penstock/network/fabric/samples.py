@@ -321,7 +321,7 @@ class RunRecord:
         iterations: how many times in a row a trial runs each transfer.
     """
 
-    __pydantic_config__: ClassVar = STRICT | {"extra": "allow"}  # which a host, a network, ... keep; see `to_dict`
+    __pydantic_config__: ClassVar = STRICT | {"extra": "allow"}  # a host, a network, ... keep theirs
     workload: Workload
     hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
     algorithm: str = ""
