@@ -83,7 +83,7 @@ def write_run(run: Run, folder: Path) -> Path:
         for place in np.ndindex(run.start_ns.shape)
         if run.end_ns[place] >= 0
     ]
-    for name, head, lines in ((SAMPLES, HEAD, rows), (STEPS, STEPS_HEAD, run.steps)):
+    for name, head, lines in ((SAMPLES, HEAD, rows), (STEPS, STEPS_HEAD, run.rounds)):
         text = [",".join(head), *(",".join(str(int(value)) for value in line) for line in lines)]
         (folder / name).write_text("\n".join(text) + "\n")
     return folder

@@ -120,7 +120,7 @@ def record_links(record: RunRecord) -> list[tuple[tuple[int, int], LinkFit]]:
     return links
 
 
-def combine(links: Iterable[LinkFit], select: Callable[..., float] = max) -> LinkFit | None:
+def limiting_link(links: Iterable[LinkFit], select: Callable[..., float] = max) -> LinkFit | None:
     """Combine the largest alpha and beta of links (`select=min`: the smallest), which limit a collective of any size;
     None without links."""
     fits = tuple(links)
@@ -137,7 +137,7 @@ def links_json(record: RunRecord, model: Iterable[dict[str, Any]] = ()) -> dict[
     """
     pairs = dict(record_links(record))
     fits = [LinkFit(entry["fit"]["alpha_seconds"], entry["fit"]["beta_seconds_per_byte"]) for entry in model]
-    slowest = combine(pairs.values() or fits)
+    slowest = limiting_link(pairs.values() or fits)
     if slowest is None:
         return None
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
@@ -219,7 +219,7 @@ def _fit(record: RunRecord, results: dict[str, Any], collective: str) -> dict[st
     elif sizes < MIN_SIZES:
         reason = f"{results['trials']} trials are too few for a median (it needs {min_samples(0.5)})"
     if reason:
-        link = combine(link for _, link in record_links(record))
+        link = limiting_link(link for _, link in record_links(record))
         if link is None:
             raise ArgumentError(f"{reason}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
     else:
@@ -259,7 +259,7 @@ def _limiter(record: RunRecord, rows: Sequence[dict[str, Any]], form: str) -> Li
     members = {rank for row in rows for rank in row["ranks"]}
     sizes = {(row["collective"], len(row["ranks"])) for row in rows}
     select = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
-    return combine((link for ends, link in record_links(record) if members.issuperset(ends)), select)
+    return limiting_link((link for ends, link in record_links(record) if members.issuperset(ends)), select)
 
 
 def network_seconds(record: RunRecord, entry: dict[str, Any]) -> float:

@@ -63,13 +63,13 @@ class Run:
         record: run.json.
         start_ns, end_ns: shape (trials, transfers, ranks), with transfers in the workload's order; -1 if a rank does
             not take part. Only complete trials.
-        steps: the rows of steps.csv.
+        rounds: the rows of steps.csv.
     """
 
     record: RunRecord
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
-    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(STEPS_HEAD)), np.int64), repr=False)
+    rounds: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(STEPS_HEAD)), np.int64), repr=False)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -93,7 +93,7 @@ class Run:
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
             raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
         try:
-            table, steps = _read_table(folder / SAMPLES, HEAD), _read_table(folder / STEPS, STEPS_HEAD)
+            table, rounds = _read_table(folder / SAMPLES, HEAD), _read_table(folder / STEPS, STEPS_HEAD)
         except (ValueError, OverflowError) as error:
             raise ArgumentError(f"{no_run}: {error}") from None
         if hosts * len(transfers) > MAX_VALUES:
@@ -107,7 +107,7 @@ class Run:
             raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
         *indices, start_ns, end_ns = table[table[:, 0] < trials].T
         start[tuple(indices)], end[tuple(indices)] = start_ns, end_ns
-        return cls(record, start, end, steps)
+        return cls(record, start, end, rounds)
 
     @cached_property
     def times(self) -> tuple[TransferTimes, ...]:

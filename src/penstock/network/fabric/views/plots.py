@@ -209,7 +209,7 @@ def _choose_trials(run: Run) -> list[tuple[int, str]]:
     """Return the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
-    candidates = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
+    candidates = [trial for trial in np.unique(run.rounds[:, 0]).tolist() if trial < len(took)] or range(len(took))
     slowest = max(candidates, key=lambda trial: took[trial])
     chosen = [(0, f"First trial: {seconds(took[0])}")]
     if slowest:
@@ -223,7 +223,7 @@ def _lanes(panel: Panel, run: Run, trial: int, color: dict[int, str]) -> None:
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
     rounds: dict[tuple[int, int], list[Sequence[int]]] = {}
-    for row in run.steps[run.steps[:, 0] == trial].tolist():
+    for row in run.rounds[run.rounds[:, 0] == trial].tolist():
         rounds.setdefault((row[1], row[2]), []).append(row)
     for number, rank in np.argwhere(took_part[:, :MAX_LANES]).tolist():
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
