@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from made_runs import write_run
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.alpha_beta import HOSTS, forecast
 from penstock.network.fabric.results import results
-from penstock.network.fabric.samples import Run, RunRecord, computed_step, measured_step
+from penstock.network.fabric.samples import RUN, Run, RunRecord, computed_step, measured_step
 from penstock.network.fabric.views.facts import warnings
 from penstock.network.fabric.workload import Transfer, Workload
 
@@ -367,3 +368,16 @@ def test_the_step_of_sizes_by_hand_is_without_the_time_in_which_hosts_met() -> N
     assert measured_step(run) == pytest.approx(np.full(10, 1.75))
     met = Run(replace(run.record, meets=True, iterations=5), run.start_ns, run.end_ns)
     assert measured_step(met) == pytest.approx(np.full(10, 0.15))
+
+
+def test_entries_of_later_versions_do_no_harm(tmp_path: Path) -> None:
+    folder = write_run(run_of(np.full((8, 1), 1e-3), environment=[{"host": "a"}] * 4), tmp_path / "run")
+    entries = json.loads((folder / RUN).read_text())
+    entries |= {"topology": 1, "times": 2, "happened": [{"seconds": 0.5, "step": 1, "text": "x", "later": 3}]}
+    entries["environment"][0]["python"] = "3.11"
+    (folder / RUN).write_text(json.dumps(entries))
+    run = Run.read(folder)
+    assert run.record.topology is None
+    made = results(run)["environment"]
+    assert made["happened"] == ({"seconds": 0.5, "step": 1, "text": "x"},)
+    assert made["hosts"][0] == {"host": "a", "python": "3.11"}, "a host says more than is read"

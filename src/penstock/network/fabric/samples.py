@@ -309,6 +309,8 @@ _Cpu = TypedDict("_Cpu", {
 })
 _Clock = TypedDict("_Clock", {"offset_ns": _Time, "uncertainty_ns": _Time})
 # fmt: on
+for _kind in (MeasuredLink, Network, _Stall, _Late, _Counted, _Port, _Switch, _Environment, _Cpu, _Clock):
+    _kind.__pydantic_config__ = STRICT | {"extra": "allow"}  # type: ignore[union-attr]  # reports show all of them
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,7 @@ class RunRecord:
         iterations: how many times in a row a trial runs each transfer.
     """
 
-    __pydantic_config__: ClassVar = STRICT | {"extra": "allow"}  # a host, a network, ... keep theirs
+    __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
     workload: Workload
     hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
     algorithm: str = ""
