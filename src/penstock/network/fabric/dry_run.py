@@ -58,5 +58,5 @@ def _steps(
     collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
 ) -> tuple[StepList, Counter[tuple[int, bool]]]:
     """Return the steps of a collective, and how many pieces of its buffer pass each port."""
-    steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
+    steps = generate(collective, algorithm, ranks, shares)
     return steps, slots_by_port(chain.from_iterable(steps.rounds))

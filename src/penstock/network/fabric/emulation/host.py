@@ -91,8 +91,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
         if spec.algorithm == ENGINE:
             parts.append(Engine(participant, groups.get(ranks), device))
         else:
-            options = {"shares": transfer.shares} if transfer.shares else {}
-            steps = generate(transfer.collective, spec.algorithm_for(number), len(ranks), **options)
+            steps = generate(transfer.collective, spec.algorithm_for(number), len(ranks), transfer.shares)
             parts.append(Stepwise(participant, steps, wire, device))
     return parts
 
