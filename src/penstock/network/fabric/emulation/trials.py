@@ -244,7 +244,7 @@ class Trials:
         stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
-            if number and self._spec.meets:
+            if number and self._spec.synchronizes_between_transfers:
                 # Otherwise a root would start the next transfer while the network still carries the previous one's
                 # data, and time of one transfer would be counted in the other. nccl-tests also has a barrier there.
                 self._signals.report(_NOTHING)
