@@ -55,26 +55,6 @@ class Members:
     store: Any
     control: dist.ProcessGroup | None
 
-    def first_error(self, message: str) -> str:
-        """Return the message of the first host that met an error. Called by every host that met one."""
-        try:
-            return bytes(self.store.compare_set("error", "", message)).decode()
-        except (RuntimeError, OSError):  # the store was on a host that is lost
-            return message
-
-    def find_lost_hosts(self) -> tuple[int, ...]:
-        """Return the hosts that do not answer within a few seconds. Called by every host that met an error."""
-        deadline, silent = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
-        try:
-            self.store.set(f"still/{self.rank}", "here")
-            while silent := [rank for rank in silent if not self.store.check([f"still/{rank}"])]:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-        except (RuntimeError, OSError):  # the store was on host 0, which is lost
-            return (0,) if self.rank else ()
-        return tuple(silent)
-
 
 @contextmanager
 def join(spec: Spec) -> Iterator[Members]:
@@ -129,14 +109,23 @@ def record_run(spec: Spec, folder: Path) -> Iterator[tuple[Members, RecordFile]]
 def explain_failure(members: Members, message: str) -> str:
     """Explain why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
 
-    Later errors are often just lost connections to the host that failed first.
+    Later errors are often just lost connections to the host that failed first. Every host that met one calls this.
     """
-    own_message = f"host {members.rank}: {message}"
-    first = members.first_error(own_message)
-    silent = members.find_lost_hosts()
+    rank, store = members.rank, members.store
+    first = own_message = f"host {rank}: {message}"
+    deadline, silent = time.monotonic() + _ANSWER_SECONDS, list(range(members.size))
+    try:
+        first = bytes(store.compare_set("error", "", own_message)).decode()
+        store.set(f"still/{rank}", "here")
+        while silent := [other for other in silent if not store.check([f"still/{other}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    except (RuntimeError, OSError):  # the store was on host 0, which is lost
+        silent = [0] if rank else []
     if silent:
         does = "does" if len(silent) == 1 else "do"
-        return f"host {members.rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {message}"
+        return f"host {rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {message}"
     return own_message if first.endswith(f": {message}") else first
 
 
