@@ -25,7 +25,7 @@ from penstock.network.fabric.samples import (
     stalled_trials,
 )
 from penstock.network.fabric.statistics import Summary, effective_counts, min_samples, outliers
-from penstock.network.fabric.workload import Transfer, groups
+from penstock.network.fabric.workload import groups
 
 
 def results(run: Run) -> dict[str, Any]:
@@ -39,24 +39,16 @@ def results(run: Run) -> dict[str, Any]:
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
-    record, times, trials = run.record, run.times, len(run.start_ns)
-    workload, requested = record.workload, record.trials
+    record, workload, requested, trials = run.record, run.record.workload, run.record.trials, len(run.start_ns)
     links = [] if record.links_changed else record_links(record)
     ports = shaped_ports(record, links)
     bounds = [  # None if the links changed during the run, or are not known
         lower_bound_seconds(links, t.collective, timing.ranks, t.bytes, t.shares, ports, record.iterations)
-        for t, timing in zip(workload.transfers, times, strict=True)
+        for t, timing in zip(workload.transfers, run.times, strict=True)
     ]
-
-    def entry(name: str, indices: Sequence[int]) -> dict[str, Any]:
-        members, limits = [workload.transfers[index] for index in indices], [bounds[index] for index in indices]
-        # Of similar transfers between different ranks, the mean.
-        bound = None if None in limits else sum(filter(None, limits)) / len(limits)
-        return _entry(name, members, [times[index] for index in indices], record.algorithm_for(indices[0]), bound)
-
-    transfers = [entry(transfer.name, (index,)) for index, transfer in enumerate(workload.transfers)]
+    transfers = [_entry(run, transfer.name, (index,), bounds) for index, transfer in enumerate(workload.transfers)]
     group_entries = [
-        (entry(group.name, group.indices) if len(group.indices) > 1 else transfers[group.indices[0]])
+        (_entry(run, group.name, group.indices, bounds) if len(group.indices) > 1 else transfers[group.indices[0]])
         | {"times": len(group.indices)}
         for group in groups(workload)
     ]
@@ -91,11 +83,12 @@ _RECORD_KEYS = (
 )  # fmt: skip
 
 
-def _entry(
-    name: str, transfers: Sequence[Transfer], times: Sequence[TransferTimes], algorithm: str, bound: float | None
-) -> dict[str, Any]:
+def _entry(run: Run, name: str, indices: Sequence[int], bounds: Sequence[float | None]) -> dict[str, Any]:
     """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
-    first = transfers[0]
+    transfers, times = [run.record.workload.transfers[index] for index in indices], [run.times[n] for n in indices]
+    first, limits = transfers[0], [bounds[index] for index in indices]
+    # Of similar transfers between different ranks, the mean.
+    bound = None if None in limits else sum(filter(None, limits)) / len(limits)
     completion = np.stack([timing.completion for timing in times], axis=1)
     summary = Summary.from_samples(completion)
     transfer_summary = Summary.from_samples(np.stack([timing.transfer for timing in times], axis=1))
@@ -107,7 +100,7 @@ def _entry(
         "name": name,
         "bytes": first.bytes,
         "collective": first.collective,
-        "algorithm": algorithm,
+        "algorithm": run.record.algorithm_for(indices[0]),
         "kind": first.kind,
         "shares": list(first.shares),
         "ranks": list(dict.fromkeys(rank for timing in times for rank in timing.ranks)),
