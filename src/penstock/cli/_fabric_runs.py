@@ -17,8 +17,8 @@ from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.views import nccl
-from penstock.network.fabric.views.facts import format_rate
 from penstock.network.fabric.views.numbers import digits, seconds
+from penstock.network.fabric.views.wording import format_rate
 from penstock.network.quantities import parse_sizes, size_text
 from penstock.report.text import print_columns
 
@@ -115,8 +115,8 @@ def compare_runs(
     from penstock.network.fabric.compare import compare
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
-    from penstock.network.fabric.views.facts import warnings
     from penstock.network.fabric.views.text import show_comparison
+    from penstock.network.fabric.views.wording import warnings
 
     runs = Run.read(first), Run.read(second)
     comparison = compare(*runs)

@@ -18,7 +18,7 @@ from penstock._base.errors import ArgumentError
 from penstock.network.fabric.alpha_beta import HOSTS, forecast
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import RUN, Run, RunRecord, computed_step, measured_step
-from penstock.network.fabric.views.facts import warnings
+from penstock.network.fabric.views.wording import warnings
 from penstock.network.fabric.workload import Transfer, Workload
 
 LINKS = [

@@ -8,7 +8,7 @@ from made_runs import made_run
 
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run, stalled_trials
-from penstock.network.fabric.views.facts import facts
+from penstock.network.fabric.views.wording import facts
 from penstock.network.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns

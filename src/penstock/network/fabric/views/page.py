@@ -13,7 +13,9 @@ from markupsafe import Markup
 from penstock._base.errors import require
 from penstock._base.files import write_text
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.views.facts import (
+from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
+from penstock.network.fabric.views.plots import draw
+from penstock.network.fabric.views.wording import (
     TIMES,
     columns,
     facts,
@@ -24,8 +26,6 @@ from penstock.network.fabric.views.facts import (
     rate_unit,
     warnings,
 )
-from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
-from penstock.network.fabric.views.plots import draw
 from penstock.report.frame import frame
 
 CAPTIONS = {

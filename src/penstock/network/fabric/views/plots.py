@@ -24,8 +24,8 @@ from penstock.network.fabric.views.chart import (
     svg,
     words,
 )
-from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import seconds, shorten, shorten_distinct
+from penstock.network.fabric.views.wording import rate_unit
 from penstock.network.fabric.workload import groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis

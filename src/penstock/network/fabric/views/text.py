@@ -11,8 +11,8 @@ from rich.text import Text
 
 from penstock.network.fabric.compare import MIN_SAMPLES
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
 from penstock.network.fabric.views.numbers import NONE, seconds, shorten
+from penstock.network.fabric.views.wording import TIMES, columns, facts, notes, title, warnings
 from penstock.report.text import print_unbroken, table, table_width
 
 
