@@ -127,7 +127,7 @@ READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
     "rank's state": (state, read_state),
     "costs": (lambda: {"stages": [STAGE, STAGE], "links": {"latency": 1e-4, "bandwidth": 1e9}}, read_costs),
     "links": (lambda: {"links": [{"from": 0, "to": 1, "latency": 1e-4, "bandwidth": 1e8}]}, read_links),
-    "fabric run.json": (lambda: made_run(3).record, read_fabric),
+    "fabric run.json": (lambda: asdict(made_run(3).record), read_fabric),
 }
 ODD = [
     None,
@@ -271,7 +271,7 @@ def test_commands_read_a_damaged_folder_or_refuse_it_in_one_line(
         assert_done_or_refused(*(str(places.get(word, word)) for word in command))
 
 
-RECORD = made_run(3).record
+RECORD = asdict(made_run(3).record)
 
 
 def read_samples(file: Path) -> None:

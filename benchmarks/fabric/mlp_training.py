@@ -95,7 +95,7 @@ def train(spec: Spec, folder: Path) -> None:
             samples.close()
             *before, after = (np.median(np.diff(np.stack(steps)), axis=(0, 1))[::2] / 1e9).tolist()
             timed = [replace(one, compute_seconds=s) for one, s in zip(spec.workload.transfers, before, strict=True)]
-            record.add(workload=replace(spec.workload, transfers=tuple(timed), compute_seconds=after).to_dict())
+            record.add(workload=replace(spec.workload, transfers=tuple(timed), compute_seconds=after))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ import tcp_and_ping
 import wire
 from wire import Arrival, Flow
 
+from penstock.network.frame_fates import FrameFates, quantile
 from penstock.network.link import DISTRIBUTIONS
 from penstock.network.machines import Machines
-from penstock.network.model import Draws, quantile
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
 
@@ -91,7 +91,7 @@ def distributions(scale: float) -> Iterator[Row]:
             found = wire.sent(machines, [Flow(host, sink, count, every) for host in own], last=0.1)
         for host, name in enumerate(DISTRIBUTIONS):
             # Compare with the draws themselves, which the seed determines, so that sampling noise is no error.
-            drawn = Draws(parse_link(own[host]).impairment, SEED, host).next(count).delay_ns / 1e9
+            drawn = FrameFates(parse_link(own[host]).impairment, SEED, host).next(count).delay_ns / 1e9
             for share in SHARES:
                 yield time_row(
                     own[host], f"p{share * 100:.0f} of these draws", np.quantile(drawn, share),
@@ -194,7 +194,7 @@ def headline(scale: float) -> Iterator[Row]:
     count = round(3000 * scale)
     with network(4, HEADLINE) as machines:
         found = wire.sent(machines, [Flow(0, 1, count, 0.006)], last=2.5)[0]
-        drawn = Draws(machines.topology.link.impairment, SEED, 0).next(count)
+        drawn = FrameFates(machines.topology.link.impairment, SEED, 0).next(count)
         text = f"{HEADLINE} (mtu {machines.topology.mtu})"
     delay = {one.number: one.took for one in found}
     kept = [number for number in delay if delay[number] < 0.015]  # not those that a stall held back

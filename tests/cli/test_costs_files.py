@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
+from network.fabric.drawn_runs import record_of
 from penstock.network.fabric.alpha_beta import links_json
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, simulate
@@ -173,13 +174,11 @@ def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
     """Each direction has its own."""
     ends = [(a, (a + step) % 4) for a in range(4) for step in (1, -1)]
     links = {(a, b): LinkCost(0.001 * (4 * a + b), 1e7 / (a + 4 * b)) for a, b in ends}
-    record = {
-        "links": [
-            {"from": a, "to": b, "latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
-            for (a, b), link in links.items()
-        ]
-    }
-    made = as_json(*FOUR, *SIZED, "--links", write(links_json(record)))
+    measured = [
+        {"from": a, "to": b, "latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
+        for (a, b), link in links.items()
+    ]
+    made = as_json(*FOUR, *SIZED, "--links", write(links_json(record_of(hosts=4, links=measured))))
     expected = simulate(generate("1f1b", 4, 8), StageCost(0.3, 0.4, 0.2, output_bytes=1e6), links)
     assert made["makespan"] == expected.makespan_seconds
     assert made["makespan"] > as_json(*FOUR, *TIMES)["makespan"]

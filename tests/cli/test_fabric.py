@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,7 +260,7 @@ def _ends(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, joined: bool
     def emulate(spec: Spec, folder: Path, *_: object, **__: object) -> None:
         spec.write(folder)
         if joined:
-            record = {"workload": spec.workload.to_dict(), "algorithm": "ring", "backend": "gloo", "hosts": spec.hosts}
+            record = {"workload": asdict(spec.workload), "algorithm": "ring", "backend": "gloo", "hosts": spec.hosts}
             record |= {"trials": spec.trials, "complete": False, "missing": "host 1 does not answer"}
             (folder / RUN).write_text(json.dumps(record))
         raise error
@@ -317,7 +317,7 @@ def test_a_training_is_recorded_as_a_run(folder: Path) -> None:
     assert penstock("run", *asked).exit_code == 0
     run = Run.read(folder / "training")
     assert run.end_ns.shape == (9, 4, 2)
-    assert min(one["compute_seconds"] for one in run.record["workload"]["transfers"]) > 0
+    assert min(one.compute_seconds for one in run.record.workload.transfers) > 0
     assert "fc4" in output("fabric", "show", "training")
 
 
@@ -339,8 +339,8 @@ def test_training_and_its_emulation(runs: Runs) -> None:
     assert (first.end_ns.shape, second.end_ns.shape) == ((9, 4, 2), (10, 4, 2))
     assert [(one["name"], one["bytes"]) for one in runs.printed["transfers"]] == sizes
     assert {one["algorithm"] for one in runs.printed["transfers"]} == {"engine"}
-    assert second.record["workload"] == first.record["workload"], "with the compute times that it had"
-    compute_ns = [int(one["compute_seconds"] * 1e9) for one in first.record["workload"]["transfers"]]
+    assert second.record.workload == first.record.workload, "with the compute times that it had"
+    compute_ns = [int(one.compute_seconds * 1e9) for one in first.record.workload.transfers]
     assert min(compute_ns) > 0
     assert (second.start_ns[:, 1:] - second.end_ns[:, :-1] >= np.array(compute_ns)[1:, None]).all()
     assert all((run / "report.html").exists() for run in (runs.training, runs.emulation))

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.network.frame_fates import CORRUPT, DUPLICATE, LOST, REORDER, FrameFates
 from penstock.network.link import Impairment
-from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER, Draws
 from penstock.network.topology import Topology
 
 MANY = 2000
@@ -94,7 +94,7 @@ class Network:
         met = next((met for met in mets if met), Impairment())
         line = Line(round(1e9 / link.bytes_per_second), link.limit_bytes, met)
         if met:
-            drawn = Draws(met, self.topology.seed, host if is_up else self.hosts + host).next(MANY)
+            drawn = FrameFates(met, self.topology.seed, host if is_up else self.hosts + host).next(MANY)
             line.draws = [*zip(drawn.fate.tolist(), drawn.delay_ns.tolist(), drawn.bit.tolist(), strict=True)]
         return line
 

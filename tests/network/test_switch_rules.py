@@ -22,7 +22,7 @@ pytest.importorskip("numba")
 from switch_by_hand import Given, Network, Taken
 
 from penstock._base.compiled import folder
-from penstock.network.model import LOST, Draws
+from penstock.network.frame_fates import LOST, FrameFates
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, loop, serve
 from penstock.network.switch.client import Setup
@@ -212,7 +212,7 @@ def test_other_links_from_now_on_leave_frames_under_way_as_they_are() -> None:
     network._come(0, Given(0, 0, 1, 60))
     later = _topology("1gbit delay 1ms loss 50%")
     DecisionBuffer(network.t, later, epoch=1)
-    fate = Draws(later.link.impairment, 1, 0 + 2 * HOSTS).next(100).fate
+    fate = FrameFates(later.link.impairment, 1, 0 + 2 * HOSTS).next(100).fate
     for number in range(1, 101):
         network._come(number, Given(number * 1000, 0, 1, 60))
     network.until(None)
@@ -361,7 +361,7 @@ def test_what_was_compiled_from_other_sources_is_not_taken(tmp_path: Path) -> No
 def test_more_frames_than_were_decided_ahead_get_their_decisions() -> None:
     """The loop stops for more, and no decision is used twice."""
     network = Compiled(_topology("1gbit loss 50%"), 2)
-    fate = Draws(parse_link("1gbit loss 50%").impairment, 1, 0).next(12_000).fate
+    fate = FrameFates(parse_link("1gbit loss 50%").impairment, 1, 0).next(12_000).fate
     numbers = []
     for number in range(12_000):
         network._come(number, Given(number * 20_000, 0, 1, 100))

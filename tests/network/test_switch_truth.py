@@ -20,9 +20,9 @@ import pytest
 import wire
 from wire import Arrival, Flow
 
+from penstock.network.frame_fates import CORRUPT, DUPLICATE, LOST, REORDER, Decisions, FrameFates
 from penstock.network.link import DISTRIBUTIONS
 from penstock.network.machines import Machines
-from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER, Decisions, Draws
 from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
 from penstock.network.shapers import why_no_switch
@@ -85,12 +85,12 @@ def _measured(number: int) -> list[list[Arrival]]:
 
 
 def _drawn(host: int, count: int) -> Decisions:
-    return Draws(parse_link(OWN[host]).impairment, SEED, host).next(count)
+    return FrameFates(parse_link(OWN[host]).impairment, SEED, host).next(count)
 
 
 @pytest.mark.parametrize("host", range(len(DISTRIBUTIONS)), ids=DISTRIBUTIONS)
 def test_each_frame_takes_the_time_that_was_drawn_for_it(host: int) -> None:
-    """test_link_model.py has the distributions from which it is drawn."""
+    """test_frame_fates.py has the distributions from which it is drawn."""
     drawn = _drawn(host, FRAMES).delay_ns / 1e9
 
     def check(flows: list[list[Arrival]]) -> None:

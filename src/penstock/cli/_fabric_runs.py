@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -16,32 +16,29 @@ from penstock._base.files import write_json
 from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.views.facts import format_rate
+from penstock.network.fabric.views import nccl
 from penstock.network.fabric.views.numbers import digits, seconds
+from penstock.network.fabric.views.wording import format_rate
 from penstock.network.quantities import parse_sizes, size_text
 from penstock.report.text import print_columns
 
 if TYPE_CHECKING:
     from penstock.network.fabric.samples import Run
 
-Average = Literal["avg", "max", "min", "rank0"]
-"""Averages of `penstock.network.fabric.views.nccl`, which is loaded only when needed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Directory of a run and its output format."""
+    """Directory of a run and its output format; `average`: in nccl-tests' columns."""
 
     folder: Path
     as_json: bool = False
     chakra: bool = False
-    as_nccl: bool = False
-    average: Average = "avg"
+    average: nccl.Average | None = None
 
 
 def prepare() -> None:
     """Import the modules that `report` needs, which takes a second, before a run rather than after a Ctrl-C."""
-    fabric = (f"penstock.network.fabric.{name}" for name in ("views.nccl", "views.text", "results"))
+    fabric = (f"penstock.network.fabric.{name}" for name in ("views.text", "results"))
     for module in (*fabric, "scipy.optimize", "scipy.special", "scipy.stats"):
         import_module(module)
 
@@ -53,7 +50,6 @@ def report(output: Output, *, page: bool = True) -> None:
     """
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
-    from penstock.network.fabric.views import nccl
     from penstock.network.fabric.views.text import show
 
     folder = output.folder
@@ -62,7 +58,7 @@ def report(output: Output, *, page: bool = True) -> None:
     files = _write(folder, run, summary, chakra=output.chakra, page=page)
     if output.as_json:
         print_json(summary)
-    elif output.as_nccl:
+    elif output.average is not None:
         print(nccl.text(run, summary, output.average))
     else:
         console = screen()
@@ -75,7 +71,6 @@ def report(output: Output, *, page: bool = True) -> None:
 def _write(folder: Path, run: Run, summary: dict[str, Any], *, chakra: bool, page: bool) -> list[str]:
     """Write the results of a run to its directory and return the names of the files."""
     from penstock.network.fabric.alpha_beta import links_json
-    from penstock.network.fabric.workload import Workload
 
     files = ["results.json"]
     write_json(folder / "results.json", summary)
@@ -90,24 +85,25 @@ def _write(folder: Path, run: Run, summary: dict[str, Any], *, chakra: bool, pag
     if chakra:
         from penstock.network.fabric.chakra import write_chakra
 
-        workload = Workload.from_dict(run.record["workload"])
-        files += [path.name for path in write_chakra(workload, folder, run.record["hosts"])]
+        files += [path.name for path in write_chakra(run.record.workload, folder, run.record.hosts)]
     return files
 
 
 def show_run(
     folder: Path = RUN,
-    nccl: bool = option("Print as nccl-tests does.", "--nccl", default=False),
-    average: Average | None = option("With --nccl, average over the ranks: avg (as in nccl-tests), max, min, rank0."),
+    as_nccl: bool = option("Print as nccl-tests does.", "--nccl", default=False),
+    average: nccl.Average | None = option(
+        "With --nccl, average over the ranks: avg (as in nccl-tests), max, min, rank0."
+    ),
     chakra: bool = option("Write Chakra traces to FOLDER, one file per rank.", "--chakra", default=False),
     as_json: bool = JSON,
 ) -> None:
     """Show a recorded run. If it was killed, show its samples until then."""
-    if average is not None and not nccl:
+    if average is not None and not as_nccl:
         raise ArgumentError("--average requires --nccl: other tables show the slowest rank; pass both, or neither")
-    if nccl and as_json:
+    if as_nccl and as_json:
         raise ArgumentError("--nccl prints columns, and --json Penstock's own results: pass one of them")
-    report(Output(folder, as_json, chakra, nccl, average or "avg"))
+    report(Output(folder, as_json, chakra, (average or "avg") if as_nccl else None))
 
 
 def compare_runs(
@@ -119,8 +115,8 @@ def compare_runs(
     from penstock.network.fabric.compare import compare
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
-    from penstock.network.fabric.views.facts import warnings
     from penstock.network.fabric.views.text import show_comparison
+    from penstock.network.fabric.views.wording import warnings
 
     runs = Run.read(first), Run.read(second)
     comparison = compare(*runs)

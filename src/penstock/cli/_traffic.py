@@ -75,7 +75,7 @@ class TrafficOptions:
         if self.preset_name is not None:
             return preset(self.preset_name)
         if self.replay is not None:
-            return Workload.from_dict(Run.read(self.replay).record["workload"])
+            return Run.read(self.replay).record.workload
         if self.model is not None:
             return self._of_model(self.model, hosts)
         workload = self._by_size()

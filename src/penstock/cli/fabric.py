@@ -6,12 +6,9 @@ import errno
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +23,16 @@ from penstock.cli._fabric_runs import Output, clean_up, compare_runs, predict, p
 from penstock.cli._network import NetworkOptions
 from penstock.cli._options import JSON, option, output_option, print_json, screen, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
-from penstock.network.fabric.algorithms import ENGINE, generate
+from penstock.network.fabric.algorithms import ENGINE
+from penstock.network.fabric.dry_run import planned_traffic
 from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm
 from penstock.network.fabric.samples import RUN, SAMPLES
-from penstock.network.fabric.steps import slots_by_port
 from penstock.network.fabric.views.numbers import NONE
 from penstock.network.fabric.workload import group_similar_layers, groups
 from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
-    from penstock.network.fabric.steps import StepList
-    from penstock.network.fabric.workload import Group, Workload
+    from penstock.network.fabric.workload import Workload
     from penstock.network.machines import Machines
     from penstock.network.scenario import Event
 
@@ -153,18 +149,6 @@ app.command("predict")(spread(predict))
 app.command("clean")(spread(clean_up))
 
 
-def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
-    """Check the options as a run does, and show its transfers. Write nothing but requested traces."""
-    if machines is not None:
-        machines.check_support()
-    folder, files = _folder(out), tuple[Path, ...]()
-    if chakra:
-        from penstock.network.fabric.chakra import write_chakra
-
-        files = write_chakra(spec.workload, folder, spec.hosts)
-    show_traffic(spec, None if out is None and not chakra else folder, files, as_json=as_json)
-
-
 def _check(spec: Spec, hosts_here: int) -> None:
     """Raise ArgumentError if torch lacks the backend, or if payloads exceed the memory."""
     if spec.backend != "gloo":  # gloo is always there; checking another imports torch
@@ -269,21 +253,25 @@ _NOTE = (
 _UNEVEN = "; for an uneven all_to_all, of each rank's input"
 
 
-def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
-    """Print one row per group of transfers (all microbatches and replicas; in a table also similar layers), and the
-    files written to `folder`."""
-    workload, file_names = spec.workload, [path.name for path in files]
-    totals = _busiest(spec, range(len(workload.transfers)))
+def _dry_run(spec: Spec, machines: Machines | None, out: Path | None, *, chakra: bool, as_json: bool) -> None:
+    """Check the options as a run does, and show its transfers, a row per group (all microbatches and replicas; in a
+    table also similar layers). Write nothing but requested traces."""
+    if machines is not None:
+        machines.check_support()
+    workload, folder, files = spec.workload, _folder(out), list[str]()
+    if chakra:
+        from penstock.network.fabric.chakra import write_chakra
+
+        files = [path.name for path in write_chakra(workload, folder, spec.hosts)]
+    is_named = chakra or out is not None
     if as_json:
-        about = {"version": 1, "workload": workload.name, "hosts": spec.hosts, "iterations": spec.iterations}
-        rows = _traffic(spec, groups(workload))
-        output = {"folder": None if folder is None else str(folder), "files": file_names}
-        print_json({**about, "transfers": rows, **totals, **output})
+        output = {"folder": str(folder) if is_named else None, "files": files}
+        print_json({**planned_traffic(spec, groups(workload)), **output})
         return
-    console = screen()
+    console, planned = screen(), planned_traffic(spec, group_similar_layers(workload))
+    rows, times = planned["transfers"], len(workload.transfers) * spec.iterations
     console.print(Text(f"{workload.name}: transfers of a trial on {spec.hosts} hosts", "bold"))
     console.print()
-    rows = _traffic(spec, group_similar_layers(workload))
     lines = table("transfer", "buffer\nbytes", "times", "buffers\ntotal", "busiest\nport")
     for section in dict.fromkeys(map(_section, rows)):
         lines.add_row(Text(section, "italic"))
@@ -291,62 +279,16 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
             numbers = (row["bytes"], row["times"], row["bytes"] * row["times"], row["port_bytes"])
             lines.add_row(Text(row["name"]), *map(_number, numbers))
         lines.add_row()
-    times, buffers = len(workload.transfers) * spec.iterations, sum(row["bytes"] * row["times"] for row in rows)
-    lines.add_row("step", "", *map(_number, (times, buffers, totals["port_bytes"])), style="bold")
+    total = times, sum(row["bytes"] * row["times"] for row in rows), planned["port_bytes"]
+    lines.add_row("step", "", *map(_number, total), style="bold")
     print_unbroken(console, lines)
     console.print()
     uneven = _UNEVEN if any(transfer.shares for transfer in workload.transfers) else ""
     for note in (*workload.notes, _NOTE.format(uneven)):
         console.print(Text(note, "dim"))
-    if folder is not None:
-        note = f"written: {', '.join(file_names)}" if files else "a run would be written there"
+    if is_named:
+        note = f"written: {', '.join(files)}" if files else "a run would be written there"
         console.print(Text(f"{folder}: {note}", "dim"))
-
-
-def _traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
-    """Return the rows. `times` counts all iterations of all transfers in the group; for other values see `_busiest`."""
-    rows = []
-    for group in grouped:
-        first = spec.workload.transfers[group.indices[0]]
-        rows.append(
-            {
-                "name": group.name,
-                "kind": first.kind,
-                "collective": first.collective,
-                "algorithm": spec.algorithm_for(group.indices[0]),
-                "ranks": len(first.ranks) or spec.hosts,
-                "shares": list(first.shares),
-                "bytes": first.bytes,
-                "times": len(group.indices) * spec.iterations,
-                **_busiest(spec, group.indices),
-            }
-        )
-    return rows
-
-
-def _busiest(spec: Spec, indices: Iterable[int]) -> dict[str, int | None]:
-    """Return the bytes that the busiest host sends and that pass the busiest port; None for the engine: unknown."""
-    passed: Counter[tuple[int, bool]] = Counter()
-    for index in indices:
-        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_for(index)
-        if algorithm == ENGINE:
-            return {"sent_bytes": None, "port_bytes": None}
-        ranks = transfer.members(spec.hosts)
-        steps, slots = _steps(transfer.collective, algorithm, len(ranks), transfer.shares)
-        size = steps.slot_bytes(transfer.bytes, spec.workload.element_bytes) * spec.iterations
-        for (rank, leaves), count in slots.items():
-            passed[ranks[rank], leaves] += count * size
-    sent = (size for (_, leaves), size in passed.items() if leaves)
-    return {"sent_bytes": max(sent, default=0), "port_bytes": max(passed.values(), default=0)}
-
-
-@cache
-def _steps(
-    collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
-) -> tuple[StepList, Counter[tuple[int, bool]]]:
-    """Return the steps of a collective, and how many pieces of its buffer pass each port."""
-    steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
-    return steps, slots_by_port(chain.from_iterable(steps.rounds))
 
 
 def _section(row: dict[str, Any]) -> str:

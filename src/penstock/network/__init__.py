@@ -10,7 +10,7 @@ What is requested
   cpu_limit.py    hosts with slow processors            scenario.py  changes over time
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
-  model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
+  frame_fates.py  what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
   machines.py     creates the hosts and joins them
   reaper.py       removes everything, however its maker ends
 What runs on it

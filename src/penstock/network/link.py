@@ -1,6 +1,6 @@
 """A host's link to the switch: its rate and queue, and what happens to frames on it, in the terms of tc netem.
 
-These are only values: parse.py parses their text, and model.py draws from them.
+These are only values: parse.py parses their text, and frame_fates.py draws from them.
 
 benchmarks/fabric/README.md shows how well tbf keeps the rate, and why its buckets have these sizes.
 """

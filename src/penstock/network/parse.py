@@ -18,14 +18,6 @@ from penstock.network.link import BUFFER_BYTES, DISTRIBUTIONS, Bursts, Chance, I
 _Word = re.Match[str]
 Settings = dict[str, Any]
 
-_UNSUPPORTED = {
-    "slot": "frames are not delayed to slots here: pass delay and jitter",
-    "ecn": "frames are not marked here: pass loss alone",
-    "seed": "the whole network has one seed: pass --link-seed",
-    "netem": "omit that word: what follows it means the same here",
-}
-"""netem's words that have no meaning here, and what to do instead."""
-
 
 def parse_link(text: str) -> Link:
     """Parse a link: a rate, then any of the words that `words` lists.
@@ -113,19 +105,17 @@ class _Reader:
     def rate(self) -> Settings:
         value = self.take(q.rate)
         # If its unit stands apart, the error about that comes later.
-        if self.next in ("", *_WORDS, *_SYNONYMS, *_UNSUPPORTED) and (hint := q.suspicious_rate_hint(self._last[0])):
+        if self.next in ("", *_WORDS, *_SYNONYMS) and (hint := q.suspicious_rate_hint(self._last[0])):
             raise self.error(hint)
         return {"rate": value}
 
     def read(self) -> Settings:
         """Return what all words set."""
-        settings: Settings = {} if self.next in (*_WORDS, *_SYNONYMS, *_UNSUPPORTED) else self.rate()
+        settings: Settings = {} if self.next in (*_WORDS, *_SYNONYMS) else self.rate()
         while self._remaining:
             name = self.take(str.lower)
             name = _SYNONYMS.get(name, name)
             self.word = self._last
-            if name in _UNSUPPORTED:
-                raise self.error(_UNSUPPORTED[name])
             if name not in _WORDS and (name in q.RATES or "/" in name):
                 forms = "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)"
                 raise self.error(f"a rate has no space before its unit {self.word[0]!r}: pass one like {forms}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import scipy  # loads its parts when they are asked for
 from numpy.typing import ArrayLike
 
-from penstock.network.fabric.samples import Run
+from penstock._base.files import validate
+from penstock.network.fabric.samples import Run, RunRecord
 from penstock.network.fabric.workload import Transfer, Workload
 
 EPOCH_NS = 1_700_000_000_000_000_000
@@ -38,8 +40,16 @@ def run_of(seconds: ArrayLike, transfers: tuple[Transfer, ...] = (), hosts: int 
             now += round(took * 1e9)
             end[trial, place, taking] = now
         now += 1_000_000
-    made = {"workload": workload.to_dict(), "algorithm": "ring", "hosts": hosts, "trials": len(table), "complete": True}
-    return Run({**made, **record}, start, end)
+    made = {"workload": asdict(workload), "algorithm": "ring", "hosts": hosts, "trials": len(table), "complete": True}
+    return Run(record_of(**{**made, **record}), start, end)
+
+
+def record_of(**entries: Any) -> RunRecord:
+    """As run.json is read; a network without some of its entries gets those of one that nothing shapes."""
+    if entries.get("network"):
+        usual = {"shaper": None, "remarks": [], "link": None, "own": {}, "background": [], "slow": {}}
+        entries["network"] = usual | {"hosts": entries["hosts"], "held_back_by": None} | entries["network"]
+    return validate(RunRecord, {"workload": asdict(Workload("made", (Transfer("t", 4),))), **entries}, "the record")
 
 
 def series(draw: np.random.Generator, count: int, correlation: float) -> np.ndarray:

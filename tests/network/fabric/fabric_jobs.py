@@ -232,7 +232,7 @@ def trials_of(rank: int, spec: Spec, count: int, wire: Wire | None = None) -> An
     trials = Trials(spec, parts, members)
     began = time.monotonic_ns()
     found = [trials.run_trial() for _ in range(count)]
-    rows = [row for trial in found for row in trial.step_rows] + list(trials.last_steps())
+    rows = [row for trial in found for row in trial.round_rows] + list(trials.last_rounds())
     return began, time.monotonic_ns(), [trial.stamps.numpy() for trial in found], rows
 
 
@@ -262,7 +262,7 @@ def warmed_up(rank: int, spec: Spec, seconds: float, factor: float) -> Any:
     found = _warm_up(spec, trials)
     runs = parts[0].runs
     counted = [trials.run_trial() for _ in range(spec.trials)]
-    steps = [row for trial in counted for row in trial.step_rows] + list(trials.last_steps())
+    steps = [row for trial in counted for row in trial.round_rows] + list(trials.last_rounds())
     return found, runs, [trial.longest_ns() for trial in counted], steps
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from network.fabric.drawn_runs import record_of
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
 from penstock.network.fabric.workload import Transfer, Workload
 
@@ -69,19 +71,19 @@ def made_run(
             rows += _rounds(trial, start[trial], end[trial], rounds, draw) if steps else []
         now += 5e6
     made = _record(workload, hosts, trials if asked is None else asked, trials)
-    return Run({**made, **record}, start, end, np.array(rows, np.int64).reshape(-1, len(STEPS_HEAD)))
+    return Run(record_of(**{**made, **record}), start, end, np.array(rows, np.int64).reshape(-1, len(STEPS_HEAD)))
 
 
 def write_run(run: Run, folder: Path) -> Path:
     """As a run writes its own folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUN).write_text(json.dumps(run.record))
+    (folder / RUN).write_text(json.dumps(asdict(run.record)))
     rows = [
         (*place, run.start_ns[place], run.end_ns[place])
         for place in np.ndindex(run.start_ns.shape)
         if run.end_ns[place] >= 0
     ]
-    for name, head, lines in ((SAMPLES, HEAD, rows), (STEPS, STEPS_HEAD, run.steps)):
+    for name, head, lines in ((SAMPLES, HEAD, rows), (STEPS, STEPS_HEAD, run.rounds)):
         text = [",".join(head), *(",".join(str(int(value)) for value in line) for line in lines)]
         (folder / name).write_text("\n".join(text) + "\n")
     return folder
@@ -102,8 +104,8 @@ def _rounds(trial: int, start: Any, end: Any, rounds: int, draw: np.random.Gener
 def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str, Any]:
     links = [{"from": a, "to": b, "latency_seconds": 100e-6, "bytes_per_second": 12.5e6} for a, b in ((0, 1), (1, 0))]
     return {
-        "version": "0.1.0",
-        "workload": workload.to_dict(),
+        "version": 1,
+        "workload": asdict(workload),
         "algorithm": "ring",
         "backend": "gloo",
         "hosts": hosts,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import get_args
 
 import pytest
+from drawn_runs import record_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,13 +99,12 @@ def test_points_that_tell_nothing(points: list[tuple[float, float]]) -> None:
 
 
 def test_the_links_of_a_record_are_given_as_they_were_measured() -> None:
-    record = {
-        "links": [
-            {"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 1e7, "points": []},
-            {"from": 1, "to": 2, "latency_seconds": 3e-4, "bytes_per_second": None},
-            {"from": 2, "to": 1, "latency_seconds": 2e-4, "bytes_per_second": 5e6},
-        ]
-    }
+    links = [
+        {"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 1e7, "points": []},
+        {"from": 1, "to": 2, "latency_seconds": 3e-4, "bytes_per_second": None},
+        {"from": 2, "to": 1, "latency_seconds": 2e-4, "bytes_per_second": 5e6},
+    ]
+    record = record_of(hosts=3, links=links)
     made = json.loads(json.dumps(links_json(record)))
     assert made["links"] == [
         {"from": 0, "to": 1, "latency": 1e-4, "bandwidth": pytest.approx(1e7)},
@@ -114,4 +114,4 @@ def test_the_links_of_a_record_are_given_as_they_were_measured() -> None:
     assert made["all"] == {"latency": 3e-4, "bandwidth": pytest.approx(5e6)}
     assert "seconds" in made["units"]
     assert record_links(record)[1] == ((1, 2), LinkFit(3e-4, 0.0))
-    assert links_json({"links": []}) is None
+    assert links_json(record_of(hosts=3)) is None

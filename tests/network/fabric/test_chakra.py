@@ -96,7 +96,7 @@ def test_a_file_a_rank_and_one_of_the_groups(tmp_path):
     ]
     assert [node.attributes["comm_size"] for node in nodes] == [2600, 33024, 131584, 803840]
     assert {node.attributes["pg_name"] for node in nodes} == {"0"}
-    *_, members = chakra.write_chakra(PIPELINE, tmp_path, 4, "job")
+    *_, members = chakra.write_chakra(PIPELINE, tmp_path, 4)
     assert json.loads(members.read_text()) == {"0": [0, 1, 2, 3], "1": [1, 3], "2": [0, 2]}
 
 

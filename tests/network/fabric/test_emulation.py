@@ -23,6 +23,7 @@ from cli.command_line import as_json
 from network.makers import wait_until
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
+from penstock._base.files import validate
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.emulation import coordinate, rendezvous
 from penstock.network.fabric.emulation.coordinate import emulate
@@ -92,7 +93,7 @@ def test_samples_and_rounds_agree(tmp_path: Path) -> None:
     assert (record["complete"], record["missing"]) == (True, "")
     asked = {"algorithm": "ring", "hosts": 2, "trials": trials, "overlap": False, "seed": 5, "link": None}
     assert {key: record[key] for key in asked} == asked
-    assert Workload.from_dict(record["workload"]) == spec.workload
+    assert validate(Workload, record["workload"], "workload") == spec.workload
     assert (record["backend"], record["shared_machine"], record["machine_cores"]) == ("gloo", True, os.cpu_count())
     assert [len(record[key]) for key in ("clock", "cpu", "environment")] == [hosts] * 3
     assert [(link["from"], link["to"]) for link in record["links"]] == [(0, 1), (1, 0)]

@@ -6,12 +6,13 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from drawn_runs import run_of
+from drawn_runs import record_of, run_of
 
 from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.alpha_beta import LinkFit, predict
-from penstock.network.fabric.ports import Port, Ports, links_changed, lower_bound_seconds, shaped_ports
+from penstock.network.fabric.ports import Port, Ports, lower_bound_seconds, shaped_ports
 from penstock.network.fabric.results import results
+from penstock.network.fabric.samples import RunRecord
 from penstock.network.fabric.steps import Collective, Terms
 from penstock.network.fabric.workload import Transfer
 from penstock.network.parse import parse_link
@@ -74,17 +75,20 @@ def test_without_links_there_is_no_bound() -> None:
     assert lower_bound_seconds(_ring(2, LinkFit(1e-4, 0.0)), "all_reduce", (0, 1), 1e6) == pytest.approx(1e-4)
 
 
-def shaped(link: str, hosts: int = 4, **own: str) -> dict[str, Any]:
+def shaped(link: str, hosts: int = 4, shaper: str = "switch", **own: str) -> RunRecord:
     """What a run's record says of its network; `h2="10mbit"`: host 2's own link."""
     own = {host[1:]: text for host, text in own.items()}
     links = {int(host): parse_link(text) for host, text in own.items()}
     rates = Topology(parse_link(link)).with_links(links).rates(hosts)
-    return {"hosts": hosts, "network": {"link": link, "own": own, "rates": rates, "mtu": 1500, "shaper": "switch"}}
+    network = {"link": link, "own": own, "rates": rates, "mtu": 1500, "shaper": shaper}
+    return record_of(hosts=hosts, network=network)
 
 
-def streams(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
+def streams(record: RunRecord) -> list[tuple[tuple[int, int], LinkFit]]:
     """What single streams show around the ring, in both directions: the slower end of each pair."""
-    rates, hosts = record["network"]["rates"], record["hosts"]
+    assert record.network is not None
+    assert record.network["rates"] is not None
+    rates, hosts = record.network["rates"], record.hosts
     pairs = [(host, (host + step) % hosts) for host in range(hosts) for step in (1, -1)]
     return [((a, b), LinkFit(0.0, 1 / (GOOD * min(rates["up"][a], rates["down"][b])))) for a, b in pairs]
 
@@ -108,7 +112,7 @@ def streams(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
     ],
 )  # fmt: skip
 def test_a_port_with_several_partners_carries_what_its_shaper_lets_pass(
-    record: dict[str, Any], kind: str, size: int, shares: tuple[int, ...], least: float
+    record: RunRecord, kind: str, size: int, shares: tuple[int, ...], least: float
 ) -> None:
     links = streams(record)
     ports = shaped_ports(record, links)
@@ -117,7 +121,7 @@ def test_a_port_with_several_partners_carries_what_its_shaper_lets_pass(
 
 def test_where_no_shaper_is_known_a_stream_bounds_a_pair_and_nothing_else() -> None:
     links = [((a, b), LINK) for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
-    assert shaped_ports({"hosts": 4, "network": None}, links) is None
+    assert shaped_ports(record_of(hosts=4), links) is None
     for kind in set(KINDS) - {"send", "sendrecv"}:
         assert lower_bound_seconds(links, kind, range(4), 1e6) is None, "several streams may pass its port at once"
         assert lower_bound_seconds(links, kind, (1, 2), 1e6) is not None
@@ -133,9 +137,7 @@ def test_iterations_in_a_row_share_their_latency() -> None:
 
 
 def test_a_bucket_of_bytes_passes_at_once() -> None:
-    record = shaped("1gbit burst 64kb", 2)
-    record["network"]["shaper"] = "tbf"
-    ports = shaped_ports(record, [])
+    ports = shaped_ports(shaped("1gbit burst 64kb", 2, "tbf"), [])
     assert ports is not None
     burst = GOOD * parse_link("1gbit burst 64kb").burst
     assert lower_bound_seconds([], "send", (0, 1), 0.9 * burst, ports=ports) == 0
@@ -154,13 +156,12 @@ def test_a_delay_counts_in_its_own_direction_and_at_its_least() -> None:
 
 
 def test_of_links_that_a_scenario_may_have_changed_nobody_knows_the_bound() -> None:
-    record = shaped("10mbit", 2)
-    assert not links_changed(record)
-    record["network"]["rates"] = None  # as `Machines(changes=True)` describes itself
-    assert links_changed(record)
+    assert not shaped("10mbit", 2).links_changed
+    network = {"shaper": "switch", "link": "10mbit", "rates": None}  # as `Machines(changes=True)` describes itself
+    assert record_of(hosts=2, network=network).links_changed
     transfers = (Transfer("t", 2**19, "send", ranks=(0, 1)),)
     slow = [{"from": 0, "to": 1, "latency_seconds": 0.0, "bytes_per_second": GOOD * 1.25e6}]
     of: dict[str, Any] = {"transfers": transfers, "hosts": 2, "links": slow}
     fast = np.full((12, 1), 0.05)  # at the 100 Mbit/s of the second half
-    assert results(run_of(fast, **of, network=record["network"]))["transfers"][0]["ideal_percent"] is None
+    assert results(run_of(fast, **of, network=network))["transfers"][0]["ideal_percent"] is None
     assert results(run_of(fast, **of))["transfers"][0]["ideal_percent"] > 100

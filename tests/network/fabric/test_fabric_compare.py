@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy  # loads its parts when they are asked for
-from drawn_runs import run_of, series
+from drawn_runs import record_of, run_of, series
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,11 +187,13 @@ def test_what_was_asked_for_is_a_setting(setting: str, where: str, value: Any) -
 
     one, other = run(), run()
     assert compare(one, other)["other_settings"] == {}
-    record = other.record
-    places = {"record": record, "network": record["network"], "workload": record["workload"]}
-    places["transfer"] = record["workload"]["transfers"][0]
+    entries = asdict(other.record)
+    places = {"record": entries, "network": entries["network"], "workload": entries["workload"]}
+    places["transfer"] = entries["workload"]["transfers"][0]
     before, places[where][setting] = places[where].get(setting), value
-    usual = {"op": "sum", "iterations": 1, "warmup": 5, "shaper": "switch", "compute_seconds": 0.0}.get(setting)
+    other = Run(record_of(**entries), other.start_ns, other.end_ns)
+    usual = {"op": "sum", "iterations": 1, "warmup": 5, "shaper": "switch", "compute_seconds": 0.0}
+    usual = (usual | {"backend": "", "overlap": False}).get(setting)
     name = f"{setting} of t0" if setting in ("shares", "ranks") else setting
     assert compare(one, other)["other_settings"] == {name: (usual, value)}, f"it was {before}"
 

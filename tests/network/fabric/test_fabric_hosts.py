@@ -72,7 +72,7 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
     assert "hosts" not in said[1], "host 0 reports"
     run = Run.read(out)
     assert run.end_ns.shape == (8, 2, 2)
-    assert run.record["complete"]
-    assert (run.record["link"], run.record["hosts"]) == (None, 2)
+    assert run.record.complete
+    assert (run.record.link, run.record.hosts) == (None, 2)
     assert (out / "results.json").exists()
     assert os.listdir(tmp_path) == ["run"]

@@ -145,7 +145,7 @@ def test_times_have_three_digits_and_are_right(value: float):
 
 def compared(a: Run, b: Run, width: int = 80) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    show_comparison(compare(a, b), console, ("runs/a", "runs/b"))
+    show_comparison(compare(a, b), console, ("runs/a", "runs/b"), ([], []))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

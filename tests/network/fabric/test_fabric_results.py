@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from drawn_runs import EPOCH_NS, run_of
+from drawn_runs import EPOCH_NS, record_of, run_of
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import write_run
@@ -15,8 +17,8 @@ from made_runs import write_run
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.alpha_beta import HOSTS, forecast
 from penstock.network.fabric.results import results
-from penstock.network.fabric.samples import Run, TransferTimes, computed_step, measured_step
-from penstock.network.fabric.views.facts import warnings
+from penstock.network.fabric.samples import RUN, Run, RunRecord, computed_step, measured_step
+from penstock.network.fabric.views.wording import warnings
 from penstock.network.fabric.workload import Transfer, Workload
 
 LINKS = [
@@ -38,15 +40,14 @@ def test_times_are_of_the_slowest_rank_and_apart_from_its_wait() -> None:
     start = np.array([[[0, 30, 10]]]) + EPOCH_NS
     end = np.array([[[100, 120, 90]]]) + EPOCH_NS
     workload = Workload("x", (Transfer("t", 4),))
-    run = Run({"workload": workload.to_dict(), "hosts": 3}, start, end)
-    times = TransferTimes.from_run(run, workload, 0)
+    run = Run(RunRecord(workload, 3), start, end)
+    (times,) = run.times
     assert times.completion == pytest.approx([100e-9])
     assert times.arrival_skew == pytest.approx([30e-9])
     assert times.transfer == pytest.approx([90e-9])
     assert times.durations[0] == pytest.approx([100e-9, 90e-9, 80e-9])
-    assert measured_step(run, workload) == pytest.approx([120e-9])
-    run.record["iterations"] = 5
-    of_one = TransferTimes.from_run(run, workload, 0)
+    assert measured_step(run) == pytest.approx([120e-9])
+    (of_one,) = Run(RunRecord(workload, 3, iterations=5), start, end).times
     assert of_one.completion == pytest.approx([20e-9])
     assert of_one.transfer == pytest.approx([18e-9])
     assert of_one.arrival_skew == pytest.approx([30e-9]), "they begin once"
@@ -119,7 +120,7 @@ def test_the_algorithm_of_each_transfer() -> None:
     transfers = (Transfer("a", 8), Transfer("b", 8, "send", ranks=(0, 1)))
     run = run_of(np.full((1, 2), 1e-3), transfers, algorithm="ring")
     assert [one["algorithm"] for one in results(run)["transfers"]] == ["ring", "ring"]
-    run.record["algorithms"] = ["ring", "direct"]
+    run = run_of(np.full((1, 2), 1e-3), transfers, algorithm="ring", algorithms=["ring", "direct"])
     assert [one["algorithm"] for one in results(run)["transfers"]] == ["ring", "direct"]
 
 
@@ -144,8 +145,8 @@ def there_and_back(**record: Any) -> Run:
     workload = Workload("pipeline", (there, back), hosts=2)
     start = np.array([[[10, 0], [11, 21]]] * 10) * 1_000_000 + EPOCH_NS
     end = np.array([[[11, 11], [22, 22]]] * 10) * 1_000_000 + EPOCH_NS
-    made = {"workload": workload.to_dict(), "algorithm": "ring", "hosts": 2, "trials": 10, "complete": True}
-    return Run({**made, **record}, start, end)
+    made = {"workload": asdict(workload), "algorithm": "ring", "hosts": 2, "trials": 10, "complete": True}
+    return Run(record_of(**{**made, **record}), start, end)
 
 
 def test_what_a_stage_waits_for_another_is_not_counted_twice() -> None:
@@ -154,8 +155,8 @@ def test_what_a_stage_waits_for_another_is_not_counted_twice() -> None:
     assert step["without_overlap_s"] == step["time_s"]["p50"] == pytest.approx(22e-3)
     # Rank 1 computes as rank 0 does, and sends back what it has as soon as it has got what rank 0 sends.
     assert step["with_overlap_s"] == pytest.approx(12e-3)
-    run.record["overlap"] = True  # what is computed without it is what was measured above
-    assert results(run)["step"]["without_overlap_s"] == pytest.approx(22e-3)
+    # What is computed without it is what was measured above.
+    assert results(there_and_back(overlap=True))["step"]["without_overlap_s"] == pytest.approx(22e-3)
     assert step["compute_s"] == pytest.approx(20e-3)
 
 
@@ -287,17 +288,19 @@ def test_a_run_that_says_it_is_complete_is_so_with_all_of_its_trials_alone() -> 
 
 def test_processors_are_judged() -> None:
     cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0, "involuntary_switches": 50}] * 4
-    run = run_of(np.full((10, 1), 1e-3), cpu=cpu, shared_machine=True, machine_cores=2)
-    busy = results(run)["cpu"]
+
+    def judged(**record: Any) -> dict[str, Any]:
+        usual = {"cpu": cpu, "shared_machine": True, "machine_cores": 2}
+        return results(run_of(np.full((10, 1), 1e-3), **{**usual, **record}))["cpu"]
+
+    busy = judged()
     assert (busy["saturated"], busy["scheduler_tails"]) == (True, True)
     assert busy["text"].startswith("4 hosts share 2 cores, 100% busy; the processors are the limit")
     assert "200 involuntary switches in 10 trials" in busy["text"]
-    run.record["machine_cores"] = 16
-    assert results(run)["cpu"]["saturated"] is False
-    run.record.update(shared_machine=False, environment=[{"cores": 1}] * 3 + [{"cores": None}])
-    assert results(run)["cpu"]["utilization"] == pytest.approx(0.5 / 16)
-    run.record["cpu"] = []
-    assert results(run)["cpu"]["text"] == ""
+    assert judged(machine_cores=16)["saturated"] is False
+    apart = judged(machine_cores=16, shared_machine=False, environment=[{"cores": 1}] * 3 + [{"cores": None}])
+    assert apart["utilization"] == pytest.approx(0.5 / 16)
+    assert judged(cpu=[])["text"] == ""
 
 
 @pytest.mark.parametrize(("seconds", "saturated"), [(1.65, False), (2.0, True)])
@@ -362,7 +365,19 @@ def test_the_step_of_sizes_by_hand_is_without_the_time_in_which_hosts_met() -> N
     run = run_of(np.full((10, 2), (0.25, 0.5)))
     run.start_ns[:, 1] += 10**9
     run.end_ns[:, 1] += 10**9
-    workload = Workload.from_dict(run.record["workload"])
-    assert measured_step(run, workload) == pytest.approx(np.full(10, 1.75))
-    run.record.update(meets=True, iterations=5)
-    assert measured_step(run, workload) == pytest.approx(np.full(10, 0.15))
+    assert measured_step(run) == pytest.approx(np.full(10, 1.75))
+    met = Run(replace(run.record, meets=True, iterations=5), run.start_ns, run.end_ns)
+    assert measured_step(met) == pytest.approx(np.full(10, 0.15))
+
+
+def test_entries_of_later_versions_do_no_harm(tmp_path: Path) -> None:
+    folder = write_run(run_of(np.full((8, 1), 1e-3), environment=[{"host": "a"}] * 4), tmp_path / "run")
+    entries = json.loads((folder / RUN).read_text())
+    entries |= {"topology": 1, "times": 2, "happened": [{"seconds": 0.5, "step": 1, "text": "x", "later": 3}]}
+    entries["environment"][0]["python"] = "3.11"
+    (folder / RUN).write_text(json.dumps(entries))
+    run = Run.read(folder)
+    assert run.record.topology is None
+    made = results(run)["environment"]
+    assert made["happened"] == ({"seconds": 0.5, "step": 1, "text": "x"},)
+    assert made["hosts"][0] == {"host": "a", "python": "3.11"}, "a host says more than is read"

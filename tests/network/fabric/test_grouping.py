@@ -143,5 +143,5 @@ def test_two_runs_are_compared_by_cut_and_direction() -> None:
     assert all(one["verdict"] == "differs" for one in found["transfers"])
     assert [one["trials"] for one in found["transfers"]] == [[TRIALS, TRIALS]] * 10, "those of a trial are one sample"
     console = Console(width=160, file=io.StringIO(), highlight=False)
-    show_comparison(found, console)
+    show_comparison(found, console, ("a", "b"), ([], []))
     assert "F0 stage" not in console.file.getvalue()  # type: ignore[attr-defined]

@@ -64,19 +64,21 @@ def test_a_rate_above_the_shapers_is_an_error(ranks2: Ranks) -> None:
 
 
 def test_which_rate_is_the_shapers() -> None:
-    ends = probe.shaped_ends(_spec("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
+    ends = probe.shaped_ends(_topology("up 100mbit down 20mbit", {"1": "up 50mbit down 40mbit"}), (0, 1))
     assert ends is not None
     for way, rate in (((0, 1), 40 * 125e3), ((1, 0), 20 * 125e3)):
         assert probe.above_shaper(way, LinkMeasurement(0.0, 1.005 * rate), ends[way]) is None
         assert probe.above_shaper(way, LinkMeasurement(0.0, 1.02 * rate), ends[way]) is not None
         assert probe.above_shaper(way, LinkMeasurement(0.0, None), ends[way]) is not None
-    assert probe.shaped_ends(SPEC, (0, 1)) is None
+    assert probe.shaped_ends(None, (0, 1)) is None
 
 
-def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
-    links_ = {int(host): parse_link(text) for host, text in (own or {}).items()}
-    rates = Topology(parse_link(link)).with_links(links_).rates(2)
-    return replace(SPEC, network={"link": link, "own": own or {}, "rates": rates, "mtu": 1500})
+def _spec(link: str) -> Spec:
+    return replace(SPEC, network={"link": link, "own": {}, "rates": _topology(link, {}).rates(2), "mtu": 1500})
+
+
+def _topology(link: str, own: dict[str, str]) -> Topology:
+    return Topology(parse_link(link)).with_links({int(host): parse_link(text) for host, text in own.items()})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def _spec(link: str, own: dict[str, str] | None = None) -> Spec:
 def test_latency_is_what_is_left_of_a_trip_through_ends_of_their_own(
     link: str, own: dict[str, str], trip_ms: float, latencies_ms: tuple[float, float]
 ) -> None:
-    ends = probe.shaped_ends(_spec(link, own), (0, 1))
+    ends = probe.shaped_ends(_topology(link, own), (0, 1))
     assert ends is not None
     found = split_round_trip(trip_ms * 1e-3, {(0, 1): 1e5, (1, 0): 1e5}, ends)
     for way, latency in zip(((0, 1), (1, 0)), latencies_ms, strict=True):

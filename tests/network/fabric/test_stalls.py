@@ -8,7 +8,7 @@ from made_runs import made_run
 
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run, stalled_trials
-from penstock.network.fabric.views.facts import facts
+from penstock.network.fabric.views.wording import facts
 from penstock.network.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
@@ -19,10 +19,13 @@ MS = 1_000_000
 STALL = {"since_ns": 1000 * MS, "length_ns": 50 * MS, "every_ns": 500 * MS, "until_ns": None}
 """The first from 1,500 to 1,550 ms, the second from 2,000 to 2,050."""
 
+IDLE = {"late": {"p50": None, "p99": None, "worst": None}, "no_room": 0, "busy_seconds": 0.0, "links": []}
+"""What else a switch counts."""
 
-def _run(*trials: tuple[int, int], stalls: list[dict] | None = None) -> Run:
+
+def _run(*trials: tuple[int, int]) -> Run:
     """Trials of two hosts from one ms to another."""
-    run = made_run(len(trials), 2, Workload.from_sizes([400]), switch={"stalls": [STALL] if stalls is None else stalls})
+    run = made_run(len(trials), 2, Workload.from_sizes([400]), switch={**IDLE, "stalls": [STALL]})
     times = np.array(trials, np.int64)[:, :, None, None] * MS
     both = np.broadcast_to(times, (len(trials), 2, 1, 2)).copy()
     both[:, 1, 0, 1] -= 1 * MS  # the second host ends earlier

@@ -11,7 +11,7 @@ from made_runs import made_run
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.results import results
 from penstock.network.fabric.statistics import WarmUp
-from penstock.network.fabric.views.facts import warnings
+from penstock.network.fabric.views.wording import warnings
 from penstock.network.fabric.workload import Workload
 from scaffolding.ranks import Ranks
 

@@ -24,7 +24,7 @@ import numpy as np
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import pluralize
 from penstock.network.fabric.algorithms import algorithms, busbw_factor, closed_form, generate, or_default
-from penstock.network.fabric.samples import get_iterations, rate_key
+from penstock.network.fabric.samples import RunRecord, rate_key
 from penstock.network.fabric.statistics import min_samples
 from penstock.network.fabric.steps import Terms, is_even
 from penstock.schedule.placement import MAX_RANKS
@@ -111,17 +111,16 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
     return fastest
 
 
-def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
+def record_links(record: RunRecord) -> list[tuple[tuple[int, int], LinkFit]]:
     """Return the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
     links = []
-    for link in record.get("links") or ():
-        rate = link.get("bytes_per_second")
-        fitted = LinkFit(float(link["latency_seconds"]), 1 / rate if rate else 0.0)
-        links.append(((int(link["from"]), int(link["to"])), fitted))
+    for link in record.links:
+        rate = link["bytes_per_second"]
+        links.append(((link["from"], link["to"]), LinkFit(link["latency_seconds"], 1 / rate if rate else 0.0)))
     return links
 
 
-def combine(links: Iterable[LinkFit], select: Callable[..., float] = max) -> LinkFit | None:
+def limiting_link(links: Iterable[LinkFit], select: Callable[..., float] = max) -> LinkFit | None:
     """Combine the largest alpha and beta of links (`select=min`: the smallest), which limit a collective of any size;
     None without links."""
     fits = tuple(links)
@@ -130,7 +129,7 @@ def combine(links: Iterable[LinkFit], select: Callable[..., float] = max) -> Lin
     return LinkFit(select(link.alpha_seconds for link in fits), select(link.beta_seconds_per_byte for link in fits))
 
 
-def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
+def links_json(record: RunRecord, model: Iterable[dict[str, Any]] = ()) -> dict[str, Any] | None:
     """Return a run's links as `penstock simulate --links` reads them: those measured or, if none were, the slowest of
     the fits in its results' `model`; None if there are neither.
 
@@ -138,7 +137,7 @@ def links_json(record: dict[str, Any], model: Iterable[dict[str, Any]] = ()) -> 
     """
     pairs = dict(record_links(record))
     fits = [LinkFit(entry["fit"]["alpha_seconds"], entry["fit"]["beta_seconds_per_byte"]) for entry in model]
-    slowest = combine(pairs.values() or fits)
+    slowest = limiting_link(pairs.values() or fits)
     if slowest is None:
         return None
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
@@ -160,7 +159,7 @@ MIN_SIZES = 3
 
 
 def forecast(
-    record: dict[str, Any], results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
+    record: RunRecord, results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
 ) -> dict[str, Any]:
     """Predict the times of a collective from a run's record and results.
 
@@ -173,7 +172,7 @@ def forecast(
     return _extrapolate(_fit(record, results, collective), sizes, hosts)
 
 
-def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def forecasts(record: RunRecord, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(transfer["collective"] for transfer in results["transfers"]):
         with suppress(ArgumentError):
@@ -198,7 +197,7 @@ def _extrapolate(fitted: dict[str, Any], sizes: Sequence[int], hosts: Sequence[i
     return {"fit": fitted, "predictions": rows, "crossovers": fastest}
 
 
-def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> dict[str, Any]:
+def _fit(record: RunRecord, results: dict[str, Any], collective: str) -> dict[str, Any]:
     """Fit the link to a collective's median times, no faster than measured.
 
     With too few sizes, the slowest measured link stands in, which a collective must wait for. Then `source` is "links"
@@ -220,7 +219,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     elif sizes < MIN_SIZES:
         reason = f"{results['trials']} trials are too few for a median (it needs {min_samples(0.5)})"
     if reason:
-        link = combine(link for _, link in record_links(record))
+        link = limiting_link(link for _, link in record_links(record))
         if link is None:
             raise ArgumentError(f"{reason}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")
     else:
@@ -251,7 +250,7 @@ def _fit(record: dict[str, Any], results: dict[str, Any], collective: str) -> di
     }
 
 
-def _limiter(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
+def _limiter(record: RunRecord, rows: Sequence[dict[str, Any]], form: str) -> LinkFit | None:
     """Return the link that limits transfers, of those measured between their ranks; None if none was measured.
 
     If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
@@ -260,20 +259,20 @@ def _limiter(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) 
     members = {rank for row in rows for rank in row["ranks"]}
     sizes = {(row["collective"], len(row["ranks"])) for row in rows}
     select = max if all(is_even(generate(collective, form, ranks)) for collective, ranks in sizes) else min
-    return combine((link for ends, link in record_links(record) if members.issuperset(ends)), select)
+    return limiting_link((link for ends, link in record_links(record) if members.issuperset(ends)), select)
 
 
-def network_seconds(record: dict[str, Any], entry: dict[str, Any]) -> float:
+def network_seconds(record: RunRecord, entry: dict[str, Any]) -> float:
     """Return what a transfer, an entry of the results, takes on the measured links; 0 if none was measured.
 
     A message leaves only after its receiver has signaled that it is ready. Receivers signal one round ahead, so this
     delays only the first of back-to-back iterations.
     """
     form, ranks = or_default(entry["collective"], entry["algorithm"]), len(entry["ranks"])
-    link = _limiter(record, [entry], form) or _limiter(record, [{**entry, "ranks": range(int(record["hosts"]))}], form)
+    link = _limiter(record, [entry], form) or _limiter(record, [{**entry, "ranks": range(record.hosts)}], form)
     if link is None:
         return 0.0
     terms = closed_form(entry["collective"], form, ranks)
     if entry["shares"]:
         terms = terms._replace(bytes_factor=busbw_factor(entry["collective"], ranks, entry["shares"]))
-    return link.seconds(terms, entry["bytes"]) + link.alpha_seconds / get_iterations(record)
+    return link.seconds(terms, entry["bytes"]) + link.alpha_seconds / record.iterations

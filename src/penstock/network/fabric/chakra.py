@@ -50,12 +50,12 @@ class Node:
     attributes: dict[str, bool | int | str] = field(default_factory=dict)
 
 
-def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "penstock") -> tuple[Path, ...]:
-    """Write `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
+def write_chakra(workload: Workload, folder: Path, hosts: int) -> tuple[Path, ...]:
+    """Write `penstock.<rank>.et` for each rank, and `penstock.groups.json` with the members of each process group.
 
-    Each node depends on the previous node of its rank, which preserves the workload's order. Pass the traces to
-    ASTRA-sim with `--workload-configuration=<folder>/<name>`, and the groups with `--comm-group-configuration`. Returns
-    the files written, the groups file last. Raises ArgumentError: the workload needs a different number of hosts.
+    Each node depends on the previous node of its rank, which preserves the workload's order. ASTRA-sim takes the traces
+    with `--workload-configuration=<folder>/penstock`, and the groups with `--comm-group-configuration`. Returns the
+    files written, the groups file last. Raises ArgumentError: the workload needs a different number of hosts.
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"
@@ -64,12 +64,12 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for rank in range(hosts):
-        path = folder / f"{name}.{rank}.et"
+        path = folder / f"penstock.{rank}.et"
         messages = [_field(1, VERSION), *map(_encode, rank_nodes(workload, rank, hosts, groups))]
         with replacing(path) as new:
             new.write_bytes(b"".join(_varint(len(message)) + message for message in messages))
         paths.append(path)
-    members = folder / f"{name}.groups.json"
+    members = folder / "penstock.groups.json"
     write_json(members, {group: list(ranks) for ranks, group in groups.items()})
     return *paths, members
 

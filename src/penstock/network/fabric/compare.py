@@ -9,7 +9,7 @@ counting fewer samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -17,16 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.errors import ArgumentError
-from penstock.network.fabric.samples import (
-    Run,
-    TransferTimes,
-    algorithm_for,
-    get_iterations,
-    measured_step,
-    stalled_trials,
-)
+from penstock.network.fabric.samples import Run, measured_step, stalled_trials
 from penstock.network.fabric.statistics import CONFIDENCE, Interval, Summary, correlation_time, min_samples, scipy
-from penstock.network.fabric.workload import Group, Workload, groups
+from penstock.network.fabric.workload import Group, groups
 
 Samples = NDArray[np.float64]
 
@@ -51,7 +44,7 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
     Raises:
         ArgumentError: the runs have no transfer in common.
     """
-    loads = [Workload.from_dict(run.record["workload"]) for run in (a, b)]
+    loads = a.record.workload, b.record.workload
     keys: list[dict[tuple[str, int, str, str], Group]] = []  # what identifies a group in both runs
     for load in loads:
         firsts = [(load.transfers[group.indices[0]], group) for group in groups(load)]
@@ -69,18 +62,17 @@ def compare(a: Run, b: Run) -> dict[str, Any]:
     rows = []
     for key in common:
         pair = keys[0][key], keys[1][key]
-        times = [
-            [TransferTimes.from_run(run, load, index).completion for index in group.indices]
-            for run, load, group in zip((a, b), loads, pair, strict=True)
+        series = [  # [trial, transfer]
+            np.stack([run.times[index].completion for index in group.indices], axis=1)
+            for run, group in zip((a, b), pair, strict=True)
         ]
-        series = [np.stack(transfers, axis=1) for transfers in times]  # [trial, transfer]
-        algorithms = (algorithm_for(a.record, pair[0].indices[0]), algorithm_for(b.record, pair[1].indices[0]))
+        algorithms = a.record.algorithm_for(pair[0].indices[0]), b.record.algorithm_for(pair[1].indices[0])
         rows.append(_compare(*key[:3], algorithms, series))
     same_transfers = keys[0].keys() == keys[1].keys() and len(loads[0].transfers) == len(loads[1].transfers)
-    compares_step = same_transfers and a.record["hosts"] == b.record["hosts"]
+    compares_step = same_transfers and a.record.hosts == b.record.hosts
     if compares_step:
-        series = [measured_step(run, load)[:, None] for run, load in zip((a, b), loads, strict=True)]
-        requested = (str(a.record.get("algorithm", "")), str(b.record.get("algorithm", "")))
+        series = [measured_step(run)[:, None] for run in (a, b)]
+        requested = (a.record.algorithm, b.record.algorithm)
         rows.append(_compare("step", sum(transfer.bytes for transfer in loads[0].transfers), "all", requested, series))
     _judge(rows)
     in_a, in_b = _settings(a), _settings(b)
@@ -145,7 +137,18 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
         row["verdict"] = "differs" if row["differs_in"] else "no difference shown" if ps else "too few samples"
 
 
-_RECORD_KEYS = ("algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup")
+_RECORD_KEYS = (
+    "algorithm",
+    "backend",
+    "hosts",
+    "link",
+    "overlap",
+    "seed",
+    "machine_cores",
+    "warmup",
+    "iterations",
+    "meets",
+)
 _HOST_KEYS = ("kernel", "torch", "congestion_control", "interface")
 _NETWORK_KEYS = ("own", "background", "slow", "shaper", "mtu")
 
@@ -155,19 +158,17 @@ def _settings(run: Run) -> dict[str, Any]:
 
     `scenario` lists the events that took place.
     """
-    record = run.record
-    workload, network = record["workload"], record.get("network") or {}
-    settings: dict[str, Any] = {key: record.get(key) for key in _RECORD_KEYS}
-    settings |= {"iterations": get_iterations(record), "meets": bool(record.get("meets"))}
-    settings |= {"dtype": workload.get("dtype") or None, "op": workload.get("op", "sum")}
-    settings["compute_seconds"] = workload["compute_seconds"]
-    for entry in workload["transfers"]:
-        settings |= {f"{key} of {entry['name']}": list(entry.get(key) or ()) or None for key in ("shares", "ranks")}
-        settings["compute_seconds"] += sum(entry.get("compute_by_rank") or ()) or entry.get("compute_seconds") or 0.0
+    record, workload = run.record, run.record.workload
+    network: Mapping[str, Any] = record.network or {}
+    settings: dict[str, Any] = {key: getattr(record, key) for key in _RECORD_KEYS}
+    settings |= {"dtype": workload.dtype or None, "op": workload.op, "compute_seconds": workload.compute_seconds}
+    for transfer in workload.transfers:
+        settings |= {f"{key} of {transfer.name}": list(getattr(transfer, key)) or None for key in ("shares", "ranks")}
+        settings["compute_seconds"] += sum(transfer.compute_by_rank) or transfer.compute_seconds
     settings |= {key: network.get(key) or None for key in _NETWORK_KEYS}
-    settings["scenario"] = [event["text"] for event in record.get("happened") or ()] or None
+    settings["scenario"] = [event.text for event in record.happened] or None
     for key in _HOST_KEYS:
-        values = {host.get(key) for host in record.get("environment") or ()}
+        values = {host.get(key) for host in record.environment}
         settings[key] = values.pop() if len(values) == 1 else None
     return {**settings, "stalled_trials": len(stalled_trials(run))}
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.network.fabric.alpha_beta import LinkFit
+from penstock.network.fabric.samples import RunRecord
 from penstock.network.link import Link
-from penstock.network.topology import recorded_topology
 
 FittedLink = tuple[tuple[int, int], LinkFit]
 """A link's ends (from, to), and its measured values."""
@@ -64,23 +63,16 @@ class Ports:
     latencies: Mapping[tuple[int, int], float]
 
 
-def links_changed(record: Mapping[str, Any]) -> bool:
-    """Whether a scenario may have changed the links during the run, in which case their properties are not known."""
-    network = record.get("network") or {}
-    return bool(network.get("link")) and network.get("rates") is None
-
-
-def shaped_ports(record: Mapping[str, Any], links: Iterable[FittedLink]) -> Ports | None:
+def shaped_ports(record: RunRecord, links: Iterable[FittedLink]) -> Ports | None:
     """Return the ports as shaped according to a run's record; None if the shapers are unknown.
 
     A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
     be told from luck and is left out.
     """
-    hosts = int(record["hosts"])
-    topology = recorded_topology(record.get("network"))
-    if topology is None:
+    hosts, topology, network = record.hosts, record.topology, record.network
+    if topology is None or network is None:
         return None
-    exact = record["network"].get("shaper") == "switch"
+    exact = network["shaper"] == "switch"
     overheads = [max(link.alpha_seconds - topology.min_delay(*ends), 0.0) for ends, link in links]
     overhead = 0.0 if any(link.varies for link in topology.links) else min(overheads, default=0.0)
     pairs = [(a, b) for a in range(hosts) for b in range(hosts) if a != b]

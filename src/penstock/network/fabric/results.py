@@ -6,26 +6,26 @@ GBps is 1e9 bytes per second. Figures that the samples cannot bound are None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from penstock.network.fabric.algorithms import busbw_factor
 from penstock.network.fabric.alpha_beta import forecasts, network_seconds, record_links
-from penstock.network.fabric.ports import links_changed, lower_bound_seconds, shaped_ports
+from penstock.network.fabric.ports import lower_bound_seconds, shaped_ports
 from penstock.network.fabric.samples import (
     Run,
+    RunRecord,
     TransferTimes,
-    algorithm_for,
     computed_step,
-    get_iterations,
     measured_step,
     rate_key,
     stalled_trials,
 )
 from penstock.network.fabric.statistics import Summary, effective_counts, min_samples, outliers
-from penstock.network.fabric.workload import Transfer, Workload, groups
+from penstock.network.fabric.workload import groups
 
 
 def results(run: Run) -> dict[str, Any]:
@@ -39,48 +39,40 @@ def results(run: Run) -> dict[str, Any]:
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
     `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
-    record, workload = run.record, Workload.from_dict(run.record["workload"])
-    requested, trials = int(record.get("trials") or 0), len(run.start_ns)
-    times = [TransferTimes.from_run(run, workload, index) for index in range(len(workload.transfers))]
-    links = [] if links_changed(record) else record_links(record)
+    record, workload, requested, trials = run.record, run.record.workload, run.record.trials, len(run.start_ns)
+    links = [] if record.links_changed else record_links(record)
     ports = shaped_ports(record, links)
     bounds = [  # None if the links changed during the run, or are not known
-        lower_bound_seconds(links, t.collective, timing.ranks, t.bytes, t.shares, ports, get_iterations(record))
-        for t, timing in zip(workload.transfers, times, strict=True)
+        lower_bound_seconds(links, t.collective, timing.ranks, t.bytes, t.shares, ports, record.iterations)
+        for t, timing in zip(workload.transfers, run.times, strict=True)
     ]
-
-    def entry(name: str, indices: Sequence[int]) -> dict[str, Any]:
-        members, limits = [workload.transfers[index] for index in indices], [bounds[index] for index in indices]
-        # Of similar transfers between different ranks, the mean.
-        bound = None if None in limits else sum(filter(None, limits)) / len(limits)
-        return _entry(name, members, [times[index] for index in indices], algorithm_for(record, indices[0]), bound)
-
-    transfers = [entry(transfer.name, (index,)) for index, transfer in enumerate(workload.transfers)]
+    transfers = [_entry(run, transfer.name, (index,), bounds) for index, transfer in enumerate(workload.transfers)]
     group_entries = [
-        (entry(group.name, group.indices) if len(group.indices) > 1 else transfers[group.indices[0]])
+        (_entry(run, group.name, group.indices, bounds) if len(group.indices) > 1 else transfers[group.indices[0]])
         | {"times": len(group.indices)}
         for group in groups(workload)
     ]
     # A killed run could not write down what is missing.
-    complete = bool(record.get("complete", False)) and trials >= requested
-    missing = [str(record["missing"])] if record.get("missing") else []
+    complete = record.complete and trials >= requested
+    missing = [record.missing] if record.missing else []
     if not complete and trials < requested:
         missing.append(f"{requested - trials:,} of {requested:,} trials")
+    entries = asdict(record)
     result = {
         "version": 1,
         "workload": workload.name,
-        "hosts": int(record["hosts"]),
+        "hosts": record.hosts,
         "trials": trials,
-        "trials_asked": record.get("trials"),
+        "trials_asked": requested,
         "complete": complete,
         "missing": "; ".join(missing),
         "transfers": transfers,
         "groups": group_entries,
-        "step": _step(run, workload, times, transfers),
+        "step": _step(run, transfers),
         "stalled": list(stalled_trials(run)),
         "cpu": saturation(record, trials, _network_percent(record, transfers)),
-        "links": record.get("links") or [],
-        "environment": {"hosts": record.get("environment"), **{key: record.get(key) for key in _RECORD_KEYS}},
+        "links": list(record.links),
+        "environment": {"hosts": entries["environment"], **{key: entries[key] for key in _RECORD_KEYS}},
     }
     return result | {"model": list(forecasts(record, result))}
 
@@ -91,11 +83,12 @@ _RECORD_KEYS = (
 )  # fmt: skip
 
 
-def _entry(
-    name: str, transfers: Sequence[Transfer], times: Sequence[TransferTimes], algorithm: str, bound: float | None
-) -> dict[str, Any]:
+def _entry(run: Run, name: str, indices: Sequence[int], bounds: Sequence[float | None]) -> dict[str, Any]:
     """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
-    first = transfers[0]
+    transfers, times = [run.record.workload.transfers[index] for index in indices], [run.times[n] for n in indices]
+    first, limits = transfers[0], [bounds[index] for index in indices]
+    # Of similar transfers between different ranks, the mean.
+    bound = None if None in limits else sum(filter(None, limits)) / len(limits)
     completion = np.stack([timing.completion for timing in times], axis=1)
     summary = Summary.from_samples(completion)
     transfer_summary = Summary.from_samples(np.stack([timing.transfer for timing in times], axis=1))
@@ -107,7 +100,7 @@ def _entry(
         "name": name,
         "bytes": first.bytes,
         "collective": first.collective,
-        "algorithm": algorithm,
+        "algorithm": run.record.algorithm_for(indices[0]),
         "kind": first.kind,
         "shares": list(first.shares),
         "ranks": list(dict.fromkeys(rank for timing in times for rank in timing.ranks)),
@@ -128,13 +121,13 @@ ABOVE_IDEAL = 105.0
 """A percentage of ideal above which the figure must be wrong: links are measured to within 5%."""
 
 
-def _network_percent(record: dict[str, Any], transfers: Sequence[dict[str, Any]]) -> float | None:
+def _network_percent(record: RunRecord, transfers: Sequence[dict[str, Any]]) -> float | None:
     """Return the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
     """
-    if links_changed(record) or any((transfer["ideal_percent"] or 0.0) > ABOVE_IDEAL for transfer in transfers):
+    if record.links_changed or any((transfer["ideal_percent"] or 0.0) > ABOVE_IDEAL for transfer in transfers):
         return None
     medians = [transfer[rate_key(transfer["collective"])]["p50"] for transfer in transfers]
     pairs = zip(transfers, medians, strict=True)
@@ -181,18 +174,18 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
     return rows
 
 
-def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
+def _step(run: Run, transfers: list[dict[str, Any]]) -> dict[str, Any]:
     """Describe the whole step as measured and, computed from its transfers' times, with and without overlap."""
-    overlap, hosts = bool(run.record.get("overlap", False)), int(run.record["hosts"])
+    workload, hosts, overlap = run.record.workload, run.record.hosts, run.record.overlap
 
     def if_transfers_took(seconds: Sequence[float], *, overlap: bool) -> float:
         return float(computed_step(workload, [np.array([value]) for value in seconds], hosts, overlap=overlap)[0])
 
-    measured = measured_step(run, workload)
+    measured = measured_step(run)
     compute = if_transfers_took([0.0] * len(transfers), overlap=False)
     other_overlap = measured  # without compute, there is nothing to overlap
     if compute:
-        other_overlap = computed_step(workload, [timing.transfer for timing in times], hosts, overlap=not overlap)
+        other_overlap = computed_step(workload, [timing.transfer for timing in run.times], hosts, overlap=not overlap)
     summary = Summary.from_samples(measured)
     medians = {overlap: summary.p50, not overlap: Summary.from_samples(other_overlap).p50}
     size = sum(transfer.bytes for transfer in workload.transfers)
@@ -203,7 +196,7 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
         "name": "step",
         "bytes": size,
         "collective": kinds.pop() if len(kinds) == 1 else None,
-        "algorithm": str(run.record.get("algorithm", "")),
+        "algorithm": run.record.algorithm,
         "trials": len(measured),
         **_times("time", summary),
         **_rates(size, bus, summary.p50, bound),
@@ -222,7 +215,7 @@ _NETWORK = 80.0
 """If the network alone accounts for this percentage of the times, it is the limit, however busy the processors are."""
 
 
-def saturation(record: Mapping[str, Any], trials: int, network_percent: float | None = 0.0) -> dict[str, Any]:
+def saturation(record: RunRecord, trials: int, network_percent: float | None = 0.0) -> dict[str, Any]:
     """Judge from processor usage whether a run was limited by its processors, rather than by the network.
 
     Args:
@@ -237,16 +230,15 @@ def saturation(record: Mapping[str, Any], trials: int, network_percent: float | 
         `scheduler_tails`: ranks were preempted often enough to account for the slowest 1% of the trials.
         `utilization`: of the busiest machine, 0..1; None if unknown. `text`: for people; empty if nothing is known.
     """
-    cpus = [cpu for cpu in record.get("cpu") or () if cpu.get("wall_seconds")]
-    if not cpus:
+    if not (cpus := record.cpu):
         return {"saturated": False, "scheduler_tails": False, "utilization": None, "text": ""}
-    count = int(record.get("machine_cores") or 1)
-    if shared := bool(record.get("shared_machine")):
+    count = record.machine_cores or 1
+    if shared := record.shared_machine:
         own_share = sum(cpu["cpu_seconds"] for cpu in cpus) / (max(cpu["wall_seconds"] for cpu in cpus) * count)
         busy = max(own_share, *(cpu.get("busy") or 0.0 for cpu in cpus))
         machine_text = f"{len(cpus)} hosts share {count} cores"
     else:
-        cores = [int(host.get("cores") or 0) for host in record.get("environment") or ()]
+        cores = [host.get("cores") or 0 for host in record.environment]
         cores = cores if all(cores) and len(cores) == len(cpus) else [count] * len(cpus)
         # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
         shares = [cpu["cpu_seconds"] / (cpu["wall_seconds"] * n) for cpu, n in zip(cpus, cores, strict=True)]

@@ -15,7 +15,8 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
 
@@ -31,7 +32,7 @@ from penstock.network import MAX_HOSTS
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
 from penstock.network.scenario import AppliedEvent
-from penstock.network.topology import recorded_topology
+from penstock.network.topology import Topology, recorded_topology
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -54,7 +55,7 @@ class SampleFile:
         self._file.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """A run as stored in its folder.
 
@@ -62,13 +63,13 @@ class Run:
         record: run.json.
         start_ns, end_ns: shape (trials, transfers, ranks), with transfers in the workload's order; -1 if a rank does
             not take part. Only complete trials.
-        steps: the rows of steps.csv.
+        rounds: the rows of steps.csv.
     """
 
-    record: dict[str, Any]
+    record: RunRecord
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
-    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(STEPS_HEAD)), np.int64), repr=False)
+    rounds: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(STEPS_HEAD)), np.int64), repr=False)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -83,21 +84,18 @@ class Run:
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
             raise ArgumentError(f"{no_run}: {reason}. Pass a folder that a run was written to, such as runs/fabric-1")
-        data = strip_all_control_chars(read_json(folder / RUN))
-        valid = validate(RecordFile, data, f"{no_run}: {RUN}")
-        record = {**asdict(valid), **data, "workload": valid.workload.to_dict()}
-        record["happened"] = [asdict(event) for event in valid.happened]  # without entries of later versions
-        if valid.network and valid.network["hosts"] != valid.hosts:
-            raise ArgumentError(f"{folder / RUN}: hosts={valid.hosts:,}, but network.hosts={valid.network['hosts']:,}")
+        record = validate(RunRecord, strip_all_control_chars(read_json(folder / RUN)), f"{no_run}: {RUN}")
+        transfers, hosts, network = record.workload.transfers, record.hosts, record.network
+        if network and network["hosts"] != hosts:
+            raise ArgumentError(f"{folder / RUN}: hosts={hosts:,}, but network.hosts={network['hosts']:,}")
         try:
-            recorded_topology(record["network"])
+            _ = record.topology
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
             raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
         try:
-            table, steps = _read_table(folder / SAMPLES, HEAD), _read_table(folder / STEPS, STEPS_HEAD)
+            table, rounds = _read_table(folder / SAMPLES, HEAD), _read_table(folder / STEPS, STEPS_HEAD)
         except (ValueError, OverflowError) as error:
             raise ArgumentError(f"{no_run}: {error}") from None
-        transfers, hosts = valid.workload.transfers, valid.hosts
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
         takes_part = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
@@ -109,7 +107,12 @@ class Run:
             raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
         *indices, start_ns, end_ns = table[table[:, 0] < trials].T
         start[tuple(indices)], end[tuple(indices)] = start_ns, end_ns
-        return cls(record, start, end, steps)
+        return cls(record, start, end, rounds)
+
+    @cached_property
+    def times(self) -> tuple[TransferTimes, ...]:
+        """The times of each transfer, in the workload's order."""
+        return tuple(TransferTimes.from_run(self, index) for index in range(len(self.record.workload.transfers)))
 
 
 def _find_fault(table: NDArray[np.int64], takes_part: NDArray[np.bool_]) -> str | None:
@@ -174,14 +177,14 @@ class TransferTimes:
     transfer: Seconds
 
     @classmethod
-    def from_run(cls, run: Run, workload: Workload, index: int) -> TransferTimes:
+    def from_run(cls, run: Run, index: int) -> TransferTimes:
         """Compute the times of the transfer at this index of the workload."""
-        ranks = workload.transfers[index].members(run.start_ns.shape[2])
+        ranks = run.record.workload.transfers[index].members(run.start_ns.shape[2])
         columns = list(ranks)
         # A clock's nanoseconds exceed a float's precision, so subtract first.
         start, end = run.start_ns[:, index, columns], run.end_ns[:, index, columns]
         first, last = start.min(1, keepdims=True), start.max(1, keepdims=True)
-        scale = 1e-9 / get_iterations(run.record)
+        scale = 1e-9 / run.record.iterations
         durations = np.asarray((end - start) * scale, float)
         return cls(
             ranks=ranks,
@@ -202,35 +205,15 @@ def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
     return "transfer_s" if collective == "send" else "time_s"
 
 
-def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = ()) -> bool:
-    """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.
-
-    In the other collectives, no rank finishes before all have started, and the first to start receives all it needs
-    within its own time.
-    """
-    alone = len(record["workload"]["transfers"]) == 1
-    return not record.get("meets") and not alone and (collective in (*ROOTED, "send") or bool(shares))
-
-
-def get_iterations(record: dict[str, Any]) -> int:
-    """Return how many times in a row a trial runs each transfer."""
-    return int(record.get("iterations") or 1)
-
-
-def algorithm_for(record: dict[str, Any], index: int) -> str:
-    """Return a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
-    return str((record.get("algorithms") or [record.get("algorithm", "")] * (index + 1))[index])
-
-
-def measured_step(run: Run, workload: Workload) -> Seconds:
+def measured_step(run: Run) -> Seconds:
     """Return the time of the whole step, including the computation before the first transfer and after the last.
 
     It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
     time this took is not included.
     """
-    hosts, scale = run.start_ns.shape[2], 1e-9 / get_iterations(run.record)
+    workload, hosts, scale = run.record.workload, run.start_ns.shape[2], 1e-9 / run.record.iterations
     members = [list(transfer.members(hosts)) for transfer in workload.transfers]
-    if run.record.get("meets"):
+    if run.record.meets:
         spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(members)]
         return np.asarray(np.sum(spans, axis=0) * scale)
     starts: dict[int, NDArray[np.int64]] = {}
@@ -268,7 +251,7 @@ def stalled_trials(run: Run) -> tuple[int, ...]:
 
     The switch and the hosts read the same clock, that of their machine.
     """
-    stalls = (run.record.get("switch") or {}).get("stalls") or ()
+    stalls = run.record.switch["stalls"] if run.record.switch else ()
     starts = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max)
     is_stalled = np.zeros(len(run.start_ns), bool)
     for stall in stalls if len(is_stalled) else ():
@@ -294,11 +277,11 @@ _Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
 _HostCount = Annotated[int, Field(ge=2, le=MAX_HOSTS)]
 _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
-_Link = TypedDict("_Link", {
+MeasuredLink = TypedDict("MeasuredLink", {
     "from": _Count, "to": _Count, "latency_seconds": _Seconds, "bytes_per_second": _Rate | None,
     "missing_seconds": NotRequired[_Seconds],
 })
-_Network = TypedDict("_Network", {
+Network = TypedDict("Network", {
     "hosts": _HostCount, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
     "background": list[str], "slow": dict[_Number, float], "held_back_by": str | None, "mtu": NotRequired[int | None],
     "rates": NotRequired[dict[str, Any] | None],
@@ -326,11 +309,19 @@ _Cpu = TypedDict("_Cpu", {
 })
 _Clock = TypedDict("_Clock", {"offset_ns": _Time, "uncertainty_ns": _Time})
 # fmt: on
+for _kind in (MeasuredLink, Network, _Stall, _Late, _Counted, _Port, _Switch, _Environment, _Cpu, _Clock):
+    _kind.__pydantic_config__ = STRICT | {"extra": "allow"}  # type: ignore[union-attr]  # reports show all of them
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFile:
-    """run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are ignored."""
+@dataclass(frozen=True)
+class RunRecord:
+    """run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are ignored.
+
+    Attributes:
+        algorithms: of each transfer; empty if it is `algorithm` for all.
+        meets: whether hosts waited for each other between the transfers of a trial.
+        iterations: how many times in a row a trial runs each transfer.
+    """
 
     __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
     workload: Workload
@@ -345,8 +336,8 @@ class RecordFile:
     meets: bool = False
     seed: int = 0
     link: str | None = None
-    links: tuple[_Link, ...] = ()
-    network: _Network | None = None
+    links: tuple[MeasuredLink, ...] = ()
+    network: Network | None = None
     switch: _Switch | None = None
     happened: tuple[AppliedEvent, ...] = ()
     environment: tuple[_Environment, ...] = ()
@@ -357,3 +348,32 @@ class RecordFile:
     steady: bool | None = None
     complete: bool = False
     missing: str = ""
+    version: int = 1
+    join_seconds: float | None = None
+    stall_seconds: float | None = None
+    measures_links: bool | None = None
+    switch_qdiscs: str = ""
+
+    @cached_property
+    def topology(self) -> Topology | None:
+        """The links; None if nothing shaped them, or a scenario may have changed them. Raise ArgumentError: a link's
+        text is none."""
+        return recorded_topology(self.network)
+
+    @property
+    def links_changed(self) -> bool:
+        """Whether a scenario may have changed the links during the run: their properties are then not known."""
+        return self.network is not None and bool(self.network["link"]) and self.network.get("rates") is None
+
+    def algorithm_for(self, index: int) -> str:
+        """Return a transfer's algorithm: the requested one, or its substitute if that lacks the collective."""
+        return self.algorithms[index] if self.algorithms else self.algorithm
+
+    def runs_ahead(self, collective: str, shares: Sequence[int] = ()) -> bool:
+        """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.
+
+        In the other collectives, no rank finishes before all have started, and the first to start receives all it
+        needs within its own time.
+        """
+        alone = len(self.workload.transfers) == 1
+        return not self.meets and not alone and (collective in (*ROOTED, "send") or bool(shares))

@@ -73,25 +73,23 @@ Rounds = tuple[tuple[Move, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepList:
-    """The steps by which `ranks` ranks perform a collective.
+    """The steps by which ranks perform a collective.
 
     Attributes:
-        collective, algorithm: what is done, and how.
         ranks: the number of participants, numbered 0..ranks-1. The root is rank 0.
         chunks: the number of equal chunks into which the collective's bytes (the size of a rank's largest buffer, as in
             nccl-tests) are divided, the last one padded. A slot holds one chunk.
         rounds: the messages of each round.
-        slots: the number of slots in each rank's memory. A rank's input, if it has any, is in slots 0..chunks-1.
+        more_slots: how many slots each rank's memory has besides one per chunk. A rank's input, if it has any, is in
+            slots 0..chunks-1.
         output: the first slot of the result, which is stored in order from there.
         shares: for an uneven all_to_all, the number of chunks that go to each rank; empty if all get the same number.
     """
 
-    collective: Collective
-    algorithm: str
     ranks: int
     chunks: int
     rounds: Rounds
-    slots: int
+    more_slots: int = 0
     output: int = 0
     shares: tuple[int, ...] = ()
 

@@ -6,12 +6,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from penstock._base.errors import ArgumentError
-from penstock._base.files import STRICT, validate
+from penstock._base.files import STRICT
 from penstock.network.fabric.steps import REDUCES, Collective
 from penstock.network.quantities import size_text
 
@@ -182,15 +182,6 @@ class Workload:
             sizes.append(min(round(size), last) // element_bytes * element_bytes)
             size *= factor
         return cls.from_sizes(sorted(set(sizes)), collective, element_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Any, name: str = "the workload") -> Self:
-        """Rebuild the workload from what `to_dict` returned. Raise ArgumentError if it is something else."""
-        return validate(cls, data, name)
 
 
 def parse_dtype(text: str) -> str:

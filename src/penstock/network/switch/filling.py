@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.network.frame_fates import FrameFates
 from penstock.network.link import Impairment
-from penstock.network.model import Draws
 from penstock.network.switch import columns
 from penstock.network.switch.columns import Tables
 from penstock.network.topology import Topology
@@ -72,7 +72,7 @@ class DecisionBuffer:
         """
         self._t = t
         hosts = t.affects.shape[0]
-        self._draws: list[Draws | None] = []
+        self._fates: list[FrameFates | None] = []
         for direction in range(2 * hosts):
             host, is_up = direction % hosts, direction < hosts
             link = topology.up(host) if is_up else topology.down(host)
@@ -86,7 +86,8 @@ class DecisionBuffer:
                 line[[columns.STALL_NS, columns.EVERY_NS]] = stall_ns
                 line[columns.SINCE_NS] = t.state[columns.START_NS] if now_ns is None else now_ns
             line[columns.FILLED] = line[columns.DRAWN]
-            self._draws.append(Draws(impairment, topology.seed, direction + 2 * hosts * epoch) if impairment else None)
+            stream = direction + 2 * hosts * epoch
+            self._fates.append(FrameFates(impairment, topology.seed, stream) if impairment else None)
         for source in range(hosts):
             for target in range(hosts):
                 t.affects[source, target] = [bool(part) for part in topology.path_impairments(source, target)]
@@ -96,17 +97,17 @@ class DecisionBuffer:
         """Fill each direction that runs short or, if none does, the one that has the least left."""
         lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
         remaining = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
-        remaining[[draws is None for draws in self._draws]] = BLOCK
+        remaining[[fates is None for fates in self._fates]] = BLOCK
         short = np.flatnonzero(remaining <= enough).tolist()
         for direction in short or [int(np.argmin(remaining))]:
-            draws, available = self._draws[direction], int(remaining[direction])
-            if draws is not None and BLOCK - available >= AT_ONCE:
-                self._fill(direction, draws, max(AT_ONCE, enough + AT_ONCE - available))
+            fates, available = self._fates[direction], int(remaining[direction])
+            if fates is not None and BLOCK - available >= AT_ONCE:
+                self._fill(direction, fates, max(AT_ONCE, enough + AT_ONCE - available))
 
-    def _fill(self, direction: int, draws: Draws, count: int) -> None:
+    def _fill(self, direction: int, fates: FrameFates, count: int) -> None:
         line, ring = self._t.lines[direction], self._t.draws[direction]
         positions = np.arange(line[columns.FILLED], line[columns.FILLED] + count) % BLOCK
-        drawn = draws.next(count)
+        drawn = fates.next(count)
         ring[positions, columns.FATE], ring[positions, columns.DELAY_NS], ring[positions, columns.BIT] = drawn
         line[columns.FILLED] += count
 

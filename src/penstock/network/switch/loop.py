@@ -1,7 +1,7 @@
 """The switch's inner loop: read frames, apply their links' rules to each, and deliver it when it is due.
 
 numba compiles it to work on arrays only, with system calls by their names in the C library. It returns to Python every
-few milliseconds. There, everything else is done: drawing decisions (model.py), making a scenario's changes, and
+few milliseconds. There, everything else is done: drawing decisions (frame_fates.py), making a scenario's changes, and
 reporting counters.
 
 A frame from a to b goes through these steps, in order:
@@ -26,7 +26,7 @@ import numpy as np
 from numba import types
 
 from penstock._base.compiled import compiler
-from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER
+from penstock.network.frame_fates import CORRUPT, DUPLICATE, LOST, REORDER
 from penstock.network.switch import columns as col
 from penstock.network.switch.columns import Tables
 
@@ -43,7 +43,7 @@ _NS = 1_000_000_000
 _MIN_WAKING, _MAX_WAKING = 40_000, 200_000
 
 
-compiled = compiler((*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "model.py"))
+compiled = compiler((*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "frame_fates.py"))
 """The decorator that compiles the switch's inner loop."""
 
 # -- frames in flight, as a heap: the next one due comes first, and ties are first in, first out -----------------------

@@ -262,7 +262,7 @@ def test_each_rank_finds_its_transfers_in_the_order_of_its_row(name, microbatche
     order = generate(name, 2, microbatches)
     workload = of(case, hosts=2 * replicas, ranks=2, traffic="pipeline", schedule=order)
     recorded = layers.record(case.model, case.args, case.kwargs, order.placement.depth)
-    row_of = pipeline.lowered(layers.Job(recorded, order, 2 * replicas, False)).rows
+    row_of = pipeline.lowered(layers.TrainingJob(recorded, order, 2 * replicas, False)).rows
     place = {t.name: number for number, t in enumerate(workload.transfers)}
     for replica in range(replicas):
         suffix = f" of replica {replica}" if replicas > 1 else ""

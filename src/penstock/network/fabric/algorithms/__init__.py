@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, cast, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def _chain(n: int) -> Terms:
     return Terms(n - 2 + PIECES, (n - 2 + PIECES) / PIECES)
 
 
-_ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., make.Steps], Cost]]] = {
+_ALGORITHMS: dict[Collective, dict[str, tuple[Callable[..., StepList], Cost]]] = {
     "all_reduce": {
         "ring": (make.all_reduce_ring, partial(_ring, passes=2)),
         "ring2": (partial(make.all_reduce_ring, directions=2), partial(_ring, passes=2)),
@@ -162,11 +162,11 @@ def or_default(collective: str, algorithm: str) -> str:
     return algorithm if algorithm in names else names[0]
 
 
-def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generate the steps of a collective among two or more ranks; `options` are the algorithm's, see its function.
+def generate(collective: str, algorithm: str, ranks: int, shares: tuple[int, ...] = ()) -> StepList:
+    """Generate the steps of a collective among two or more ranks; `shares`: of an uneven all_to_all, see `Transfer`.
     Raises ArgumentError: there is no such algorithm, or there are fewer than 2 ranks."""
-    raw = _look_up(collective, algorithm, ranks)[0](ranks, **options)
-    return StepList(cast("Collective", collective), algorithm, ranks, *raw._replace(slots=raw.slots or raw.chunks))
+    make_steps = _look_up(collective, algorithm, ranks)[0]
+    return make_steps(ranks, shares) if shares else make_steps(ranks)
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +175,7 @@ def closed_form(collective: str, algorithm: str, ranks: int) -> Terms:
     return _look_up(collective, algorithm, ranks)[1](ranks)
 
 
-def _look_up(collective: str, algorithm: str, ranks: int) -> tuple[Callable[..., make.Steps], Cost]:
+def _look_up(collective: str, algorithm: str, ranks: int) -> tuple[Callable[..., StepList], Cost]:
     names = algorithms(collective)
     if algorithm not in names:
         raise ArgumentError(f"{algorithm!r} is not an algorithm for {collective}: {_nearest(algorithm, names)}")

@@ -1,6 +1,6 @@
 """The steps of every algorithm: families of functions from the number of ranks to rounds of messages.
 
-A function returns what `StepList` takes after the number of ranks. n is the number of ranks.
+n is the number of ranks.
 """
 
 from __future__ import annotations
@@ -8,20 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
-from penstock.network.fabric.steps import PIECES, Move, Rounds, merge_contiguous, mirror
-
-
-class Steps(NamedTuple):
-    """See `StepList`. Without a number of slots, a rank has one for each chunk."""
-
-    chunks: int
-    rounds: Rounds
-    slots: int = 0
-    output: int = 0
-    shares: tuple[int, ...] = ()
-
+from penstock.network.fabric.steps import PIECES, Move, Rounds, StepList, merge_contiguous, mirror
 
 # -- direct: no byte is sent twice, but a rank may have to communicate with every other one ----------------------------
 
@@ -31,35 +19,35 @@ def _at_distance(ranks: int, distance: int) -> list[tuple[int, int]]:
     return [(rank, (rank + distance) % ranks) for rank in range(ranks)]
 
 
-def send(ranks: int) -> Steps:
+def send(ranks: int) -> StepList:
     """Send from rank 0 to rank 1; other ranks do nothing."""
-    return Steps(1, ((Move(0, 1, 0, 1, 0),),))
+    return StepList(ranks, 1, ((Move(0, 1, 0, 1, 0),),))
 
 
-def sendrecv(ranks: int) -> Steps:
+def sendrecv(ranks: int) -> StepList:
     """Send to the next rank and receive from the previous one: one round, with the whole size out of every port and
     into it."""
-    return Steps(1, (tuple(Move(rank, target, 0, 1, 1) for rank, target in _at_distance(ranks, 1)),), 2, 1)
+    return StepList(ranks, 1, (tuple(Move(rank, target, 0, 1, 1) for rank, target in _at_distance(ranks, 1)),), 1, 1)
 
 
-def scatter_direct(ranks: int) -> Steps:
+def scatter_direct(ranks: int) -> StepList:
     """Send from the root to all at once: one round, (n-1)/n of the size out of one port."""
-    return Steps(ranks, (tuple(Move(0, rank, rank, 1, rank) for rank in range(1, ranks)),))
+    return StepList(ranks, ranks, (tuple(Move(0, rank, rank, 1, rank) for rank in range(1, ranks)),))
 
 
-def gather_direct(ranks: int) -> Steps:
+def gather_direct(ranks: int) -> StepList:
     """Send from all to the root at once: one round, (n-1)/n of the size into one port (incast)."""
-    return Steps(ranks, (tuple(Move(rank, 0, rank, 1, rank) for rank in range(1, ranks)),))
+    return StepList(ranks, ranks, (tuple(Move(rank, 0, rank, 1, rank) for rank in range(1, ranks)),))
 
 
-def all_to_all_direct(ranks: int, shares: tuple[int, ...] = ()) -> Steps:
+def all_to_all_direct(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
     """Exchange everything at once: one round, (n-1)/n of the size. `shares`: how many pieces each rank gets from every
     rank, as in a mixture of experts; empty for one each."""
     pairwise = all_to_all_pairwise(ranks, shares)
-    return pairwise._replace(rounds=(tuple(chain.from_iterable(pairwise.rounds)),))
+    return replace(pairwise, rounds=(tuple(chain.from_iterable(pairwise.rounds)),))
 
 
-def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> Steps:
+def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
     """Ranks at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two senders into one port.
 
     Each rank sends its part for another into the sender's slots of that rank's output.
@@ -74,13 +62,14 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> Steps:
         )
         for distance in range(1, ranks)
     )
-    return Steps(chunks, rounds, chunks + ranks * max(parts), chunks, parts if len(set(parts)) > 1 else ())
+    return StepList(ranks, chunks, rounds, ranks * max(parts), chunks, parts if len(set(parts)) > 1 else ())
 
 
-def reduce_scatter_pairwise(ranks: int) -> Steps:
+def reduce_scatter_pairwise(ranks: int) -> StepList:
     """Send each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
     rounds = (_at_distance(ranks, distance) for distance in range(1, ranks))
-    return Steps(ranks, tuple(tuple(Move(rank, to, to, 1, to, adds=True) for rank, to in pairs) for pairs in rounds))
+    moves = (tuple(Move(rank, to, to, 1, to, adds=True) for rank, to in pairs) for pairs in rounds)
+    return StepList(ranks, ranks, tuple(moves))
 
 
 # -- Bruck's: ceil(log2 n) rounds for any n; in round k, ranks at distance 2^k exchange data ---------------------------
@@ -90,7 +79,7 @@ def reduce_scatter_pairwise(ranks: int) -> Steps:
 # back at the end. Here, slots stay where they are, and a message may consist of several moves.
 
 
-def all_gather_bruck(ranks: int) -> Steps:
+def all_gather_bruck(ranks: int) -> StepList:
     """Rank r holds the parts r, r+1, ... r+2^k-1 and sends them to r-2^k: (n-1)/n of the size."""
     rounds, distance = [], 1
     while distance < ranks:
@@ -98,10 +87,10 @@ def all_gather_bruck(ranks: int) -> Steps:
         slots = [(rank, (rank + ahead) % ranks) for rank in range(ranks) for ahead in range(count)]
         rounds.append(merge_contiguous(Move(rank, (rank - distance) % ranks, slot, 1, slot) for rank, slot in slots))
         distance *= 2
-    return Steps(ranks, tuple(rounds))
+    return StepList(ranks, ranks, tuple(rounds))
 
 
-def all_to_all_bruck(ranks: int) -> Steps:
+def all_to_all_bruck(ranks: int) -> StepList:
     """Move a part with i ranks to go by one set bit of i at a time, lowest first: about half of the size per round.
 
     On its way, a part waits in slot i of the area after input and output.
@@ -119,7 +108,7 @@ def all_to_all_bruck(ranks: int) -> Steps:
                 )
         rounds.append(merge_contiguous(moves))
         distance *= 2
-    return Steps(ranks, tuple(rounds), 3 * ranks, output)
+    return StepList(ranks, ranks, tuple(rounds), 2 * ranks, output)
 
 
 # -- rings: every rank sends only to the next one, so the load per link hardly depends on the number of ranks ----------
@@ -130,19 +119,19 @@ def all_to_all_bruck(ranks: int) -> Steps:
 # between neighbors, as on a torus, carry half as much.
 
 
-def all_reduce_ring(ranks: int, directions: int = 1) -> Steps:
+def all_reduce_ring(ranks: int, directions: int = 1) -> StepList:
     """Reduce-scatter, then all-gather: 2(n-1) rounds, 2(n-1)/n of the size."""
-    return Steps(directions * ranks, _reduce_rounds(ranks, directions) + _gather_rounds(ranks, directions))
+    return StepList(ranks, directions * ranks, _reduce_rounds(ranks, directions) + _gather_rounds(ranks, directions))
 
 
-def reduce_scatter_ring(ranks: int, directions: int = 1) -> Steps:
+def reduce_scatter_ring(ranks: int, directions: int = 1) -> StepList:
     """Go around the ring once: n-1 rounds, (n-1)/n of the size."""
-    return Steps(directions * ranks, _reduce_rounds(ranks, directions))
+    return StepList(ranks, directions * ranks, _reduce_rounds(ranks, directions))
 
 
-def all_gather_ring(ranks: int, directions: int = 1) -> Steps:
+def all_gather_ring(ranks: int, directions: int = 1) -> StepList:
     """Go around the ring once: n-1 rounds, (n-1)/n of the size."""
-    return Steps(directions * ranks, _gather_rounds(ranks, directions))
+    return StepList(ranks, directions * ranks, _gather_rounds(ranks, directions))
 
 
 def _reduce_rounds(ranks: int, directions: int) -> Rounds:
@@ -168,48 +157,49 @@ def _shift(ranks: int, directions: int, offset: int, adds: bool) -> tuple[Move, 
 # -- from the root to all, or from all to the root ---------------------------------------------------------------------
 
 
-def broadcast_binomial(ranks: int) -> Steps:
+def broadcast_binomial(ranks: int) -> StepList:
     """Pass the data on at every rank that has them: ceil(log2 n) rounds of the whole size each."""
-    return Steps(1, tuple(tuple(replace(move, first=0, count=1, into=0) for move in moves) for moves in _spread(ranks)))
+    rounds = (tuple(replace(move, first=0, count=1, into=0) for move in moves) for moves in _spread(ranks))
+    return StepList(ranks, 1, tuple(rounds))
 
 
-def broadcast_scattered(ranks: int) -> Steps:
+def broadcast_scattered(ranks: int) -> StepList:
     """Scatter by a binomial tree, then gather by a ring: ceil(log2 n) + n-1 rounds, about twice the size.
 
     (Barnett, Shuler, Gupta, Payne, van de Geijn and Watts, "Building a high-performance collective communication
     library", 1994.)
     """
-    return Steps(ranks, _spread(ranks) + _gather_rounds(ranks))
+    return StepList(ranks, ranks, _spread(ranks) + _gather_rounds(ranks))
 
 
-def broadcast_chain(ranks: int) -> Steps:
+def broadcast_chain(ranks: int) -> StepList:
     """Send from rank to rank, piece by piece: n-2 + k rounds of 1/k of the size each, for k pieces."""
     rounds = tuple(
         tuple(Move(hop, hop + 1, n - hop, 1, n - hop) for hop in range(ranks - 1) if 0 <= n - hop < PIECES)
         for n in range(ranks - 2 + PIECES)
     )
-    return Steps(PIECES, rounds)
+    return StepList(ranks, PIECES, rounds)
 
 
-def reduce_binomial(ranks: int) -> Steps:
+def reduce_binomial(ranks: int) -> StepList:
     """Reverse a binomial broadcast, adding: ceil(log2 n) rounds of the whole size each."""
-    return Steps(1, mirror(broadcast_binomial(ranks).rounds, adds=True))
+    return StepList(ranks, 1, mirror(broadcast_binomial(ranks).rounds, adds=True))
 
 
-def reduce_chain(ranks: int) -> Steps:
+def reduce_chain(ranks: int) -> StepList:
     """Send from the last rank to the root, piece by piece, each rank adding its own: n-2 + k rounds of 1/k of the
     size."""
-    return Steps(PIECES, mirror(broadcast_chain(ranks).rounds, adds=True))
+    return StepList(ranks, PIECES, mirror(broadcast_chain(ranks).rounds, adds=True))
 
 
-def scatter_binomial(ranks: int) -> Steps:
+def scatter_binomial(ranks: int) -> StepList:
     """Pass on half of what a rank holds in each round: ceil(log2 n) rounds, (n-1)/n of the size out of the root."""
-    return Steps(ranks, _spread(ranks))
+    return StepList(ranks, ranks, _spread(ranks))
 
 
-def gather_binomial(ranks: int) -> Steps:
+def gather_binomial(ranks: int) -> StepList:
     """Pass on what each rank has gathered: ceil(log2 n) rounds, (n-1)/n of the size into the root."""
-    return Steps(ranks, mirror(_spread(ranks)))
+    return StepList(ranks, ranks, mirror(_spread(ranks)))
 
 
 def _spread(ranks: int) -> Rounds:
@@ -258,7 +248,7 @@ def _round(moves: Iterable[Move]) -> Rounds:
     return (messages,) if messages else ()
 
 
-def all_reduce_halving_doubling(ranks: int) -> Steps:
+def all_reduce_halving_doubling(ranks: int) -> StepList:
     """Halving, then doubling: 2 log2 n rounds, 2(n-1)/n of the size.
 
     If n is not a power of two, folding adds 2 rounds and twice the size.
@@ -266,10 +256,10 @@ def all_reduce_halving_doubling(ranks: int) -> Steps:
     fold = _Fold(ranks)
     chunks = len(fold.core)
     halving = _halving_rounds(fold.core, range(chunks + 1))
-    return Steps(chunks, fold.enter(chunks) + halving + mirror(halving) + fold.leave(chunks))
+    return StepList(ranks, chunks, fold.enter(chunks) + halving + mirror(halving) + fold.leave(chunks))
 
 
-def all_reduce_doubling(ranks: int) -> Steps:
+def all_reduce_doubling(ranks: int) -> StepList:
     """Exchange all data between partners: log2 n rounds of the whole size each, for sizes at which latency
     dominates."""
     fold = _Fold(ranks)
@@ -278,24 +268,24 @@ def all_reduce_doubling(ranks: int) -> Steps:
         partners = [(rank, fold.core[index ^ distance]) for index, rank in enumerate(fold.core)]
         rounds += (tuple(Move(rank, partner, 0, 1, 0, adds=True) for rank, partner in partners),)
         distance *= 2
-    return Steps(1, rounds + fold.leave(1))
+    return StepList(ranks, 1, rounds + fold.leave(1))
 
 
-def reduce_scatter_halving(ranks: int) -> Steps:
+def reduce_scatter_halving(ranks: int) -> StepList:
     """Halving: log2 n rounds, (n-1)/n of the size.
 
     If n is not a power of two, folding adds 2 rounds and about (n+1)/n of the size.
     """
     fold = _Fold(ranks)
     last = _round(Move(core, out, out, 1, out) for out, core in fold.pairs)
-    return Steps(ranks, fold.enter(ranks) + _halving_rounds(fold.core, fold.bounds()) + last)
+    return StepList(ranks, ranks, fold.enter(ranks) + _halving_rounds(fold.core, fold.bounds()) + last)
 
 
-def all_gather_doubling(ranks: int) -> Steps:
+def all_gather_doubling(ranks: int) -> StepList:
     """Reverse the halving."""
     fold = _Fold(ranks)
     first = _round(Move(out, core, out, 1, out) for out, core in fold.pairs)
-    return Steps(ranks, first + mirror(_halving_rounds(fold.core, fold.bounds())) + fold.leave(ranks))
+    return StepList(ranks, ranks, first + mirror(_halving_rounds(fold.core, fold.bounds())) + fold.leave(ranks))
 
 
 def _halving_rounds(core: Sequence[int], bounds: Sequence[int]) -> Rounds:
@@ -326,7 +316,7 @@ def _halving_rounds(core: Sequence[int], bounds: Sequence[int]) -> Rounds:
 #         0   2 4
 
 
-def all_reduce_tree(ranks: int) -> Steps:
+def all_reduce_tree(ranks: int) -> StepList:
     """Send sums up the trees and results down, piece by piece: 2h + k - 1 rounds for trees of height h, k pieces per
     half."""
     height = ranks.bit_length() - 1
@@ -337,7 +327,7 @@ def all_reduce_tree(ranks: int) -> Steps:
                 slot = half * PIECES + piece
                 rounds[piece + height - depth].append(Move(rank, parent, slot, 1, slot, adds=True))
                 rounds[piece + height + depth - 1].append(Move(parent, rank, slot, 1, slot))
-    return Steps(2 * PIECES, tuple(tuple(sorted(moves)) for moves in rounds))
+    return StepList(ranks, 2 * PIECES, tuple(tuple(sorted(moves)) for moves in rounds))
 
 
 def double_tree(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

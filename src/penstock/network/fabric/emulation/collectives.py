@@ -88,7 +88,7 @@ class Stepwise:
         self._op: Op = participant.op
         slot = -(-participant.elements // steps.chunks)
         self.elements = slot * steps.chunks
-        self._memory = torch.empty(slot * steps.slots, dtype=participant.dtype, device=device)
+        self._memory = torch.empty(slot * (steps.chunks + steps.more_slots), dtype=participant.dtype, device=device)
         self._initial = participant.initial_buffer(self.elements).to(device)
         self._slot = slot
         self._rounds: list[_Round] = []
@@ -132,7 +132,7 @@ class Stepwise:
 
     def reset(self) -> None:
         self._memory[: len(self._initial)].copy_(self._initial)
-        if self._steps.collective == "all_to_all":  # a rank's part for itself never crosses the network
+        if self.participant.collective == "all_to_all":  # a rank's part for itself never crosses the network
             own_part = self._initial[self.participant.part(self.elements)]
             self._output()[self._rank * len(own_part) : (self._rank + 1) * len(own_part)].copy_(own_part)
 
@@ -166,7 +166,7 @@ class Stepwise:
         return self._stamps
 
     def _output(self) -> Tensor:
-        first = len(self._memory) // self._steps.slots * self._steps.output
+        first = self._slot * self._steps.output
         count = self.elements
         if self._steps.shares:
             count = self._steps.ranks * self._slot * self._steps.shares[self._rank]

@@ -54,15 +54,15 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
             began = cpu_usage()
             with (
                 closing(SampleFile(folder / SAMPLES, HEAD)) as samples,
-                closing(SampleFile(folder / STEPS, STEPS_HEAD)) as steps,
+                closing(SampleFile(folder / STEPS, STEPS_HEAD)) as rounds,
             ):
                 for number in range(spec.trials):
                     trial = trials.run_trial()
                     samples.add(trial.rows(number))
-                    steps.add(trial.step_rows)
+                    rounds.add(trial.round_rows)
                     if watch is not None:
                         watch(number)
-                steps.add(trials.last_steps())
+                rounds.add(trials.last_rounds())
         else:
             began = _follow(spec, trials)
         record.add(cpu=gather(cpu_since(began), members))
@@ -91,8 +91,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[Part | None]:
         if spec.algorithm == ENGINE:
             parts.append(Engine(participant, groups.get(ranks), device))
         else:
-            options = {"shares": transfer.shares} if transfer.shares else {}
-            steps = generate(transfer.collective, spec.algorithm_for(number), len(ranks), **options)
+            steps = generate(transfer.collective, spec.algorithm_for(number), len(ranks), transfer.shares)
             parts.append(Stepwise(participant, steps, wire, device))
     return parts
 
@@ -122,7 +121,7 @@ def _follow(spec: Spec, trials: Trials) -> dict[str, Any]:
             count += 1
         else:
             began = cpu_usage()
-    trials.last_steps()
+    trials.last_rounds()
     return began
 
 

@@ -24,7 +24,7 @@ from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation.collectives import Message, Wire
 from penstock.network.fabric.emulation.rendezvous import Members, gather
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.topology import recorded_topology
+from penstock.network.topology import Topology, recorded_topology
 
 PING_BYTES = 4
 PING_PACKETS = (118, 84)
@@ -233,9 +233,9 @@ def measure_links(spec: Spec, wire: Wire, members: Members) -> list[dict[str, An
     be measured, or the backend is not gloo. Raise FabricError: a rate above the shaper's was measured repeatedly."""
     if not spec.measures_links or spec.backend != "gloo":
         return []
-    links = []
+    links, topology = [], recorded_topology(spec.network)
     for pair in neighbors(spec.hosts):
-        ends = shaped_ends(spec, pair)
+        ends = shaped_ends(topology, pair)
         for _ in range(TRIES):
             results = measure(pair, wire, ends)
             faults = [fault for path, m in results.items() if ends and (fault := above_shaper(path, m, ends[path]))]
@@ -262,9 +262,8 @@ def above_shaper(path: tuple[int, int], link: LinkMeasurement, ends: Ends) -> st
     )
 
 
-def shaped_ends(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | None:
+def shaped_ends(topology: Topology | None, pair: tuple[int, int]) -> dict[tuple[int, int], Ends] | None:
     """Return what shapes each direction between two hosts; None if unknown."""
-    topology = recorded_topology(spec.network)
     if topology is None:
         return None
     paths = pair, pair[::-1]

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from penstock.distributed.joining import read_number, start
 from penstock.network.conditions import environment
 from penstock.network.fabric.emulation import clock
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.samples import RUN
+from penstock.network.fabric.samples import RUN, RunRecord
 
 _ANSWER_SECONDS = 3.0
 """How long hosts have to report that they are still there after one was lost."""
@@ -54,26 +54,6 @@ class Members:
     size: int
     store: Any
     control: dist.ProcessGroup | None
-
-    def first_error(self, message: str) -> str:
-        """Return the message of the first host that met an error. Called by every host that met one."""
-        try:
-            return bytes(self.store.compare_set("error", "", message)).decode()
-        except (RuntimeError, OSError):  # the store was on a host that is lost
-            return message
-
-    def find_lost_hosts(self) -> tuple[int, ...]:
-        """Return the hosts that do not answer within a few seconds. Called by every host that met an error."""
-        deadline, silent = time.monotonic() + _ANSWER_SECONDS, list(range(self.size))
-        try:
-            self.store.set(f"still/{self.rank}", "here")
-            while silent := [rank for rank in silent if not self.store.check([f"still/{rank}"])]:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-        except (RuntimeError, OSError):  # the store was on host 0, which is lost
-            return (0,) if self.rank else ()
-        return tuple(silent)
 
 
 @contextmanager
@@ -110,13 +90,13 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def record_run(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
+def record_run(spec: Spec, folder: Path) -> Iterator[tuple[Members, RecordFile]]:
     """Join the other hosts, yield the members and the record, and record how the run ended. Raise ArgumentError: the
     environment is not torchrun's. Raise FabricError: a host did not join or was lost, or the block raised an error."""
     with join(spec) as members:
-        record: Record | None = None
+        record: RecordFile | None = None
         try:
-            record = Record(spec, folder, members)
+            record = RecordFile(spec, folder, members)
             yield members, record
             record.add(complete=True)
         except (RuntimeError, OSError) as error:
@@ -129,43 +109,49 @@ def record_run(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
 def explain_failure(members: Members, message: str) -> str:
     """Explain why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
 
-    Later errors are often just lost connections to the host that failed first.
+    Later errors are often just lost connections to the host that failed first. Every host that met one calls this.
     """
-    own_message = f"host {members.rank}: {message}"
-    first = members.first_error(own_message)
-    silent = members.find_lost_hosts()
+    rank, store = members.rank, members.store
+    first = own_message = f"host {rank}: {message}"
+    deadline, silent = time.monotonic() + _ANSWER_SECONDS, list(range(members.size))
+    try:
+        first = bytes(store.compare_set("error", "", own_message)).decode()
+        store.set(f"still/{rank}", "here")
+        while silent := [other for other in silent if not store.check([f"still/{other}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    except (RuntimeError, OSError):  # the store was on host 0, which is lost
+        silent = [0] if rank else []
     if silent:
         does = "does" if len(silent) == 1 else "do"
-        return f"host {members.rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {message}"
+        return f"host {rank}: {name_ranks(silent).replace('rank', 'host')} {does} not answer; {message}"
     return own_message if first.endswith(f": {message}") else first
 
 
-class Record:
+class RecordFile:
     """On host 0, run.json, which is always complete; on other hosts, nothing. Every host makes the same calls."""
 
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
-        hosts = unique_host_names(gather(environment(), members))
+        hosts: list[Any] = unique_host_names(gather(environment(), members))
         self._path = folder / RUN if members.rank == 0 else None
-        self._entries: dict[str, Any] = {
-            "version": 1,
-            **asdict(spec),
-            "meets": spec.meets,
-            "algorithms": [spec.algorithm_for(index) for index in range(len(spec.workload.transfers))],
-            "environment": hosts,
-            "machine_cores": os.cpu_count(),
-            "shared_machine": clock.is_shared(members.control),
-            "complete": False,
-            "missing": "",
-        }
+        self._record = RunRecord(
+            **{field.name: getattr(spec, field.name) for field in fields(spec)},
+            meets=spec.synchronizes_between_transfers,
+            algorithms=tuple(spec.algorithm_for(index) for index in range(len(spec.workload.transfers))),
+            environment=tuple(hosts),
+            machine_cores=os.cpu_count(),
+            shared_machine=clock.is_shared(members.control),
+        )
         if self._path is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self.add()
 
     def add(self, **entries: Any) -> None:
-        """Add entries to the record."""
-        self._entries.update(entries)
+        """Set entries of the record."""
+        self._record = replace(self._record, **entries)
         if self._path is not None:
-            write_json(self._path, self._entries)
+            write_json(self._path, asdict(self._record))
 
 
 def unique_host_names(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ class Spec:
         return CHECKED if self.warmup is None else self.warmup
 
     @property
-    def meets(self) -> bool:
+    def synchronizes_between_transfers(self) -> bool:
         """Whether hosts wait for each other between the transfers of a trial."""
         by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
         return by_hand and not _computes(self.workload)

@@ -147,7 +147,7 @@ def needed_ns(latencies_ns: Sequence[int]) -> int:
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
-"""Flags that host 0 announces before a trial: send the last trial's steps; re-estimate the clocks; warm-up."""
+"""Flags that host 0 announces before a trial: send the last trial's rounds; re-estimate the clocks; warm-up."""
 _NOTHING = torch.zeros(1, dtype=torch.int64)
 """What hosts report when they only meet."""
 
@@ -159,12 +159,12 @@ class Trial:
     Attributes:
         stamps: start and end by transfer and rank, shape (ranks, transfers, 2), in nanoseconds on rank 0's clock; -1
             where a rank takes no part.
-        step_rows: rows of steps.csv for the previous trial, if it was the first or the slowest so far; otherwise empty.
+        round_rows: rows of steps.csv for the previous trial, if it was the first or the slowest so far; else empty.
         counts: False for a warm-up trial.
     """
 
     stamps: Tensor
-    step_rows: Sequence[tuple[int, ...]]
+    round_rows: Sequence[tuple[int, ...]]
     counts: bool = True
 
     def rows(self, number: int) -> Iterable[tuple[int, ...]]:
@@ -198,7 +198,7 @@ class Trials:
         self._number = -1
         self._announce = announcer()
         self._keep = False
-        """Whether the last trial's steps are worth keeping; host 0 decides."""
+        """Whether the last trial's rounds are worth keeping; host 0 decides."""
 
     def run_trial(self, *, counts: bool = True) -> Trial:
         """Run the next trial; on hosts other than 0, its stamps are only this host's. Host 0 says whether it counts, or
@@ -206,7 +206,7 @@ class Trials:
         for part in self._parts:
             if part is not None:
                 part.reset()
-        due_ns, step_rows, counts = self._agree(counts)
+        due_ns, round_rows, counts = self._agree(counts)
         if self._announce is not None and counts:
             self._announce(self._number + 1)
         _sleep_until(due_ns)
@@ -218,22 +218,22 @@ class Trials:
             took_ns = int(all_stamps[:, :, 1].max() - all_stamps[all_stamps >= 0].min())
             self._keep = took_ns > self._slowest_ns
             self._slowest_ns = max(took_ns, self._slowest_ns)
-        return Trial(all_stamps, step_rows, counts)
+        return Trial(all_stamps, round_rows, counts)
 
-    def last_steps(self) -> Sequence[tuple[int, ...]]:
-        """Return the step rows of the last trial, if they are kept."""
+    def last_rounds(self) -> Sequence[tuple[int, ...]]:
+        """Return the rounds of the last trial, if they are kept."""
         return self._agree()[1]
 
     def _agree(self, counts: bool = True) -> tuple[int, Sequence[tuple[int, ...]], bool]:
-        """Agree on the next trial: its start on this host's clock, the last one's step rows, whether it counts."""
-        step_rows: Sequence[tuple[int, ...]] = ()
+        """Agree on the next trial: its start on this host's clock, the last one's rounds, whether it counts."""
+        round_rows: Sequence[tuple[int, ...]] = ()
         while True:
             stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
             signal = self._signals.next(self._keep * _KEEP | stale * _ESTIMATE | (not counts) * _WARM, self._offset_ns)
             if not signal.flags & ~_WARM:
-                return signal.due_ns, step_rows, not signal.flags & _WARM
+                return signal.due_ns, round_rows, not signal.flags & _WARM
             if signal.flags & _KEEP:
-                step_rows = self._gather_steps()
+                round_rows = self._gather_rounds()
                 self._keep = False
             if signal.flags & _ESTIMATE:
                 self._offset_ns = clock.estimate(self._members.control).offset_ns
@@ -244,7 +244,7 @@ class Trials:
         stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
-            if number and self._spec.meets:
+            if number and self._spec.synchronizes_between_transfers:
                 # Otherwise a root would start the next transfer while the network still carries the previous one's
                 # data, and time of one transfer would be counted in the other. nccl-tests also has a barrier there.
                 self._signals.report(_NOTHING)
@@ -264,7 +264,7 @@ class Trials:
             stamps[number, 0], stamps[number, 1] = start_ns, done_ns
         return stamps
 
-    def _gather_steps(self) -> Sequence[tuple[int, ...]]:
+    def _gather_rounds(self) -> Sequence[tuple[int, ...]]:
         """Gather the rounds of the last trial, as rows of steps.csv."""
         own_rows = [
             (self._number, number, self._members.rank, round_number, start + self._offset_ns, end + self._offset_ns)

@@ -21,7 +21,7 @@ from penstock._base.formatting import pluralize
 from penstock._base.gradients import check_grad_dtype, gradient_dtype, group_by_gradient_dtype
 from penstock._base.stages import MODEL_INPUT
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
-from penstock.network.fabric.traffic.layers import Job, ModelRecord, record
+from penstock.network.fabric.traffic.layers import ModelRecord, TrainingJob, record
 from penstock.network.fabric.workload import Workload
 from penstock.partition.given_model import as_module
 from penstock.schedule import Schedule
@@ -99,7 +99,7 @@ def from_model(
     order = resolve_order(schedule, ranks, microbatches, None)
     depth = order.placement.depth
     options: dict[str, Any] = {"cuts": cuts, "opens": split_inside, "balance": "flops"}
-    job = Job(record(*inputs, depth, **options), order, hosts, sharded, grad_dtype)
+    job = TrainingJob(record(*inputs, depth, **options), order, hosts, sharded, grad_dtype)
     if traffic == "pipeline":
         stages = None if compute == "none" else [(seconds, 2 * seconds)] * depth
         if compute == "measure":
@@ -170,7 +170,7 @@ def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, 
         )
 
 
-def _element_bytes(job: Job, traffic: Traffic) -> int:
+def _element_bytes(job: TrainingJob, traffic: Traffic) -> int:
     """Return the size of the smallest number that is sent."""
     used = [parameter for _, parameter in job.recorded.used]
     sizes = [dtype.itemsize for dtype in group_by_gradient_dtype(used, job.gradient_dtype)]

@@ -8,19 +8,19 @@ from dataclasses import replace
 from torch import nn
 
 from penstock._base.gradients import gradient_bytes
-from penstock.network.fabric.traffic.layers import Job, Layer, sharded_bytes
+from penstock.network.fabric.traffic.layers import Layer, TrainingJob, sharded_bytes
 from penstock.network.fabric.workload import Transfer
 
 Ready = tuple[int, Transfer]
 """A transfer, and the number of backward layers after which it can begin; -1: in the forward."""
 
 
-def backward_layers(job: Job) -> tuple[Layer, ...]:
+def backward_layers(job: TrainingJob) -> tuple[Layer, ...]:
     """Return the layers in the order in which backward finishes them."""
     return job.recorded.layers[::-1]
 
 
-def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Transfer]:
+def transfers(job: TrainingJob, forward: float, backward: Sequence[float]) -> list[Transfer]:
     """Return the transfers of a step, in order, with the computation between them; none if there is only one replica.
 
     Args:
@@ -37,13 +37,13 @@ def transfers(job: Job, forward: float, backward: Sequence[float]) -> list[Trans
     return timed if job.replicas > 1 else []
 
 
-def shares(job: Job, seconds: float) -> list[float]:
+def shares(job: TrainingJob, seconds: float) -> list[float]:
     """Divide a backward's seconds among the layers in proportion to what they train."""
     sizes = [sum(parameter.nbytes for parameter in layer.trained) for layer in backward_layers(job)]
     return [seconds * size / max(sum(sizes), 1) for size in sizes]
 
 
-def _by_holder(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
+def _by_holder(job: TrainingJob, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], list[nn.Parameter]]]:
     """Yield a layer's parameters by the rank that holds them, with that rank's hosts, empty if these are all hosts, and
     a suffix for names: empty if one rank holds them all."""
     ids: dict[int, set[int]] = {}
@@ -56,7 +56,7 @@ def _by_holder(job: Job, layer: Layer) -> Iterator[tuple[str, tuple[int, ...], l
             yield f" on rank {rank}" if several else "", job.same_rank(rank) if job.ranks > 1 else (), parameters
 
 
-def _all_reduced(job: Job) -> Iterator[Ready]:
+def _all_reduced(job: TrainingJob) -> Iterator[Ready]:
     for number, layer in enumerate(backward_layers(job), start=1):
         for suffix, hosts, parameters in _by_holder(job, layer):
             if trained := [parameter for parameter in parameters if parameter.requires_grad]:
@@ -64,7 +64,7 @@ def _all_reduced(job: Job) -> Iterator[Ready]:
                 yield number, Transfer(layer.name + suffix, size, "all_reduce", hosts)
 
 
-def _sharded(job: Job) -> Iterator[Ready]:
+def _sharded(job: TrainingJob) -> Iterator[Ready]:
     """Gather a layer's parameters for its forward and again for its backward, even if it is frozen."""
     forward = [(-1, layer, "forward") for layer in job.recorded.layers]
     backward = [(number, layer, "backward") for number, layer in enumerate(backward_layers(job))]

@@ -95,7 +95,7 @@ class ModelRecord:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Pipelines that train replicas of a model. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
 
     Attributes:

@@ -26,7 +26,7 @@ from penstock._base.stages import (
     ties_across_ranks,
 )
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.traffic.layers import Job, sharded_bytes, type_name
+from penstock.network.fabric.traffic.layers import TrainingJob, sharded_bytes, type_name
 from penstock.network.fabric.workload import Transfer
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
@@ -36,18 +36,18 @@ Seconds = tuple[float, float]
 """The times of a stage's forward and whole backward for one microbatch."""
 
 
-def _metas(job: Job) -> list[StageMeta]:
+def _metas(job: TrainingJob) -> list[StageMeta]:
     """Return the metadata of all stages, including those of copies of the model."""
     stages = job.recorded.partition.stages
     return [shift_stage(stage.meta, first) for first in range(0, job.order.stages, len(stages)) for stage in stages]
 
 
-def _tie_groups(job: Job) -> list[tuple[int, ...]]:
+def _tie_groups(job: TrainingJob) -> list[tuple[int, ...]]:
     """Return the sets of stages on several ranks that share parameters."""
     return list(ties_across_ranks(ties(_metas(job)), job.order.placement.rank_of))
 
 
-def lowered(job: Job) -> Schedule:
+def lowered(job: TrainingJob) -> Schedule:
     """Return the schedule as a pipeline runs it: with messages, reductions and gathers. Raise ScheduleError if it is
     illegal."""
     order = job.order
@@ -55,7 +55,7 @@ def lowered(job: Job) -> Schedule:
     return lower_training(order, [_metas(job)], _tie_groups(job), sharded, order if job.replicas > 1 else None)
 
 
-def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
+def transfers(job: TrainingJob, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
     """Return what a step sends, and the seconds of computation after the last transfer.
 
     Args:
@@ -68,7 +68,7 @@ def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfe
 class _Walk:
     """Walks through the actions of all ranks in the order in which they end, and adds up what each rank computes."""
 
-    def __init__(self, job: Job, seconds: Sequence[Seconds] | None) -> None:
+    def __init__(self, job: TrainingJob, seconds: Sequence[Seconds] | None) -> None:
         self._job = job
         self._order = lowered(job)
         self._times = seconds

@@ -21,7 +21,7 @@ from penstock.network.fabric.workload import Transfer, merge_similar_names
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MatrixGroup:
     """Matrices that belong together: those with the same input, divided by outputs, and their partner, if any.
 
     Attributes:
@@ -43,7 +43,7 @@ class Group:
         return self.row is None and not self.is_attention and not self.columns[0].is_lookup
 
 
-def groups(products: Sequence[Product]) -> list[Group]:
+def groups(products: Sequence[Product]) -> list[MatrixGroup]:
     """Return all groups of a forward, in order."""
     runs: list[list[Product]] = []
     for product in products:
@@ -51,13 +51,13 @@ def groups(products: Sequence[Product]) -> list[Group]:
             runs[-1].append(product)
         else:
             runs.append([product])
-    result: list[Group] = []
+    result: list[MatrixGroup] = []
     while runs:
         columns = tuple(runs.pop(0))
         row = runs[0][0] if runs and len(runs[0]) == 1 and _follows(columns, runs[0][0]) else None
         if row is not None:
             runs.pop(0)
-        result.append(Group(columns, row))
+        result.append(MatrixGroup(columns, row))
     return result
 
 
@@ -123,13 +123,13 @@ def notes(products: Sequence[Product]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _divided(all_groups: Sequence[Group]) -> dict[str, bool]:
+def _divided(all_groups: Sequence[MatrixGroup]) -> dict[str, bool]:
     """Return the divided matrices, and for each whether it is divided by rows, that is, by its inputs."""
     by_rows = {product.matrix: False for group in all_groups for product in group.columns if not product.is_lookup}
     return by_rows | {group.row.matrix: True for group in all_groups if group.row is not None}
 
 
-def _forward(all_groups: Sequence[Group]) -> Iterator[Transfer]:
+def _forward(all_groups: Sequence[MatrixGroup]) -> Iterator[Transfer]:
     divided, counts = _divided(all_groups), Counter[str]()
     for group in all_groups:
         columns: tuple[Product, ...] = group.columns if group.row is None else (group.row,)
@@ -145,7 +145,7 @@ def _forward(all_groups: Sequence[Group]) -> Iterator[Transfer]:
             yield Transfer(name, product.output_bytes, collective, kind="activation")
 
 
-def _backward(all_groups: Sequence[Group]) -> Iterator[Transfer]:
+def _backward(all_groups: Sequence[MatrixGroup]) -> Iterator[Transfer]:
     """Yield what is sent where an input's gradient is needed: matrices with the same input add theirs up before
     sending."""
     for group in reversed(all_groups):

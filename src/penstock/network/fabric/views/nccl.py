@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from penstock.network.fabric.algorithms import busbw_factor
-from penstock.network.fabric.samples import Run, TransferTimes, get_iterations, rate_key
+from penstock.network.fabric.samples import Run, TransferTimes, rate_key
 from penstock.network.fabric.steps import IN_PARTS, IN_PLACE, REDUCES, ROOTED
-from penstock.network.fabric.workload import NCCL, Workload
+from penstock.network.fabric.workload import NCCL
 
 Average = Literal["avg", "max", "min", "rank0"]
 """How times are combined over the ranks."""
@@ -36,12 +36,12 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
 
     No element can be wrong: the warm-up checks results, and no trial begins after a wrong one.
     """
-    record, workload, lines = run.record, Workload.from_dict(run.record["workload"]), list[str]()
-    checked = bool(record["warmup"] and len(run.start_ns))
+    record, workload, lines = run.record, run.record.workload, list[str]()
+    checked = bool(record.warmup and len(run.start_ns))
     tables: dict[str, list[tuple[int, float | None, str]]] = {}  # size, busbw, line
     for index, entry in enumerate(results["transfers"]):
         kind, size, ranks = entry["collective"], entry["bytes"], len(entry["ranks"])
-        mean = _mean(TransferTimes.from_run(run, workload, index), kind, average)
+        mean = _mean(run.times[index], kind, average)
         algbw = size / mean / 1e9 if mean else None
         busbw = algbw and algbw * busbw_factor(kind, ranks, entry["shares"])
         # Of one rank's piece, although the size is the whole buffer's.
@@ -55,11 +55,11 @@ def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
     for kind, rows in tables.items():
         program, sizes = f"{_PROGRAMS.get(kind, kind)}_perf", [size for size, *_ in rows]
         measured = [busbw for _, busbw, _ in rows if busbw is not None]
-        hosts = enumerate(record["environment"])
+        hosts = enumerate(record.environment)
         lines += [
             f"# Collective test starting: {program}",
-            f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {record['warmup']} "
-            f"iters: {record['trials']} agg iters: {get_iterations(record)} validation: {int(checked)} graph: 0",
+            f"# nThread 1 nGpus 1 minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {record.warmup} "
+            f"iters: {record.trials} agg iters: {record.iterations} validation: {int(checked)} graph: 0",
             "#",
             "# Using devices",
             *(f"#  Rank {rank:2d} on {host.get('host', ''):>10} device cpu" for rank, host in hosts),

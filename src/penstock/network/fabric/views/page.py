@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from penstock._base.errors import require
 from penstock._base.files import write_text
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.views.facts import (
+from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
+from penstock.network.fabric.views.plots import draw
+from penstock.network.fabric.views.wording import (
     TIMES,
     columns,
     facts,
@@ -20,8 +24,6 @@ from penstock.network.fabric.views.facts import (
     rate_unit,
     warnings,
 )
-from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
-from penstock.network.fabric.views.plots import draw
 from penstock.report.web.contents import Contents, Metric, Section
 from penstock.report.web.page import page as report_page
 
@@ -47,7 +49,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
     nothing = [] if pictures else ["No trial was completed, so there is nothing to draw."]
     return report_page(
         Contents(
-            title=run.record["workload"]["name"],
+            title=run.record.workload.name,
             headings=tuple(headings(run)),
             warnings=tuple(warnings(run, results)),
             metrics=tuple(_metrics(run, results)),
@@ -89,7 +91,7 @@ def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
          "switches", "clock offset"]
     ]  # fmt: skip
     for rank, (took_longest, came_last) in rank_figures(results).items():
-        sources = [run.record.get(key) or () for key in ("cpu", "clock", "environment")]
+        sources: list[Sequence[Mapping[str, Any]]] = [run.record.cpu, run.record.clock, run.record.environment]
         cpu, clock, host = (values[rank] if rank < len(values) else {} for values in sources)
         wall, switches, offset = cpu.get("wall_seconds"), cpu.get("involuntary_switches"), clock.get("offset_ns")
         rows.append([str(rank), str(host.get("host", ""))])
@@ -104,14 +106,14 @@ def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
 
 def _environment(run: Run) -> list[tuple[str, str]]:
     """Return (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
-    settings = dict(run.record)
-    workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs", None)
+    settings = asdict(run.record)
+    workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs")
     hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(settings.pop("environment", None) or ()):
+    for rank, host in enumerate(settings.pop("environment")):
         hosts.setdefault(_pairs({key: value for key, value in host.items() if key != "host"}), []).append(rank)
     return [
         *((f"Host of rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}", text) for text, r in hosts.items()),
-        *([("Ports of the switch", str(ports))] if ports else []),
+        *([("Ports of the switch", ports)] if ports else []),
         ("Settings, links, clocks and processors", _pairs(settings)),
         ("Workload", _pairs(workload)),
     ]

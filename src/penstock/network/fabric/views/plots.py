@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock._base.formatting import pluralize
-from penstock.network.fabric.samples import Run, TransferTimes
+from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.views.chart import (
     COLORS,
@@ -24,9 +24,9 @@ from penstock.network.fabric.views.chart import (
     svg,
     words,
 )
-from penstock.network.fabric.views.facts import rate_unit
 from penstock.network.fabric.views.numbers import seconds, shorten, shorten_distinct
-from penstock.network.fabric.workload import Workload, groups
+from penstock.network.fabric.views.wording import rate_unit
+from penstock.network.fabric.workload import groups
 from penstock.network.quantities import size_text
 from penstock.report.marks import Axis
 
@@ -49,12 +49,8 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
     """
     if not len(run.start_ns):
         return {}
-    workload = Workload.from_dict(run.record["workload"])
-    all_groups = groups(workload)
-    times = [
-        np.stack([TransferTimes.from_run(run, workload, index).completion for index in group.indices], axis=1)
-        for group in all_groups
-    ]
+    all_groups = groups(run.record.workload)
+    times = [np.stack([run.times[index].completion for index in group.indices], axis=1) for group in all_groups]
     drawn = {"cdf": _cdf([group.name for group in all_groups], times), "trials": _trials(results, times)}
     if len({group["bytes"] for group in results["groups"]}) > 1:
         drawn["busbw"] = _busbw(results)
@@ -188,7 +184,7 @@ def _size_label(size: int) -> str:
 
 def _timeline(run: Run) -> str:
     """Draw the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
-    grouped = groups(Workload.from_dict(run.record["workload"]))
+    grouped = groups(run.record.workload)
     palette = {n: color for color, group in zip(colors(len(grouped)), grouped, strict=True) for n in group.indices}
     hosts = run.start_ns.shape[2]
     lanes, top, panels, names = min(hosts, MAX_LANES), 30.0, [], list[str]()
@@ -213,7 +209,7 @@ def _choose_trials(run: Run) -> list[tuple[int, str]]:
     """Return the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
-    candidates = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
+    candidates = [trial for trial in np.unique(run.rounds[:, 0]).tolist() if trial < len(took)] or range(len(took))
     slowest = max(candidates, key=lambda trial: took[trial])
     chosen = [(0, f"First trial: {seconds(took[0])}")]
     if slowest:
@@ -227,7 +223,7 @@ def _lanes(panel: Plot, run: Run, trial: int, color: dict[int, str]) -> None:
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
     rounds: dict[tuple[int, int], list[Sequence[int]]] = {}
-    for row in run.steps[run.steps[:, 0] == trial].tolist():
+    for row in run.rounds[run.rounds[:, 0] == trial].tolist():
         rounds.setdefault((row[1], row[2]), []).append(row)
     for number, rank in np.argwhere(took_part[:, :MAX_LANES]).tolist():
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from penstock.network.fabric.compare import MIN_SAMPLES
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.views.facts import TIMES, columns, facts, notes, title, warnings
 from penstock.network.fabric.views.numbers import NONE, seconds, shorten
+from penstock.network.fabric.views.wording import TIMES, columns, facts, notes, title, warnings
 from penstock.report.text import print_unbroken, table, table_width
 
 
@@ -71,7 +71,7 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
 
 
 def show_comparison(
-    comparison: dict[str, Any], console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
+    comparison: dict[str, Any], console: Console, names: Sequence[str], warned: Sequence[Sequence[str]]
 ) -> None:
     """Print two runs side by side, with their names and their reports' warnings, and which of their differences are
     more than chance."""

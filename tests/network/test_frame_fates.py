@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.network.frame_fates import CORRUPT, DUPLICATE, LOST, REORDER, Decisions, FrameFates, quantile
 from penstock.network.link import DISTRIBUTIONS, Bursts, Impairment
-from penstock.network.model import CORRUPT, DUPLICATE, LOST, REORDER, Decisions, Draws, quantile
 from penstock.network.parse import parse_link
 
 MANY = 200_000
@@ -19,7 +19,7 @@ def _impairment(text: str) -> Impairment:
 
 
 def _drawn(text: str, count: int = MANY, seed: int = 1, direction: int = 0) -> Decisions:
-    return Draws(_impairment(text), seed, direction).next(count)
+    return FrameFates(_impairment(text), seed, direction).next(count)
 
 
 TEXTS = [
@@ -32,9 +32,9 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 @given(sizes=st.lists(st.integers(0, 70), max_size=8), seed=st.integers(-(2**40), 2**40))
 def test_how_many_are_drawn_at_once_does_not_matter(text: str, sizes: list[int], seed: int) -> None:
-    draws = Draws(_impairment(text), seed, 3)
+    draws = FrameFates(_impairment(text), seed, 3)
     parts = [draws.next(size) for size in [*sizes, 5]]
-    whole = Draws(_impairment(text), seed, 3).next(sum(sizes) + 5)
+    whole = FrameFates(_impairment(text), seed, 3).next(sum(sizes) + 5)
     for name in ("fate", "delay_ns", "bit"):
         assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
 

@@ -41,7 +41,7 @@ class Decisions(NamedTuple):
     bit: npt.NDArray[np.int64]
 
 
-class Draws:
+class FrameFates:
     """The decisions for one direction of a link, in order. They do not depend on how many are requested at a time."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 
 from penstock._base.formatting import pluralize
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.ports import links_changed
 from penstock.network.fabric.results import ABOVE_IDEAL
-from penstock.network.fabric.samples import Run, get_iterations, rate_key, runs_ahead
+from penstock.network.fabric.samples import MeasuredLink, Run, rate_key
 from penstock.network.fabric.statistics import MIN_SAMPLES, PERCENTILES, min_samples
 from penstock.network.fabric.views.network import network_facts, saturated
 from penstock.network.fabric.views.numbers import NONE, digits, percent, seconds
-from penstock.network.scenario import AppliedEvent
 
 TIMES = {"min": "min", "p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9", "max": "max"}
 """Column headings of times, by their name in the results."""
@@ -40,21 +38,21 @@ _WIDEST = 1.0
 
 def title(run: Run) -> str:
     """Return what was run, in one line."""
-    return f"{run.record['workload']['name']}: {', '.join(headings(run))}"
+    return f"{run.record.workload.name}: {', '.join(headings(run))}"
 
 
 def headings(run: Run) -> list[str]:
     """Return hosts, algorithm and collectives, trials, backend, and link."""
     record = run.record
-    kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
-    algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
-    done, requested = len(run.start_ns), record["trials"]
+    kinds = list(dict.fromkeys(transfer.collective for transfer in record.workload.transfers))
+    algorithm = "torch.distributed's own" if record.algorithm == ENGINE else record.algorithm
+    done, requested = len(run.start_ns), record.trials
     return [
-        f"{record['hosts']} hosts",
+        f"{record.hosts} hosts",
         f"{algorithm} {' and '.join(kinds) if len(kinds) < 3 else 'collectives'}",
         pluralize(done, "trial") if done == requested else f"{done:,} of {pluralize(requested, 'trial')}",
-        str(record["backend"]),
-        *([f"link {record['link']}"] if record.get("link") else []),
+        record.backend,
+        *([f"link {record.link}"] if record.link else []),
     ]
 
 
@@ -63,18 +61,18 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
     messages = []
     if not results["complete"]:
         messages.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
-    if run.record.get("steady") is False:
+    if run.record.steady is False:
         messages.append(
-            f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
+            f"times were still changing after {run.record.warmup} trials of warm-up, so the first measured trials "
             "may be off: pass a larger --warmup, if they settle at all"
         )
-    counters = run.record.get("switch")
+    counters = run.record.switch
     if counters and (reason := saturated(counters)):
         messages.append(reason)
     highest = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
     if (highest["ideal_percent"] or 0.0) > ABOVE_IDEAL:
         explanation = "so its times or its links were measured wrong, as beside other work"
-        if highest is not results["step"] and runs_ahead(run.record, highest["collective"], highest["shares"]):
+        if highest is not results["step"] and run.record.runs_ahead(highest["collective"], highest["shares"]):
             explanation = (
                 "because a rank can begin it while others are still in the previous transfer: some traffic is then "
                 "timed in one of the two, and its bytes are counted in the other"
@@ -109,11 +107,10 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         shown = f"trial{'s' if len(stalled) > 1 else ''} {', '.join(f'{n:,}' for n in stalled[:_MAX_NAMED])}{tail}"
         count_text = f"{len(stalled):,} of {pluralize(len(run.start_ns), 'trial')}"
         rows.append(("stalls", f"{count_text} met a requested stall: {shown}"))
-    network = run.record.get("network")
+    network = run.record.network
     if network and (network["shaper"] not in (None, "tbf") or network["slow"]):
-        events = [str(AppliedEvent(**event)) for event in run.record.get("happened") or ()]
-        rows += network_facts(network, counters=run.record.get("switch"), events=events)
-    rows += [*_links(run.record.get("links") or ()), *(("fit", _fit(entry["fit"])) for entry in results["model"])]
+        rows += network_facts(network, counters=run.record.switch, events=[*map(str, run.record.happened)])
+    rows += [*_links(run.record.links), *(("fit", _fit(entry["fit"])) for entry in results["model"])]
     late = {rank: late for rank, (_, late) in rank_figures(results).items()}
     worst = max(late, key=late.__getitem__, default=0)
     max_ranks = max(len(transfer["ranks"]) for transfer in results["transfers"])  # one of two ranks is always last
@@ -138,7 +135,7 @@ def rank_figures(results: dict[str, Any]) -> dict[int, tuple[float, float]]:
     return {rank: (longest / trials, last / trials) for rank, (trials, longest, last) in sorted(sums.items())}
 
 
-def _links(measured: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def _links(measured: Sequence[MeasuredLink]) -> list[tuple[str, str]]:
     """Describe the links measured before the trials: each one, or the range if there are many."""
     if len(measured) <= 2:
         return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
@@ -146,7 +143,7 @@ def _links(measured: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("links", f"{len(measured)}, {_link(measured)}; {slowest['from']} to {slowest['to']} is the slowest")]
 
 
-def _link(measured: Sequence[dict[str, Any]]) -> str:
+def _link(measured: Sequence[MeasuredLink]) -> str:
     latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
     bandwidths = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
     rates = f", {bits(*dict.fromkeys((bandwidths[0], bandwidths[-1])))}" if bandwidths else ""
@@ -233,7 +230,7 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     """Return what a reader must know about the columns."""
     trials, times = len(run.start_ns), [group["time_s"] for group in results["groups"]]
     effective = min((group["effective_trials"] for group in results["groups"]), default=trials)
-    depend, count = effective < _DEPENDENT * trials, get_iterations(run.record)
+    depend, count = effective < _DEPENDENT * trials, run.record.iterations
     short = [
         f"{TIMES[name]} needs {min_samples(q):,}"
         for name, q in PERCENTILES.items()
@@ -249,9 +246,9 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
         "transfer, percentiles are over all of them, and those of one trial count as one sample.": has_groups(results),
         f"Times are per iteration, of {count} in a row; a trial's skew is that of its first iteration.": count > 1,
         "Rates and ideal of a send are measured from when both of its ranks had arrived.": sends,
-        "Ideal is n/a: a scenario may have changed the links.": links_changed(run.record),
+        "Ideal is n/a: a scenario may have changed the links.": run.record.links_changed,
         "Ideal is n/a if a host has several partners and no shaper sets the rate of its port.": (
-            unbounded and not links_changed(run.record)
+            unbounded and not run.record.links_changed
         ),
         f"Trials depend on each other: {trials:,} are worth {effective:,.0f} independent ones, and count as that "
         "many.": depend,
@@ -260,7 +257,7 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
         f"n/a: {min(trials, int(effective)):,} {'independent ' if depend else ''}trials are too few for that "
         f"percentile; {', '.join(short)}.": short,
     }
-    return [*(note for note, holds in conditions.items() if holds), *run.record["workload"]["notes"]]
+    return [*(note for note, holds in conditions.items() if holds), *run.record.workload.notes]
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
