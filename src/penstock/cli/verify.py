@@ -221,7 +221,7 @@ def _part(target: Target, replicas: int, replica: int) -> Microbatch:
 
     cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
     batch = cutting.divide(Batch(target.args, target.kwargs, target.target), replicas, "batch", 1)
-    cut = cutting.cut(batch, replicas, "batch", None, 1)
+    cut = cutting.cut(batch, replicas, "batch", 1)
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
         raise ArgumentError(
             f"--replicas {replicas}: the batch of {sum(cut.sizes)} samples has no {replicas} equal parts; change the "
@@ -229,7 +229,7 @@ def _part(target: Target, replicas: int, replica: int) -> Microbatch:
         )
     piece = cut.pieces[replica]
     args, kwargs = unflatten(piece.leaves, piece.structure)
-    return Microbatch(args, kwargs, cutting.targets(batch, cut.sizes, None)[replica])
+    return Microbatch(args, kwargs, cutting.targets(batch, cut.sizes)[replica])
 
 
 def run_distributed(case: Case) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class Session:
         """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
         batch = self._divide(original) if self.has_inputs or self.has_outputs else original
         with torch.set_grad_enabled(call.training):
-            cut = self.cut(batch, "input", None) if self.has_inputs else None
+            cut = self.cut(batch, "input") if self.has_inputs else None
         try:
             cached = self.bound_schedules.next(cut, call)
         except SingleRowError:  # on every rank
@@ -256,20 +256,20 @@ class Session:
         order, cutting = self.order, self.options.cutting
         return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
 
-    def cut(self, batch: Batch, label: str, device: torch.device | None) -> batches.CutBatch:
-        """Return the microbatches of a batch's inputs, on `device` or, if None, where they are."""
+    def cut(self, batch: Batch, label: str) -> batches.CutBatch:
+        """Return the microbatches of a batch's inputs, where they are."""
         order, cutting = self.order, self.options.cutting
-        return cutting.cut(batch, order.microbatches, label, device, order.placement.pipelines)
+        return cutting.cut(batch, order.microbatches, label, order.placement.pipelines)
 
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
-        """Cut one batch as `run_batch` does: return each piece's rows and the target that the loss and `reduction`
-        get."""
+        """Cut one batch as `run_batch` does, and move it to `device`: return each piece's rows and the target that the
+        loss and `reduction` get."""
         batch = self._divide(batch)
-        cut = self.cut(batch, "batch", device)
-        targets = self.options.cutting.targets(batch, cut.sizes, device, labels=self._takes_labels(batch))
+        cut = self.cut(batch, "batch")
+        targets = self.options.cutting.targets(batch, cut.sizes, labels=self._takes_labels(batch))
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
-        parts = zip(inputs, targets, cut.sizes, strict=True)
-        return [Microbatch(args, kwargs, target, rows) for (args, kwargs), target, rows in parts]
+        moved = [batches.move_to((*given, target), device) for given, target in zip(inputs, targets, strict=True)]
+        return [Microbatch._make((*piece, rows)) for piece, rows in zip(moved, cut.sizes, strict=True)]
 
     def _devices(self, cached: CachedSchedule, end: Callable[[int], bool]) -> list[torch.device | None]:
         """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
@@ -304,7 +304,7 @@ class Session:
         """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
         if not uses_target(self.options.loss) or batch.has_target or cached.bound.training:
-            targets = self.options.cutting.targets(batch, cached.sizes, None, labels=self._takes_labels(batch))
+            targets = self.options.cutting.targets(batch, cached.sizes, labels=self._takes_labels(batch))
         has_none = all(target is None for target in targets or ())
         if callable(self.options.reduction) and has_none and not cached.bound.training:
             targets = None  # a prediction without labels

@@ -154,13 +154,13 @@ class Cutting:
         with_rows = (self._with_rows(piece, f"{label}, microbatch {k} of split_fn=") for k, piece in enumerate(pieces))
         return batch._replace(pieces=tuple(with_rows))
 
-    def cut(self, batch: Batch, microbatches: int, label: str, device: torch.device | None, pipelines: int) -> CutBatch:
-        """Cut the inputs of a batch, which `divide` has returned, into microbatches on `device`."""
+    def cut(self, batch: Batch, microbatches: int, label: str, pipelines: int) -> CutBatch:
+        """Cut the inputs of a batch, which `divide` has returned, into microbatches, where they are."""
         if batch.pieces is None:
             inputs = batch.args, dict(batch.kwargs)
-            return batches.cut(inputs, microbatches, label, device, pipelines=pipelines, dims=self.inputs)
+            return batches.cut(inputs, microbatches, label, pipelines=pipelines, dims=self.inputs)
         examples = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
-        pieces = tuple(flatten(batches.split(example, (1,), label, device, UNCUT)[0]) for example in examples)
+        pieces = tuple(flatten(batches.split(example, (1,), label, UNCUT)[0]) for example in examples)
         sizes = tuple(piece.rows or 0 for piece in batch.pieces)
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.input_signature, pieces))))
 
@@ -197,7 +197,7 @@ class Cutting:
 
     def batch(self, example: Example, count: int, label: str, pipelines: int) -> CutBatch:
         """Cut a batch without a target into at most `count` microbatches, where it is."""
-        return self.cut(self.divide(Batch(*example), count, label, pipelines), count, label, None, pipelines)
+        return self.cut(self.divide(Batch(*example), count, label, pipelines), count, label, pipelines)
 
     def take_rows(self, example: Example, rows: int) -> Flat:
         """Return one microbatch of exactly this many rows, whatever the number of microbatches: the first of the batch,
@@ -217,7 +217,7 @@ class Cutting:
                     f"{total}"
                 )
             sizes = (rows, total - rows) if rows < total else (rows,)
-            return flatten(batches.split(example, sizes, "example", None, self.inputs)[0])
+            return flatten(batches.split(example, sizes, "example", self.inputs)[0])
         count = max(piece_counts, default=1)
         if self.split is not None:
             count = max(1, sum(self.batch(example, 1, "example", 1).sizes) // rows)
@@ -242,10 +242,8 @@ class Cutting:
         self.check(example)
         return len(self.batch(example, MICROBATCHES, "example", 1).sizes)
 
-    def targets(
-        self, batch: Batch, sizes: Sequence[int], device: torch.device | None, labels: bool = False
-    ) -> list[Any]:
-        """Return each microbatch's target on `device`. `labels`: the model's own keyword input of that name.
+    def targets(self, batch: Batch, sizes: Sequence[int], labels: bool = False) -> list[Any]:
+        """Return each microbatch's target, where it is. `labels`: the model's own keyword input of that name.
 
         Raises:
             ShapeError: the target's rows differ from the inputs'.
@@ -255,7 +253,7 @@ class Cutting:
             dims = self.inputs.subtree("[1]['labels']", "target") if labels else self.target
             if target is not None:
                 dims.check_paths(_paths(target))
-            return batches.split(target, sizes, "target", device, dims)
+            return batches.split(target, sizes, "target", dims)
         rows = [piece.rows for piece in batch.pieces]
         if rows != list(sizes):
             raise ShapeError(
@@ -264,7 +262,7 @@ class Cutting:
             )
         piece_targets = [piece.kwargs.get("labels") if labels else piece.target for piece in batch.pieces]
         return [
-            batches.split(piece_target, (1,), f"target of microbatch {k}", device, replace(UNCUT, label="target"))[0]
+            batches.split(piece_target, (1,), f"target of microbatch {k}", replace(UNCUT, label="target"))[0]
             for k, piece_target in enumerate(piece_targets)
         ]
 

@@ -76,16 +76,8 @@ def split_evenly(rows: int, microbatches: int, pipelines: int = 1, min_rows: int
     return tuple(small + (index < extra) for index in range(microbatches))
 
 
-def cut(
-    tree: Any,
-    microbatches: int,
-    label: str,
-    device: torch.device | None = None,
-    *,
-    pipelines: int = 1,
-    dims: Dims = FIRST,
-) -> CutBatch:
-    """Cut a batch into at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
+def cut(tree: Any, microbatches: int, label: str, *, pipelines: int = 1, dims: Dims = FIRST) -> CutBatch:
+    """Cut a batch into at most `microbatches` microbatches, each tensor in its own aligned allocation, where it is.
 
     Raises:
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
@@ -97,7 +89,7 @@ def cut(
     else:
         sizes_for = partial(split_evenly, microbatches=microbatches, pipelines=pipelines, min_rows=dims.min_rows)
         sizes = sizes_for(count_rows(tree, label, dims, raw, sizes_for))
-    flat, leaves = _split_leaves(tree, sizes, label, device, dims)
+    flat, leaves = _split_leaves(tree, sizes, label, dims)
     if has_pieces or flat.structure != raw.structure or any(map(is_block_mask, raw.leaves)):
         pieces = [flatten(unflatten(part, flat.structure)) for part in leaves]  # structures may differ within a leaf
     else:
@@ -105,51 +97,45 @@ def cut(
     return CutBatch(tuple(pieces), sizes, input_signature(raw))
 
 
-def split(
-    tree: Any, sizes: Sequence[int], label: str, device: torch.device | None = None, dims: Dims = FIRST
-) -> list[Any]:
-    """Split a batch into microbatches, each tensor in its own aligned allocation on `device` (default: its own device).
+def split(tree: Any, sizes: Sequence[int], label: str, dims: Dims = FIRST) -> list[Any]:
+    """Split a batch into microbatches, each tensor in its own aligned allocation, where it is.
 
     Raises:
         ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or something already cut
             has another number of pieces.
     """
-    flat, pieces = _split_leaves(tree, sizes, label, device, dims)
+    flat, pieces = _split_leaves(tree, sizes, label, dims)
     return [unflatten(leaves, flat.structure) for leaves in pieces]
 
 
-def _split_leaves(
-    tree: Any, sizes: Sequence[int], label: str, device: torch.device | None, dims: Dims
-) -> tuple[Flat, list[list[Any]]]:
+def _split_leaves(tree: Any, sizes: Sequence[int], label: str, dims: Dims) -> tuple[Flat, list[list[Any]]]:
     """The batch, flattened, and the leaves of each piece; what `Microbatches` and columns become there is not flat."""
     rows = sum(sizes)
     flat = flatten(tree, is_leaf=lambda v, path: is_block_mask(v) or is_column(v, path, rows, label + path, dims))
     columns = [
-        _split_leaf(leaf, path, sizes, f"{label}{path}", device, dims)
+        _split_leaf(leaf, path, sizes, f"{label}{path}", dims)
         for leaf, path in zip(flat.leaves, flat.paths, strict=True)
     ]
     return flat, [*map(list, zip(*columns, strict=True))] if columns else [[] for _ in sizes]
 
 
-def _split_leaf(
-    leaf: Any, path: str, sizes: Sequence[int], label: str, device: torch.device | None, dims: Dims
-) -> Sequence[Any]:
+def _split_leaf(leaf: Any, path: str, sizes: Sequence[int], label: str, dims: Dims) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
-        return _pieces(leaf, sizes, label, device, dims)
+        return _pieces(leaf, sizes, label, dims)
     if is_block_mask(leaf):
-        return _cut_mask(leaf, sizes, label, device)
+        return _cut_mask(leaf, sizes, label)
     ends = list(accumulate(sizes))
     if is_column(leaf, path, ends[-1], label, dims):
         leaf = [*leaf] if type(leaf) in (range, deque) else leaf
         pieces = [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return _pieces(Microbatches(pieces), sizes, label, device, dims)
+        return _pieces(Microbatches(pieces), sizes, label, dims)
     if not isinstance(leaf, Tensor):
         if length(leaf, path, dims) != ends[-1]:
             return [leaf] * len(sizes)
         return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.get(path)))
     dim = dims.cut_dim(path, leaf, label)
     if dim is None:
-        return [_copy(leaf, label, device, dims) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
+        return [_copy(leaf, label, dims) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
     if leaf.shape[dim] != ends[-1]:
         raise ShapeError(
             f"{label} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
@@ -157,10 +143,9 @@ def _split_leaf(
             f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} to pass it whole to each microbatch, set "
             "batch_dims= to None for it; what no dimension describes (graphs, packed sequences), cut with split_fn="
         )
-    plain = not dim and device is None and not leaf.requires_grad
-    if plain and (parts := exact.copy_parts_aligned(leaf, sizes)) is not None:
+    if not dim and not leaf.requires_grad and (parts := exact.copy_parts_aligned(leaf, sizes)) is not None:
         return parts
-    return [_copy(_dense(part) if dim else part, label, device, dims) for part in torch.split(leaf, list(sizes), dim)]
+    return [_copy(_dense(part) if dim else part, label, dims) for part in torch.split(leaf, list(sizes), dim)]
 
 
 def _dense(part: Tensor) -> Tensor:
@@ -168,10 +153,10 @@ def _dense(part: Tensor) -> Tensor:
     return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
-def _pieces(leaf: Microbatches, sizes: Sequence[int], label: str, device: torch.device | None, dims: Dims) -> list[Any]:
+def _pieces(leaf: Microbatches, sizes: Sequence[int], label: str, dims: Dims) -> list[Any]:
     if len(leaf) != len(sizes):
         raise ShapeError(f"{label} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
-    return [map_tensors(lambda tensor: _copy(tensor, label, device, dims), piece) for piece in leaf.pieces]
+    return [map_tensors(lambda tensor: _copy(tensor, label, dims), piece) for piece in leaf.pieces]
 
 
 def move_to(tree: Any, device: torch.device | None) -> Any:
@@ -192,15 +177,14 @@ def move_to(tree: Any, device: torch.device | None) -> Any:
     return map_tensors(move, tree)
 
 
-def _copy(tensor: Tensor, label: str, device: torch.device | None, dims: Dims) -> Tensor:
-    moved = tensor if device is None else tensor.to(device)
+def _copy(tensor: Tensor, label: str, dims: Dims) -> Tensor:
     if not tensor.requires_grad:
-        return exact.copy_aligned(moved)
+        return exact.copy_aligned(tensor)
     if dims.label == "target":
         raise ShapeError(
             f"{label} requires a gradient, which a pipeline returns for the model's inputs alone; pass {label}.detach()"
         )
-    copied: Tensor = exact.CopyAligned.apply(moved)  # type: ignore[no-untyped-call]
+    copied: Tensor = exact.CopyAligned.apply(tensor)  # type: ignore[no-untyped-call]
     return copied
 
 
@@ -250,14 +234,13 @@ def _leaf_signature(leaf: Any) -> Hashable:
     return *describe(leaf)[:4], takes_gradient
 
 
-def _cut_mask(mask: Any, sizes: Sequence[int], label: str, device: torch.device | None) -> list[Any]:
+def _cut_mask(mask: Any, sizes: Sequence[int], label: str) -> list[Any]:
     """The pieces of a block mask of FlexAttention; one for every sample goes whole to each microbatch. Its function is
     called with a sample's number in the batch, which has to go on counting in a microbatch.
 
     Raises:
         ShapeError: it is for another number of samples.
     """
-    mask = mask if device is None else mask.to(device)
     rows = mask.kv_num_blocks.shape[0]
     if rows == 1:
         return [mask] * len(sizes)
