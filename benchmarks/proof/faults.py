@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from penstock import Pipeline, verify
 from penstock.partition.recorder import foreign
 from penstock.partition.recorder.chance import Chance
-from penstock.pipe.session import Session
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features import deferred_norm
 from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.step.step import Steps
 from penstock.runtime.transport.routes import LocalChannel
 
 WIDTH, MICROBATCHES = 7, 4
@@ -211,13 +211,13 @@ def the_last_microbatch_is_lost() -> None:
 @fault("microbatch 0 on stage 0", "what enters 'layers.0'", "microbatches 0 and 1 are swapped")
 def two_microbatches_are_swapped() -> None:
     """The first two microbatches' inputs are swapped, not their targets."""
-    inputs = Session._inputs
+    inputs = Steps._inputs
 
-    def swapped(self: Session, *given: Any) -> Any:
+    def swapped(self: Steps, *given: Any) -> Any:
         first, second, *rest = inputs(self, *given)
         return [second, first, *rest]
 
-    Session._inputs = swapped  # type: ignore[method-assign]
+    Steps._inputs = swapped  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 0 on stage 1", "the gradient that reaches 'drops.3'")

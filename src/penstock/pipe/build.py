@@ -42,10 +42,10 @@ from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
 from penstock.runtime.gradients.distribution import accumulate_in
 from penstock.runtime.loss.functions import Loss
-from penstock.runtime.loss.loss import Reduction
+from penstock.runtime.loss.loss import Reduction, check_sums
 from penstock.runtime.model.ownership import HeldElsewhereError, Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.reentrancy import one_at_a_time
+from penstock.runtime.step.step import one_at_a_time
 from penstock.schedule import MICROBATCHES_HINT, Schedule
 from penstock.schedule.lowering import resolve_order
 from penstock.simulate import LinkCost
@@ -214,7 +214,7 @@ def pipeline(
     world = join(applied_plan.ranks(ranks), mesh, device_type, applied_plan.members)
     applied_plan.check(world, model, device_type)
     order = resolve_order(arguments["schedule"], world.ranks, arguments["microbatches"], arguments["stages_per_rank"])
-    options.check_inputs(example[1], order.microbatches)
+    check_sums(options.loss, options.reduction, example[1], order.microbatches)
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     verify_first = bool(os.environ.get(VERIFY)) if verify is None else verify
@@ -326,7 +326,7 @@ def _split(
             )
             return split, cut
         except SingleRowError:
-            options.cut_in_pairs()
+            options.decide("cutting", options.cutting.in_pairs())
             cut, previous = _cut(full_example, order, options.cutting), cut
             if cut.sizes == previous.sizes:
                 raise

@@ -220,7 +220,7 @@ def inspect(
     replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "grad_dtype": None}
     options = Options.of({**arguments, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
-        loss_note = pipe.session.dry_run(Batch(*example, target), loss=loss_fn is not ...)
+        loss_note = pipe.session.steps.dry_run(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = replace(recorded, stages=recorded.stages[: order.placement.depth])  # one copy of the model

@@ -19,7 +19,6 @@ from penstock._base.stages import StageMeta
 from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.units import public_name
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
-from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, verified_fingerprints
 from penstock.runtime.batch.cutting import Batch
@@ -30,7 +29,8 @@ from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
-from penstock.runtime.step.results import OutputsOption
+from penstock.runtime.step.bound_schedules import OutputsOption
+from penstock.runtime.step.results import StepResult
 from penstock.schedule import check, summary
 
 
@@ -99,7 +99,7 @@ class Pipeline:
             self.session.first_step = None  # and the copy of the model with it
         number, recorder = self.session.step_count, self.session.recorder
         timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
-        result = self.session.run_batch(
+        result = self.session.steps.run_batch(
             number,
             Batch(args, kwargs, target),
             training=True,
@@ -127,7 +127,7 @@ class Pipeline:
         self.session.check_open()
         _check_misspelled(self, batch.kwargs, predicts=not options.get("evaluates", True))
         with evaluating(self.session.split, self.session.options.loss):
-            return self.session.run_batch(self.step_count, batch, training=False, **options)
+            return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
 
     def predict(self, *args: Any, outputs: OutputsOption = True, **kwargs: Any) -> Any:
         """Return the model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -146,7 +146,7 @@ class Pipeline:
         target, timeline = kwargs.pop("target", None), kwargs.pop("timeline", False)
         batch = Batch(args, kwargs, target)
         result = self._evaluate(batch, outputs=outputs, timeline=timeline, evaluates=False)
-        return None if result._outputs is None else self.session.options.cutting.join(result.outputs, result.sizes)
+        return None if result._outputs is None else self.session.steps.cutting.join(result.outputs, result.sizes)
 
     # -- what this process holds ------------------------------------------------------------------------------------
 
@@ -185,18 +185,18 @@ class Pipeline:
     def needs_inputs(self) -> bool:
         """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split_fn=`
         cuts the target, too."""
-        return self.session.needs_inputs
+        return self.session.steps.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process must pass the target: something looks at targets, and it runs the last stage, or the
         first one with `split_fn=`, which cuts both."""
-        return self.session.needs_targets
+        return self.session.steps.needs_targets
 
     @property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage, from which outputs and losses come."""
-        return self.session.has_outputs
+        return self.session.steps.has_outputs
 
     @property
     def model(self) -> nn.Module:
@@ -263,10 +263,8 @@ class Pipeline:
         return {stage: split.share for stage, split in self._splits().items()}
 
     def _splits(self) -> dict[int, SplitBackward]:
-        programs = next(
-            (bound.programs for bound in reversed(list(self.session.bound_schedules)) if bound.training), ()
-        )
-        stages = (stage for program in programs for stage in program.stages.values())
+        latest_first = reversed(list(self.session.bound_schedules))
+        stages = next((bound.stages for bound in latest_first if bound.training), ())
         return {stage.index: stage.splits[0] for stage in stages if stage.splits}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -31,10 +31,9 @@ from penstock.distributed.failure import Failure, Position
 from penstock.distributed.launch.endings import register_run
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World
-from penstock.pipe.result import StepResult
 from penstock.pipe.verified import verified_fingerprints
 from penstock.runtime.execute.clock import counter
-from penstock.runtime.step.results import SharedLoss
+from penstock.runtime.step.results import SharedLoss, StepResult
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import MEMORY, TIMELINES
 from penstock.trace.runs.option import RunConfig

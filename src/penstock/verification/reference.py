@@ -229,13 +229,13 @@ class _ReferenceRunner:
     def _run(self, *, training: bool, trace: ModuleTrace | None = None) -> dict[Key, Tensor | None]:
         """Return outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
         session, label = self.single.session, "" if training else IN_EVALUATION
-        pieces = session.microbatches(Batch(), session.device)
+        pieces = session.steps.microbatches(Batch(), session.device)
         partitions = self._partitions(training=training)
         weighting = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         values: dict[Key, Tensor | None] = {}
         losses: list[Tensor] = []
         first_buffers: Mapping[str, Tensor] = {}
-        deferring = session.deferring_norms() if training else nullcontext()
+        deferring = session.steps.deferring_norms() if training else nullcontext()
         with session.drawing() as streams, deferring as norms, computing(None, None):
             for k, piece in enumerate(pieces):
                 draws = ReferenceDraws(self.single.model, streams, partitions[k]).drawing if partitions else _no_draws
@@ -270,7 +270,7 @@ class _ReferenceRunner:
         session = self.single.session
         if not training and not self._draws_random:
             return ()  # recording is the slowest part
-        batch = session.cut(Batch(pieces=tuple(self._pieces)), "batch")
+        batch = session.steps.cut(Batch(pieces=tuple(self._pieces)), "batch")
         self._states.enter(RECORDING)
         partitions = session.split.partitions(training=training, outline=Outline.of(batch))
         self._states.enter(OWNER)
@@ -333,7 +333,7 @@ def _replica_pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]
     """Return the microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    local = pipe.session.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
+    local = pipe.session.steps.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
     pieces = {0: local} if pipe.world.data_parallel == 1 else dict(pipe.all_gather_object((pipe.world.replica, local)))
     return [pieces[replica] for replica in range(pipe.world.data_parallel)]
 

@@ -28,13 +28,13 @@ from penstock.pipe import verified
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.pipe.result import StepResult
 from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
 from penstock.runtime.gradients.distribution import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
+from penstock.runtime.step.results import StepResult
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import resolve_order
 from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merge_rows

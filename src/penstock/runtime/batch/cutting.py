@@ -109,6 +109,10 @@ class Cutting:
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
         return cls(*parse(batch_dims), split_fn, merge_fn)
 
+    def in_pairs(self) -> Cutting:
+        """Return this rule, with fewer microbatches, if need be, so that none has a single row."""
+        return replace(self, inputs=replace(self.inputs, min_rows=2))
+
     def check(self, example: Example) -> None:
         """Raise ArgumentError if dimensions are stated for inputs that the example does not have."""
         if self.inputs.stated and self.split is None:

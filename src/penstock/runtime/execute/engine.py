@@ -1,4 +1,4 @@
-"""Drives this process's ranks: holds their transports and watchdog, and runs programs on them."""
+"""Drives this process's ranks: holds their transports and watchdog, and runs bound schedules on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch
@@ -33,15 +32,20 @@ from penstock.runtime.execute.clock import (
 )
 from penstock.runtime.execute.control import Arrival, Control
 from penstock.runtime.execute.program import (
+    BatchKind,
     BoundAction,
+    BoundSchedule,
     Feed,
-    Program,
+    bind_row,
+    bind_stages,
     is_profiling,
+    model_inputs,
     on_device,
     run_actions,
     run_timed,
     with_profiler_ranges,
 )
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.execute.transport_choice import (
     NOTHING_STAGED,
     TransportChoice,
@@ -49,10 +53,10 @@ from penstock.runtime.execute.transport_choice import (
     make_transport,
     staged_note,
 )
-from penstock.runtime.features.feature import Binding
+from penstock.runtime.features.feature import Binding, Start
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.sums import Tied, TieGroup, TieReducer, check_no_hooks, find_tied
+from penstock.runtime.gradients.sums import TieGroup, TieReducer, check_no_hooks, find_tied
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_stages
 from penstock.runtime.transport.protocol import Transport
@@ -61,27 +65,6 @@ from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import rank_pairs
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class BoundSchedule:
-    """A schedule bound to partitions, for the ranks of this process."""
-
-    number: int
-    """Tells its programs from those of other schedules; the same on every rank."""
-    partitions: tuple[Partition, ...]
-    """One per microbatch."""
-    actions: tuple[BoundAction, ...]
-    programs: tuple[Program, ...]
-    head: LossHead
-    averages: Mapping[int, Average]
-    """Averages over replicas, by stage; empty without replicas."""
-    updated: tuple[Tensor, ...]
-    """This process's buffers, and parameters if any, that a forward updates."""
-    tied: tuple[Tied, ...]
-    """This process's parameters that several stages hold and train."""
-    schedule: Schedule
-    training: bool
 
 
 class Engine:
@@ -169,8 +152,11 @@ class Engine:
                 with self.control.waiting_for("equal tied parameters", reducer.position.peers):
                     act(reducer)
 
-    def bind(self, binding: Binding) -> BoundSchedule:
-        """Bind a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
+    def bind(self, binding: Binding, kind: BatchKind) -> BoundSchedule:
+        """Bind a schedule to the partitions of its microbatches, those of a kind of batch.
+
+        Every rank binds the same ones in the same order.
+        """
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
         stages = merge_stages(partitions)
         with self.agreed_at_first():
@@ -186,29 +172,24 @@ class Engine:
             averages = self._averages(local) if training else {}
             draws = any(part.drawing_modules or draws_outside_modules(part) for part in distinct(partitions))
             streams = self.streams if draws else None
-            programs = {
-                rank: Program(
-                    self._num_bound,
-                    binding,
-                    self.transports[rank],
-                    head,
-                    self._reducers[rank],
-                    streams,
-                    self.devices[rank],
-                    self.world,
-                    averages,
-                )
-                for rank in self.ranks
-            }
-        number, self._num_bound = self._num_bound, self._num_bound + 1
+            number, bound_stages, rows = self._num_bound, list[BoundStage](), dict[int, list[BoundAction]]()
+            for rank in self.ranks:
+                transport, device = self.transports[rank], self.devices[rank]
+                by_index = bind_stages(number, binding, transport, head, streams, device, self.world)
+                bound_stages += by_index.values()
+                rows[rank] = bind_row(rank, binding, by_index, self._reducers[rank], averages, self.world)
+        self._num_bound += 1
         self._check_same_stages(schedule, binding.kinds)
         self._make_pair_groups(schedule.placement, binding.kinds)
         self._connect(schedule)
         return BoundSchedule(
             number=number,
+            kind=kind,
             partitions=tuple(partitions),
-            actions=tuple(self._in_order(schedule, programs)),
-            programs=tuple(programs.values()),
+            positions=tuple(model_inputs(partition.stages[0].meta) for partition in partitions),
+            overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),
+            actions=tuple(self._in_order(schedule, rows)),
+            stages=tuple(bound_stages),
             head=head,
             averages=averages,
             updated=tuple({**s.parameters, **s.buffers}[name] for s in local for name in s.meta.updated),
@@ -221,16 +202,15 @@ class Engine:
         """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
         return nullcontext() if self._num_bound else self.control.agreed()
 
-    def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
-        """Yield the actions of all programs: for one rank, its row; for several, an order that respects
-        dependencies."""
+    def _in_order(self, schedule: Schedule, rows: Mapping[int, Sequence[BoundAction]]) -> Iterator[BoundAction]:
+        """Yield the actions of all rows: for one rank, its row; for several, an order that respects dependencies."""
         if not self.world.is_local:
-            for program in programs.values():
-                yield from program.actions
+            for row in rows.values():
+                yield from row
             return
-        rows = {rank: iter(on_device(program.actions, self.devices[rank])) for rank, program in programs.items()}
+        remaining = {rank: iter(on_device(row, self.devices[rank])) for rank, row in rows.items()}
         for rank, _ in linearize(schedule):
-            yield next(rows[rank])
+            yield next(remaining[rank])
 
     def release(self, bound: BoundSchedule) -> None:
         """Release what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
@@ -330,9 +310,9 @@ class Engine:
         check_no_hooks(bound.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
-        for program in bound.programs:
-            reduces = self.replicas is None or self.replicas.active
-            program.start(feed, reduces=reduces)
+        start = Start(self.replicas is None or self.replicas.active, feed.loss_scale)
+        for stage in bound.stages:
+            stage.begin_step(feed.inputs if bound.schedule.placement.is_first(stage.index) else (), start)
         bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)

@@ -14,7 +14,7 @@ from penstock._base.errors import ArgumentError, is_number
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, adds_up, is_torch_loss, may_draw
+from penstock.runtime.loss.functions import Loss, adds_up, is_torch_loss, may_draw, uses_target
 from penstock.runtime.loss.loss_tensors import LossGuard, check_graph
 from penstock.runtime.microbatch_kinds import distinct
 
@@ -59,6 +59,17 @@ def weights(
             "expected non-negative numbers that are not all zero (a batch in which no token counts has no mean)"
         )
     return exact.seeds(raw, total)
+
+
+def check_sums(loss: Loss | None, reduction: Reduction, kwargs: Mapping[str, Any], microbatches: int) -> None:
+    """Raise ArgumentError if losses that add up would be averaged: those of a model that divides by
+    `num_items_in_batch`, as the Trainer of transformers has them."""
+    adds_up = microbatches > 1 and kwargs.get("num_items_in_batch") is not None and not uses_target(loss)
+    if adds_up and reduction != "sum":
+        raise ArgumentError(
+            "num_items_in_batch, but reduction is not 'sum': the losses that a model divides by it add up to the "
+            "batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
+        )
 
 
 def no_loss_error(output: object) -> ArgumentError:

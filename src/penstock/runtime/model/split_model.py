@@ -18,7 +18,8 @@ from penstock._base.stages import ties
 from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
-from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.program import BoundSchedule
 from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import Sharded, check_sharding

@@ -1,0 +1,320 @@
+"""The story of a step, from the caller's batch to the result: the batch is cut, the schedule bound for its kind is
+found, the engine runs that, and ranks get what the step gives back.
+
+Steps do not overlap in a process: a step sets torch's generators and the state of its stages, and recording a model
+replaces its tensors for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock._base.errors import ArgumentError, check_flags, warn
+from penstock._base.marks import computing
+from penstock._base.pytree import leaf_tensors, unflatten
+from penstock.distributed.launch.step_file import announcer
+from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch, check_aliases
+from penstock.runtime.batch.outline import Outline, SingleRowError
+from penstock.runtime.execute.program import BoundSchedule, Feed
+from penstock.runtime.features.deferred_norm import DeferredNorms
+from penstock.runtime.loss.functions import SUM_ADVICE, Loss, padding_advice, reduction_advice, uses_target
+from penstock.runtime.loss.loss import Reduction, check_sums, weights
+from penstock.runtime.step.bound_schedules import BoundSchedules, Call, OutputsOption
+from penstock.runtime.step.loss_dry_run import try_loss
+from penstock.runtime.step.results import LossParts, StepResult, collect_outputs, share_loss, share_timeline
+
+
+class Steps:
+    """Runs the batches of one pipeline.
+
+    Args:
+        bound_schedules: one for each kind of batch so far; the first is added here.
+        example: the batch that the pipeline is made for.
+        loss: the user's; None if the model computes its own.
+        norms: batch norms whose statistics are deferred in training, if any.
+        broadcast_loss: whether every rank is to have the loss.
+
+    Attributes:
+        first: what runs batches like the example.
+        has_inputs, has_outputs: whether this process runs the first, or the last stage.
+        needs_inputs, needs_targets: whether the caller must pass them to this process; see `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        bound_schedules: BoundSchedules,
+        example: batches.CutBatch,
+        cutting: Cutting,
+        loss: Loss | None,
+        reduction: Reduction,
+        norms: DeferredNorms | None,
+        *,
+        broadcast_loss: bool,
+    ) -> None:
+        self.engine, self.order = bound_schedules.engine, bound_schedules.order
+        self.bound_schedules, self.model_parts = bound_schedules, bound_schedules.model_parts
+        self.cutting, self.loss, self.reduction = cutting, loss, reduction
+        self._norms, self._broadcast_loss = norms, broadcast_loss
+        placement = self.order.placement
+        local_stages = [stage for stage, rank in enumerate(placement.rank_of) if rank in self.engine.ranks]
+        self.has_inputs = any(map(placement.is_first, local_stages))
+        self.has_outputs = any(map(placement.is_last, local_stages))
+        self._looks_at_targets = uses_target(loss) or callable(reduction)
+        cuts_both = cutting.split is not None and self._looks_at_targets  # by one function of the user's
+        self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
+        self.needs_targets = self._looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
+        self._parts = LossParts(self.engine, shared=broadcast_loss, of_function=loss is not None)
+        self._is_advised = self._padding_checked = reduction_advice(loss, reduction) is not None
+        self._announce = announcer()
+        self.first = bound_schedules.add(example, Outline.of(example), training=True)
+
+    def run_batch(
+        self,
+        number: int,
+        batch: Batch,
+        *,
+        training: bool,
+        outputs: OutputsOption,
+        timeline: bool,
+        loss_scale: float = 1.0,
+        evaluates: bool = True,
+    ) -> StepResult:
+        """Run one step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
+
+        Args:
+            evaluates: whether the loss is needed, not only the outputs.
+        """
+        if training and self._announce is not None:
+            self._announce(number)
+        check_flags(timeline=timeline)
+        call = Call.of(training, outputs, timeline, self.engine.world.ranks)
+        norms = self.deferring_norms() if training else nullcontext()
+        with self.engine.control.reporting(), one_at_a_time((self, training)):
+            if training or evaluates:
+                check_sums(self.loss, self.reduction, batch.kwargs, self.order.microbatches)
+            bound, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
+            is_first = training and number == 0
+            if is_first and self.has_inputs:
+                self._warn_if_nothing_trains(batch)
+            with self.model_parts.accepting_own_changes(bound.kind.mode, bound), norms:
+                times = self.engine.run_step(bound, feed, number, timed=timeline)
+                adds_up = bound.head.adds_up and len(bound.kind.sizes) > 1 and not self._is_advised
+                if is_first and adds_up and self.reduction == "mean":
+                    warn(SUM_ADVICE)
+                result = self._result(bound, call, times, evaluates, keep_outputs=feed.keep_outputs)
+                if training:
+                    self.bound_schedules.backward_to_batch(bound, cut)
+            return result
+
+    def _warn_if_nothing_trains(self, batch: Batch) -> None:
+        tensors = (
+            *(parameter for _, parameter in self.model_parts.all_parameters()),
+            *leaf_tensors((batch.args, batch.kwargs)),
+        )
+        if not any(tensor.requires_grad for tensor in tensors):
+            warn("no parameter and no input of the model requires a gradient, so that a step trains nothing")
+
+    def _prepare(
+        self, original: Batch, call: Call, keep_outputs: bool, loss_scale: float
+    ) -> tuple[BoundSchedule, Feed, batches.CutBatch | None]:
+        """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
+        batch = self._divide(original) if self.has_inputs or self.has_outputs else original
+        with torch.set_grad_enabled(call.training):
+            cut = self.cut(batch, "input") if self.has_inputs else None
+        try:
+            bound = self.bound_schedules.next(cut, call)
+        except SingleRowError:  # on every rank
+            if self.cutting.inputs.min_rows > 1:
+                raise
+            self.cutting = self.cutting.in_pairs()
+            return self._prepare(original, call, keep_outputs, loss_scale)
+        except TypeError as error:
+            if original.target is None and self.needs_targets:  # perhaps it is among the model's inputs
+                error.add_note("penstock: target=None: pass what the loss takes as target=...")
+            raise
+        self._check_aliases(bound, batch)
+        inputs = self._inputs(bound, cut)
+        if not self.has_outputs:
+            return bound, Feed(inputs, loss_scale=loss_scale), cut
+        return bound, Feed(inputs, *self._for_loss(bound, batch), keep_outputs, loss_scale), cut
+
+    @contextmanager
+    def deferring_norms(self) -> Iterator[DeferredNorms | None]:
+        """Wrap a training step: with `deferred_batch_norm`, running statistics are committed at its end, and are those
+        of the first replica in all."""
+        if self._norms is None:
+            yield None
+            return
+        with self._norms.step():
+            yield self._norms
+        if self.engine.world.data_parallel > 1:
+            self.engine.control.copy_from_first_process(self._norms.buffers())
+
+    def dry_run(self, batch: Batch, *, loss: bool) -> str | None:
+        """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
+        of any value. One process drives all ranks. Return why the loss could not be tried; None if it could."""
+        bound, batch = self.first, self._divide(batch)
+        self._check_aliases(bound, batch)
+        if not loss:
+            return None
+        targets, _ = self._for_loss(bound, batch)
+        devices = tuple({*self.engine.devices})
+        with self.engine.streams.drawing(0, devices), computing(0, 0):
+            loss_fn = getattr(self.loss, "__wrapped__", self.loss)  # as the user gave it
+            return try_loss(bound, None if targets is None else targets[0], loss_fn)
+
+    def _divide(self, batch: Batch) -> Batch:
+        """Return a batch with the microbatches that the user's function, if any, makes of it."""
+        order, cutting = self.order, self.cutting
+        return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
+
+    def cut(self, batch: Batch, label: str) -> batches.CutBatch:
+        """Return the microbatches of a batch's inputs, where they are."""
+        order, cutting = self.order, self.cutting
+        return cutting.cut(batch, order.microbatches, label, order.placement.pipelines)
+
+    def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
+        """Cut one batch as `run_batch` does, and move it to `device`: return each piece's rows and the target that the
+        loss and `reduction` get."""
+        batch = self._divide(batch)
+        cut = self.cut(batch, "batch")
+        targets = self.cutting.targets(batch, cut.sizes, labels=self._takes_labels(batch))
+        inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
+        moved = [batches.move_to((*given, target), device) for given, target in zip(inputs, targets, strict=True)]
+        return [Microbatch._make((*piece, rows)) for piece, rows in zip(moved, cut.sizes, strict=True)]
+
+    def _devices(self, bound: BoundSchedule, end: Callable[[int], bool]) -> list[torch.device | None]:
+        """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
+        order, engine = bound.schedule, self.engine
+        devices: list[torch.device | None] = [None] * len(bound.kind.sizes)
+        for stage in filter(end, range(order.placement.stages)):
+            if (rank := order.placement.rank_of[stage]) in engine.ranks:
+                for number in order.numbers_on(stage):
+                    devices[number] = engine.devices[rank]
+        return devices
+
+    def _check_aliases(self, bound: BoundSchedule, batch: Batch) -> None:
+        """Raise ArgumentError for aliases in what this process was given."""
+        if batch.pieces is not None or self.cutting.split is None:  # the recorded inputs are those of pieces
+            check_aliases(bound.overwritten, batch if self._looks_at_targets else batch._replace(target=None))
+
+    def _inputs(self, bound: BoundSchedule, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
+        """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
+        if cut is None:
+            return []
+        devices = self._devices(bound, self.order.placement.is_first)
+        parts = zip(bound.positions, self.bound_schedules.inputs(bound, cut), devices, strict=True)
+        return [
+            {
+                position: batches.move_to(tensor.detach() if tensor.requires_grad else tensor, device)
+                for position, tensor in zip(positions, tensors, strict=True)
+            }
+            for positions, tensors, device in parts
+        ]
+
+    def _for_loss(self, bound: BoundSchedule, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
+        """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
+        targets: Sequence[Any] | None = None
+        if not uses_target(self.loss) or batch.has_target or bound.training:
+            targets = self.cutting.targets(batch, bound.kind.sizes, labels=self._takes_labels(batch))
+        has_none = all(target is None for target in targets or ())
+        if callable(self.reduction) and has_none and not bound.training:
+            targets = None  # a prediction without labels
+        weight, devices = self._weights(bound, targets, batch), self._devices(bound, self.order.placement.is_last)
+        return targets and [
+            batches.move_to(target, device) for target, device in zip(targets, devices, strict=True)
+        ], weight
+
+    def _weights(self, bound: BoundSchedule, targets: Sequence[Any] | None, batch: Batch) -> list[float]:
+        """Return the weights of the microbatches' losses in the batch of all replicas."""
+        reduction: Reduction = "mean" if targets is None else self._reduction(bound)
+        replicas, engine = self.engine.replicas, self.engine
+        if targets and reduction == "mean" and not self._padding_checked:
+            on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
+            advice = padding_advice(self.loss, targets, bound.kind.sizes, self.model_parts.model, batch.kwargs)
+            self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
+            if advice is not None:
+                warn(advice)
+        if replicas is None:
+            return weights(reduction, bound.kind.sizes, targets or ())
+        watched, settings = engine.control.watchdog, self.bound_schedules.settings()
+        mean = partial(replicas.mean, training=bound.training, settings=settings, watched=watched)
+        if reduction == "sum":
+            mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
+        return weights(reduction, bound.kind.sizes, targets or (), self.engine.world.data_parallel, mean)
+
+    def _reduction(self, bound: BoundSchedule) -> Reduction:
+        """Return the user's reduction. A function reads a target on its original device, before it travels; if that
+        fails, since the function uses tensors of its own, where the loss is computed."""
+        reduction = self.reduction
+        device = next((d for d in self._devices(bound, self.order.placement.is_last) if d is not None), None)
+        if not callable(reduction) or device is None or device.type == "cpu":
+            return reduction
+
+        def weigh(target: Any) -> float:
+            try:
+                return float(reduction(target))
+            except RuntimeError:
+                return float(reduction(batches.move_to(target, device)))
+
+        return weigh
+
+    def _takes_labels(self, batch: Batch) -> bool:
+        """Whether a reduction weighs a model's own loss, by its labels."""
+        return self.loss is None and not batch.has_target
+
+    def _result(
+        self, bound: BoundSchedule, call: Call, times: Mapping[int, Any], evaluates: bool, *, keep_outputs: bool
+    ) -> StepResult:
+        if call.training or evaluates:
+            self._parts.agree(bound)
+        shared = share_loss(self.engine, bound, self.order.microbatches, broadcast=self._broadcast_loss)
+        losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
+        timeline = share_timeline(self.engine, bound.schedule, times, timed=call.timeline)
+        outputs = tuple(bound.head.outputs) if keep_outputs else None
+        targets = call.output_ranks(self.engine.world.ranks)
+        if targets is not None:
+            outputs = collect_outputs(self.engine, bound.schedule, outputs, targets)
+        return StepResult(losses, timeline, bound.kind.sizes, shared, outputs)
+
+
+_running: list[Hashable] = []
+_lock = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time(key: Hashable) -> Iterator[None]:
+    """Wrap a step, or the making of a pipeline.
+
+    Args:
+        key: distinguishes it from others that may run within it, such as a step of another pipeline.
+
+    Raises:
+        ArgumentError: another thread is within one, or this thread is within the same.
+    """
+    if not _lock.acquire(blocking=False):
+        raise ArgumentError(
+            "another thread of this process is making a pipeline or running a step, which share torch's random "
+            "generators and the model: use pipelines from one thread at a time, or in processes of their own"
+        )
+    try:
+        if key in _running:
+            raise ArgumentError(
+                "this pipeline was asked for a step within its own step (in the loss, in a hook or in the model's "
+                "forward): wait until the step has returned"
+            )
+        _running.append(key)
+        try:
+            yield
+        finally:
+            _running.remove(key)
+    finally:
+        _lock.release()
