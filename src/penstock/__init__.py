@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.pipe.scaler import GradScaler as GradScaler
     from penstock.runtime.batch.batch_dims import BatchDims as BatchDims
     from penstock.runtime.batch.batch_dims import Microbatches as Microbatches
-    from penstock.runtime.batch.cutting import Microbatch as Microbatch
+    from penstock.runtime.batch.cut import Microbatch as Microbatch
     from penstock.runtime.step.results import StepResult as StepResult
     from penstock.schedule import Schedule as Schedule
     from penstock.schedule.timeline import Timeline as Timeline
@@ -51,7 +51,7 @@ _HOMES = {
         "PartitionError PenstockError RankFailedError PlanError ScheduleError ShapeError VerificationError"
     ),
     "runtime.batch.batch_dims": "BatchDims Microbatches",
-    "runtime.batch.cutting": "Microbatch",
+    "runtime.batch.cut": "Microbatch",
     "runtime.step.results": "StepResult",
     "pipe.scaler": "GradScaler",
     "schedule": "Schedule",

@@ -30,10 +30,10 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.run_info import record
 from penstock.pipe.session import Session
 from penstock.pipe.validation import check_not_parallelized, default_device, has_values, share_example, validate_inputs
-from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Example, Outline, SingleRowError
+from penstock.runtime.batch.cut import CutBatch, Cutting, Example, MergeFunction, SplitFunction
+from penstock.runtime.batch.example import cut_like
+from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
@@ -268,7 +268,7 @@ def build(
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         full_example = share_example(engine.control, example)
         cut = cut or _cut(full_example, order, options.cutting)
-        options.decide("cutting", options.cutting.cut_like(full_example, sum(cut.sizes)))
+        options.decide("cutting", cut_like(options.cutting, full_example, sum(cut.sizes)))
         _check_same_example(engine, cut.sizes, options)
 
         split, cut = _split(engine, model, full_example, cut, order, options, front_end)
@@ -282,20 +282,20 @@ def build(
         return pipe
 
 
-def _cut(example: Example, order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(example: Example, order: Schedule, cutting: Cutting) -> CutBatch:
     cutting.check(example)
-    return cutting.batch(example, order.microbatches, "example", order.placement.pipelines)
+    return cutting.cut_example(example, order.microbatches, "example", order.placement.pipelines)
 
 
 def _split(
     engine: Engine,
     model: nn.Module | Sequence[nn.Module],
     full_example: Example,
-    cut: batches.CutBatch,
+    cut: CutBatch,
     order: Schedule,
     options: Options,
     front_end: MakeFrontEnd | None,
-) -> tuple[SplitModel, batches.CutBatch]:
+) -> tuple[SplitModel, CutBatch]:
     """Split the model; return it with the example cut to fit. What an attempt reveals is decided in `options`, on all
     ranks alike."""
     depth, streams = order.placement.depth, engine.streams

@@ -15,7 +15,7 @@ from penstock._base.errors import ArgumentError, check_counts, check_flags, is_i
 from penstock._base.gradients import check_grad_dtype
 from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
+from penstock.runtime.batch.cut import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transport_choice import TRANSPORTS, TransportChoice
 from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature

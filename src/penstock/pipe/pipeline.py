@@ -21,7 +21,7 @@ from penstock.partition.units.units import public_name
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, verified_fingerprints
-from penstock.runtime.batch.cutting import Batch
+from penstock.runtime.batch.cut import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
 from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
@@ -146,7 +146,9 @@ class Pipeline:
         target, timeline = kwargs.pop("target", None), kwargs.pop("timeline", False)
         batch = Batch(args, kwargs, target)
         result = self._evaluate(batch, outputs=outputs, timeline=timeline, evaluates=False)
-        return None if result._outputs is None else self.session.steps.cutting.join(result.outputs, result.sizes)
+        return (
+            None if result._outputs is None else self.session.steps.cutting.merge_outputs(result.outputs, result.sizes)
+        )
 
     # -- what this process holds ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.verified import compute_fingerprint
-from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.batch.cut import CutBatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_outside_modules
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
@@ -51,9 +51,7 @@ class Session:
         first_step: verifies the first step before it is taken; None if that is done, or not requested.
     """
 
-    def __init__(
-        self, engine: Engine, split: SplitModel, order: Schedule, example: batches.CutBatch, options: Options
-    ) -> None:
+    def __init__(self, engine: Engine, split: SplitModel, order: Schedule, example: CutBatch, options: Options) -> None:
         self.engine, self.control, self.world = engine, engine.control, engine.world
         self.split, self.order, self.options = split, order, options
         self.rows = sum(example.sizes)

@@ -14,7 +14,8 @@ from penstock._base.errors import ArgumentError
 from penstock._base.formatting import a
 from penstock.partition.units.chain import as_module
 from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
-from penstock.runtime.batch.outline import Example, Outline
+from penstock.runtime.batch.cut import Example
+from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.control import Control
 from penstock.runtime.gradients.distribution import parallelized_by
 

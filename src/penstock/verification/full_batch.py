@@ -25,8 +25,7 @@ from penstock.partition.state.reach import Reach
 from penstock.partition.units.chain import default_kwargs
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Microbatches
-from penstock.runtime.batch.cutting import UNCUT, Cutting, Microbatch
-from penstock.runtime.batch.microbatches import move_to, split
+from penstock.runtime.batch.cut import UNCUT, Cutting, Microbatch, cut_by_sizes, move_to
 from penstock.runtime.loss.functions import Loss, padding_advice, reduction_advice
 from penstock.runtime.loss.loss import Reduction, extract_loss, model_loss, no_loss_error, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
@@ -250,4 +249,4 @@ def _copy_microbatch(piece: Microbatch, device: torch.device, is_wide: bool) -> 
     """Copy a microbatch, in double precision if the model is."""
     tree: Any = (piece.args, dict(piece.kwargs), piece.target)
     tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
-    return Microbatch._make((*move_to(split(tree, (1,), "batch", UNCUT)[0], device), piece.rows))
+    return Microbatch._make((*move_to(cut_by_sizes(tree, (1,), "batch", UNCUT)[0], device), piece.rows))

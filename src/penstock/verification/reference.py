@@ -22,7 +22,7 @@ from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
+from penstock.runtime.batch.cut import Batch, Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.exact.streams import Streams

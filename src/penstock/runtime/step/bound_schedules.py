@@ -19,7 +19,7 @@ from penstock._base.compat import gradient_edge
 from penstock._base.errors import ArgumentError, ShapeError, warn
 from penstock._base.pytree import flatten
 from penstock.partition.state.remembered import refuse_samples
-from penstock.runtime.batch.microbatches import CutBatch, input_signature
+from penstock.runtime.batch.cut import CutBatch, input_signature
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import Engine

@@ -8,7 +8,7 @@ replaces its tensors for a while.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,8 +20,10 @@ from penstock._base.errors import ArgumentError, check_flags, warn
 from penstock._base.marks import computing
 from penstock._base.pytree import leaf_tensors, unflatten
 from penstock.distributed.launch.step_file import announcer
-from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch, check_aliases
+from penstock.partition.values.memory import overlap
+from penstock.partition.values.objects import input_path
+from penstock.runtime.batch.batch_dims import iter_leaves
+from penstock.runtime.batch.cut import Batch, CutBatch, Cutting, Microbatch, move_to
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.program import BoundSchedule, Feed
 from penstock.runtime.features.deferred_norm import DeferredNorms
@@ -51,7 +53,7 @@ class Steps:
     def __init__(
         self,
         bound_schedules: BoundSchedules,
-        example: batches.CutBatch,
+        example: CutBatch,
         cutting: Cutting,
         loss: Loss | None,
         reduction: Reduction,
@@ -124,7 +126,7 @@ class Steps:
 
     def _prepare(
         self, original: Batch, call: Call, keep_outputs: bool, loss_scale: float
-    ) -> tuple[BoundSchedule, Feed, batches.CutBatch | None]:
+    ) -> tuple[BoundSchedule, Feed, CutBatch | None]:
         """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
         batch = self._divide(original) if self.has_inputs or self.has_outputs else original
         with torch.set_grad_enabled(call.training):
@@ -176,7 +178,7 @@ class Steps:
         order, cutting = self.order, self.cutting
         return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
 
-    def cut(self, batch: Batch, label: str) -> batches.CutBatch:
+    def cut(self, batch: Batch, label: str) -> CutBatch:
         """Return the microbatches of a batch's inputs, where they are."""
         order, cutting = self.order, self.cutting
         return cutting.cut(batch, order.microbatches, label, order.placement.pipelines)
@@ -188,7 +190,7 @@ class Steps:
         cut = self.cut(batch, "batch")
         targets = self.cutting.targets(batch, cut.sizes, labels=self._takes_labels(batch))
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
-        moved = [batches.move_to((*given, target), device) for given, target in zip(inputs, targets, strict=True)]
+        moved = [move_to((*given, target), device) for given, target in zip(inputs, targets, strict=True)]
         return [Microbatch._make((*piece, rows)) for piece, rows in zip(moved, cut.sizes, strict=True)]
 
     def _devices(self, bound: BoundSchedule, end: Callable[[int], bool]) -> list[torch.device | None]:
@@ -206,7 +208,7 @@ class Steps:
         if batch.pieces is not None or self.cutting.split is None:  # the recorded inputs are those of pieces
             check_aliases(bound.overwritten, batch if self._looks_at_targets else batch._replace(target=None))
 
-    def _inputs(self, bound: BoundSchedule, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
+    def _inputs(self, bound: BoundSchedule, cut: CutBatch | None) -> list[dict[int, Tensor]]:
         """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
@@ -214,7 +216,7 @@ class Steps:
         parts = zip(bound.positions, self.bound_schedules.inputs(bound, cut), devices, strict=True)
         return [
             {
-                position: batches.move_to(tensor.detach() if tensor.requires_grad else tensor, device)
+                position: move_to(tensor.detach() if tensor.requires_grad else tensor, device)
                 for position, tensor in zip(positions, tensors, strict=True)
             }
             for positions, tensors, device in parts
@@ -229,9 +231,7 @@ class Steps:
         if callable(self.reduction) and has_none and not bound.training:
             targets = None  # a prediction without labels
         weight, devices = self._weights(bound, targets, batch), self._devices(bound, self.order.placement.is_last)
-        return targets and [
-            batches.move_to(target, device) for target, device in zip(targets, devices, strict=True)
-        ], weight
+        return targets and [move_to(target, device) for target, device in zip(targets, devices, strict=True)], weight
 
     def _weights(self, bound: BoundSchedule, targets: Sequence[Any] | None, batch: Batch) -> list[float]:
         """Return the weights of the microbatches' losses in the batch of all replicas."""
@@ -263,7 +263,7 @@ class Steps:
             try:
                 return float(reduction(target))
             except RuntimeError:
-                return float(reduction(batches.move_to(target, device)))
+                return float(reduction(move_to(target, device)))
 
         return weigh
 
@@ -284,6 +284,38 @@ class Steps:
         if targets is not None:
             outputs = collect_outputs(self.engine, bound.schedule, outputs, targets)
         return StepResult(losses, timeline, bound.kind.sizes, shared, outputs)
+
+
+def check_aliases(overwritten: Collection[str], batch: Batch) -> None:
+    """Raise ArgumentError if an input that the forward updates in place shares memory with another input or a target.
+
+    On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` made of x. In
+    a pipeline each has its own memory, often in another process, and would not see the update.
+
+    If the batch comes in pieces, this includes the inputs of other microbatches.
+
+    `overwritten`: the paths of the inputs that the forward updates in place.
+    """
+    if not overwritten:
+        return
+    inputs: list[tuple[str, Tensor]] = []  # by their paths, as a caller would write them
+    targets: list[tuple[str, Tensor]] = []
+    for piece in batch.pieces or [batch]:
+        input_leaves = iter_leaves((piece.args, dict(piece.kwargs)))
+        inputs += [(input_path(path), leaf) for path, leaf in input_leaves if isinstance(leaf, Tensor)]
+        targets += [(f"target{path}", leaf) for path, leaf in iter_leaves(piece.target) if isinstance(leaf, Tensor)]
+    for index, (path, tensor) in enumerate(inputs):
+        if path not in overwritten:
+            continue
+        candidates = [*inputs[:index], *inputs[index + 1 :], *targets]
+        alias = next((name for name, candidate in candidates if overlap(tensor, candidate)), None)
+        if alias is not None:
+            text = f"{alias} of another microbatch" if alias == path else alias
+            raise ArgumentError(
+                f"the forward updates input {path} in place, and {text} shares memory with it: on one device {text} "
+                "would change as well, but in a pipeline each has memory of its own. Pass a clone as one of the two "
+                "(x.clone()), or have the model not update its input in place"
+            )
 
 
 _running: list[Hashable] = []
