@@ -267,7 +267,7 @@ class Pipeline:
     def _splits(self) -> dict[int, SplitBackward]:
         latest_first = reversed(list(self.session.bound_schedules))
         stages = next((bound.stages for bound in latest_first if bound.training), ())
-        return {stage.index: stage.splits[0] for stage in stages if stage.splits}
+        return {stage.index: stage.split_backwards[0] for stage in stages if stage.split_backwards}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this process's stages, without duplicates, by their names in the unsplit model; and,

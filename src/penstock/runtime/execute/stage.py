@@ -23,6 +23,7 @@ from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.feature import (
     NOTHING,
+    Context,
     Forward,
     MakeFeature,
     Rerun,
@@ -42,6 +43,9 @@ from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
 from penstock.schedule import Op
 
 Values = list[Tensor | None]
+
+Enter = Callable[[], Context]
+"""Makes what some work is wrapped in."""
 
 
 class _Kind:
@@ -72,7 +76,7 @@ class BoundStage:
 
     Attributes:
         features: the outermost first.
-        splits: what runs the backwards that are split.
+        split_backwards: what runs the backwards that are split.
         batch: the model's inputs by position among the stage's inputs, for each microbatch that has yet to run.
         batch_gradients: the gradients of the model's inputs, by microbatch and position.
 
@@ -90,8 +94,8 @@ class BoundStage:
         self.index, self.features = stage.index, stage.made
         self._context = stage
         self._functions = [_stage_function(stage, microbatch) for microbatch in range(len(stage.stages))]
-        self._split = _split_backwards(stage)
-        self.splits = distinct(split for split in self._split if split is not None)
+        self._splits = _split_backwards(stage)
+        self.split_backwards = distinct(split for split in self._splits if split is not None)
         kinds = stage.binding.kinds
         by_kind = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
         self._kinds = [by_kind[kind] for kind in kinds.by_microbatch]
@@ -109,7 +113,7 @@ class BoundStage:
         for leftover in (self.batch, self.batch_gradients, self._saved, self._reruns, self._mail):
             leftover.clear()
         self.batch.update(enumerate(batch))
-        for split in self.splits:
+        for split in self.split_backwards:
             split.begin_step()
         for feature in self.features:
             feature.begin_step(start)
@@ -132,11 +136,17 @@ class BoundStage:
 
     def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
         """Run the stage, keep what backward starts from, and pass the outputs on."""
-        run, keeping, reruns = self._make_forward(microbatch), calls(self.features, "keep", microbatch), self._reruns
+        head, kind, reruns = self._context.head, self._kinds[microbatch], self._reruns
+        pass_on = self._make_pass_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
+        keep_output = None if head is None else partial(head.keep, microbatch)
+        enter = contexts(self.features, "forward", microbatch, runs_again=False)
+        run = self._make_forward(microbatch, enter, pass_on or keep_output)
+        keeping = calls(self.features, "keep", microbatch)
         if not keeping:
             return run
-        run_and_drop = self._make_forward(microbatch, drops_graph=True)
-        split = None if self._context.head is None else self._split[microbatch]
+        enter = contexts(self.features, "forward", microbatch, runs_again=True)
+        run_and_drop = self._make_forward(microbatch, enter, pass_on, drops_graph=True)
+        split = None if head is None else self._splits[microbatch]
 
         def forward_or_keep(args: list[Any]) -> None:
             rerun: Rerun | None = None
@@ -152,30 +162,26 @@ class BoundStage:
         return forward_or_keep
 
     def _make_forward(
-        self, microbatch: int, *, drops_graph: bool = False, is_rerun: bool = False
+        self, microbatch: int, enter: Enter | None, finish: Callable[[Values], None] | None, drops_graph: bool = False
     ) -> Callable[[list[Any]], None]:
         """Run the stage's code, and the loss if there is one. Empty the inputs.
 
         Args:
+            enter: makes what this run is wrapped in.
+            finish: passes the outputs on, or keeps them.
             drops_graph: whether backward starts from a later run. Only that one computes the loss, which may count or
                 write into its target.
-            is_rerun: whether this is such a later run, whose outputs have been passed on before.
         """
         stage, kind, index, anchor = self._context, self._kinds[microbatch], self.index, self._anchor
         tracked, root_inputs, root_outputs = kind.tracked, kind.root_inputs, kind.root_outputs
-        untracked_outputs, split = kind.untracked_outputs, self._split[microbatch]
+        untracked_outputs, split = kind.untracked_outputs, self._splits[microbatch]
         code, plain = self._functions[microbatch], [Tensor] * len(kind.meta.outputs)
         if split is not None:
             code = within(partial(split.forward, microbatch, runs_again=drops_graph), code)
         code = within(contexts(self.features, "code", microbatch), code)
-        enter = contexts(self.features, "forward", microbatch, runs_again=drops_graph)
-        enter = contexts(self.features, "again", microbatch) if is_rerun else enter
         begin = self._make_begin(microbatch, stage=index)
         head, saved = None if drops_graph else stage.head, self._saved if stage.training and not drops_graph else None
         learn = None if split is None or (drops_graph and stage.head is not None) else split.learn
-        pass_on = None if is_rerun else self._make_pass_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
-        if pass_on is None and head is not None:
-            pass_on = partial(head.keep, microbatch)
 
         def run_forward(args: list[Any]) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -200,8 +206,8 @@ class BoundStage:
                     learn(roots)
             if saved is not None:
                 saved[microbatch] = [*roots, *input_edges], slots
-            if pass_on is not None:
-                pass_on(outputs)
+            if finish is not None:
+                finish(outputs)
 
         return run_forward
 
@@ -264,7 +270,8 @@ class BoundStage:
 
     def _make_rerun(self, microbatch: int) -> Callable[[], None]:
         """Run a forward again on the same inputs to get its graph, and drop what was kept for that."""
-        run, reruns = self._make_forward(microbatch, is_rerun=True), self._reruns
+        head, reruns, enter = self._context.head, self._reruns, contexts(self.features, "again", microbatch)
+        run = self._make_forward(microbatch, enter, None if head is None else partial(head.keep, microbatch))
 
         def run_again() -> None:
             rerun = reruns.pop(microbatch)
@@ -275,7 +282,7 @@ class BoundStage:
 
     def _make_autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
         """Run backward from the roots that have a gradient. Empty the gradients."""
-        run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._split[microbatch]
+        run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._splits[microbatch]
         if split is not None:
             run = within(partial(split.input_gradients, microbatch), run)
 
@@ -289,7 +296,7 @@ class BoundStage:
 
     def weight_backward(self, microbatch: int) -> Callable[[], None]:
         """Run W: the part of a microbatch's backward that the I part put off."""
-        split, index = self._split[microbatch], self.index
+        split, index = self._splits[microbatch], self.index
         assert split is not None
         run = within(contexts(self.features, "weights", microbatch), partial(split.weight_gradients, microbatch))
 
