@@ -128,6 +128,9 @@ class BoundSchedule:
     """Those of the model's inputs among the first stage's, for each microbatch."""
     overwritten: Set[str]
     """The paths of the inputs that some microbatch's forward updates in place."""
+    first_ranks: Sequence[int]
+    """The rank of each microbatch's first stage."""
+    last_ranks: Sequence[int]
     actions: tuple[BoundAction, ...]
     stages: tuple[BoundStage, ...]
     head: LossHead
@@ -158,6 +161,13 @@ class Feed:
     weights: Sequence[float] = ()
     keep_outputs: bool = False
     loss_scale: float = 1.0
+
+
+def ranks_of_ends(schedule: Schedule, is_end: Callable[[int], bool]) -> list[int]:
+    """Return the rank of each microbatch's first or last stage, of which each copy of the model has one."""
+    ends = filter(is_end, range(schedule.placement.stages))
+    ranks = {k: schedule.placement.rank_of[stage] for stage in ends for k in schedule.numbers_on(stage)}
+    return [ranks[k] for k in range(schedule.microbatches)]
 
 
 def bind_stages(

@@ -251,7 +251,7 @@ class LossHead:
         """Whether a microbatch's loss counts in the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
-    def terms(self, microbatches: range) -> Sequence[Tensor | None]:
+    def terms(self, microbatches: Sequence[int]) -> Sequence[Tensor | None]:
         """Return what some microbatches add to the batch's loss, in order, each followed by what it adds to the parts;
         None for a loss that is elsewhere."""
         if not self.losses:

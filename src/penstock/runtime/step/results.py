@@ -35,37 +35,29 @@ from penstock.schedule.timeline import Timeline
 
 
 def collect_outputs(
-    engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, targets: range
+    engine: Engine, owners: Sequence[int], outputs: Sequence[Any] | None, targets: range
 ) -> tuple[Any, ...] | None:
     """Bring each microbatch's output, in order, to the ranks that requested it; return None on the others.
 
     Every rank calls it.
 
     Args:
+        owners: the rank that has each microbatch's output.
         outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
         targets: the ranks that requested them.
     """
     local_rank = engine.world.rank
     if local_rank is None:
         return None if outputs is None else tuple(outputs)
-    owners = _output_ranks(schedule)
-    local_outputs = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == local_rank}
+    local_outputs = {} if outputs is None else {k: outputs[k] for k, owner in enumerate(owners) if owner == local_rank}
     collected = dict(local_outputs)
-    for k, owner in owners.items():
+    for k, owner in enumerate(owners):
         if local_rank == owner and any(rank != owner for rank in targets):
             engine.control.transfer(_pack_output(local_outputs[k]), owner, targets)
         elif local_rank in targets and local_rank != owner:
             packed, layouts = engine.control.transfer(_EMPTY, owner, targets)
             collected[k] = map_tensors(partial(_unpack_tensor, iter(layouts), engine.devices[engine.ranks[0]]), packed)
-    return tuple(collected[k] for k in owners) if local_rank in targets else None
-
-
-def _output_ranks(schedule: Schedule) -> dict[int, int]:
-    """Return the rank that has each microbatch's output, ascending by microbatch."""
-    placement = schedule.placement
-    last_stages = [stage for stage in range(placement.stages) if placement.is_last(stage)]
-    owners = {k: placement.rank_of[stage] for stage in last_stages for k in schedule.numbers_on(stage)}
-    return dict(sorted(owners.items()))
+    return tuple(collected[k] for k in range(len(owners))) if local_rank in targets else None
 
 
 _Packed = tuple[Any, list[Layout]]
@@ -213,16 +205,17 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, broad
         microbatches: of each replica.
         broadcast: whether every rank is to have the loss; otherwise it stays where it was computed.
     """
-    world, control, schedule, head = engine.world, engine.control, bound.schedule, bound.head
-    last_stages = [stage for stage in range(schedule.placement.stages) if schedule.placement.is_last(stage)]
-    microbatches_on = {schedule.placement.rank_of[stage]: schedule.numbers_on(stage) for stage in last_stages}
+    world, control, head = engine.world, engine.control, bound.head
+    microbatches_on: dict[int, list[int]] = {}
+    for k, rank in enumerate(bound.last_ranks):
+        microbatches_on.setdefault(rank, []).append(k)
     replicas, terms_per_loss = world.data_parallel if broadcast else 1, 1 + len(head.names)
     terms: list[Tensor | None] = [None] * terms_per_loss
     lengths = [terms_per_loss]
     if replicas > 1:  # each microbatch has its own place in a sum over all processes
         terms *= microbatches * replicas
         for owned in (owned for rank, owned in microbatches_on.items() if rank in engine.ranks and world.tp_rank == 0):
-            start = (world.replica * microbatches + owned.start) * terms_per_loss
+            start = (world.replica * microbatches + owned[0]) * terms_per_loss
             terms[start : start + len(owned) * terms_per_loss] = head.terms(owned)
     elif len(microbatches_on) > 1 and not world.is_local:
         terms = [term for owned in microbatches_on.values() for term in head.terms(owned)]

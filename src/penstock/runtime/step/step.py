@@ -8,7 +8,7 @@ replaces its tensors for a while.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -65,10 +65,9 @@ class Steps:
         self.bound_schedules, self.model_parts = bound_schedules, bound_schedules.model_parts
         self.cutting, self.loss, self.reduction = cutting, loss, reduction
         self._norms, self._broadcast_loss = norms, broadcast_loss
-        placement = self.order.placement
-        local_stages = [stage for stage, rank in enumerate(placement.rank_of) if rank in self.engine.ranks]
-        self.has_inputs = any(map(placement.is_first, local_stages))
-        self.has_outputs = any(map(placement.is_last, local_stages))
+        self.first = bound_schedules.add(example, Outline.of(example), training=True)
+        self.has_inputs = any(rank in self.engine.ranks for rank in self.first.first_ranks)
+        self.has_outputs = any(rank in self.engine.ranks for rank in self.first.last_ranks)
         self._looks_at_targets = uses_target(loss) or callable(reduction)
         cuts_both = cutting.split is not None and self._looks_at_targets  # by one function of the user's
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
@@ -76,7 +75,6 @@ class Steps:
         self._parts = LossParts(self.engine, shared=broadcast_loss, of_function=loss is not None)
         self._is_advised = self._padding_checked = reduction_advice(loss, reduction) is not None
         self._announce = announcer()
-        self.first = bound_schedules.add(example, Outline.of(example), training=True)
 
     def run_batch(
         self,
@@ -193,15 +191,9 @@ class Steps:
         moved = [move_to((*given, target), device) for given, target in zip(inputs, targets, strict=True)]
         return [Microbatch._make((*piece, rows)) for piece, rows in zip(moved, cut.sizes, strict=True)]
 
-    def _devices(self, bound: BoundSchedule, end: Callable[[int], bool]) -> list[torch.device | None]:
-        """Return where each microbatch's first (or last) stage runs; None if another process runs it."""
-        order, engine = bound.schedule, self.engine
-        devices: list[torch.device | None] = [None] * len(bound.kind.sizes)
-        for stage in filter(end, range(order.placement.stages)):
-            if (rank := order.placement.rank_of[stage]) in engine.ranks:
-                for number in order.numbers_on(stage):
-                    devices[number] = engine.devices[rank]
-        return devices
+    def _devices(self, ranks: Sequence[int]) -> list[torch.device | None]:
+        """Return the devices of ranks; None for those of other processes."""
+        return [self.engine.devices[rank] if rank in self.engine.ranks else None for rank in ranks]
 
     def _check_aliases(self, bound: BoundSchedule, batch: Batch) -> None:
         """Raise ArgumentError for aliases in what this process was given."""
@@ -212,7 +204,7 @@ class Steps:
         """Return, for each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
-        devices = self._devices(bound, self.order.placement.is_first)
+        devices = self._devices(bound.first_ranks)
         parts = zip(bound.positions, self.bound_schedules.inputs(bound, cut), devices, strict=True)
         return [
             {
@@ -230,7 +222,7 @@ class Steps:
         has_none = all(target is None for target in targets or ())
         if callable(self.reduction) and has_none and not bound.training:
             targets = None  # a prediction without labels
-        weight, devices = self._weights(bound, targets, batch), self._devices(bound, self.order.placement.is_last)
+        weight, devices = self._weights(bound, targets, batch), self._devices(bound.last_ranks)
         return targets and [move_to(target, device) for target, device in zip(targets, devices, strict=True)], weight
 
     def _weights(self, bound: BoundSchedule, targets: Sequence[Any] | None, batch: Batch) -> list[float]:
@@ -255,7 +247,7 @@ class Steps:
         """Return the user's reduction. A function reads a target on its original device, before it travels; if that
         fails, since the function uses tensors of its own, where the loss is computed."""
         reduction = self.reduction
-        device = next((d for d in self._devices(bound, self.order.placement.is_last) if d is not None), None)
+        device = next((d for d in self._devices(bound.last_ranks) if d is not None), None)
         if not callable(reduction) or device is None or device.type == "cpu":
             return reduction
 
@@ -282,7 +274,7 @@ class Steps:
         outputs = tuple(bound.head.outputs) if keep_outputs else None
         targets = call.output_ranks(self.engine.world.ranks)
         if targets is not None:
-            outputs = collect_outputs(self.engine, bound.schedule, outputs, targets)
+            outputs = collect_outputs(self.engine, bound.last_ranks, outputs, targets)
         return StepResult(losses, timeline, bound.kind.sizes, shared, outputs)
 
 
