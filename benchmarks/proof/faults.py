@@ -223,13 +223,13 @@ def two_microbatches_are_swapped() -> None:
 @fault("step 1, microbatch 0 on stage 1", "the gradient that reaches 'drops.3'")
 def targets_are_swapped() -> None:
     """The first two microbatches' targets are swapped."""
-    start = LossHead.start
+    start = LossHead.begin_step
 
     def swapped(self: LossHead, targets: Any, *more: Any, **options: Any) -> None:
         targets = targets if targets is None else [targets[1], targets[0], *targets[2:]]
         start(self, targets, *more, **options)
 
-    LossHead.start = swapped  # type: ignore[method-assign]
+    LossHead.begin_step = swapped  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 2 on stage 1", "what enters 'layers.2'", "value of microbatch 1, the one before")
@@ -409,8 +409,8 @@ def a_weights_part_is_lost() -> None:
 @fault("step 1, microbatch 0 on stage 1", "what enters 'layers.2'")
 def activations_are_rounded() -> None:
     """Activations cross a cut in bfloat16."""
-    receive = exact.receive
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.bfloat16().float())
+    receive = exact.as_graph_input
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.bfloat16().float())
 
 
 @fault("step 1, microbatch 0 on stage 0", "the gradient that reaches 'drops.1'", "number of microbatches")
@@ -463,28 +463,28 @@ def the_loss_that_is_told_is_not_divided() -> None:
 @fault("what enters 'layers.2'", "1.5 times what it should be")
 def activations_are_scaled() -> None:
     """Activations are 1.5 times as large behind a cut."""
-    receive = exact.receive
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1.5))
+    receive = exact.as_graph_input
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.mul_(1.5))
 
 
 @fault("what enters 'layers.2'", "no more than rounding", never="grows")
 def activations_are_a_little_off() -> None:
     """Activations are off by no more than rounding behind a cut."""
-    receive = exact.receive
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6))
+    receive = exact.as_graph_input
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6))
 
 
 @fault("no more than rounding, which grows step by step", make=plain, cuts=None)
 def activations_are_off_by_more_in_each_step() -> None:
     """Rounding of activations is larger in each step."""
-    receive, step, count = exact.receive, Pipeline.step, [-1]
+    receive, step, count = exact.as_graph_input, Pipeline.step, [-1]
 
     def begin(self: Pipeline, *args: Any, **options: Any) -> Any:
         count[0] += 1
         return step(self, *args, **options)
 
     Pipeline.step = begin  # type: ignore[method-assign]
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6 * (count[0] % 3)))
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6 * (count[0] % 3)))
 
 
 @fault("what leaves 'layers.1'", "it is what leaves 'drops.0': a layer between is left out")

@@ -35,7 +35,9 @@ def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
             x, y = part(batch(step), replica, replicas)
             pipe.step(x, target=y)
         return {
-            name: parameter.grad for name, parameter in pipe.session.split.all_parameters() if not parameter.is_meta
+            name: parameter.grad
+            for name, parameter in pipe.session.model_parts.all_parameters()
+            if not parameter.is_meta
         }
 
 

@@ -34,7 +34,7 @@ class PartitionedState:
 
     def __init__(self, item: Any, pipe: Pipeline) -> None:
         self._item = item
-        stored_names, local = pipe.session.split.names(), pipe.state_dict()
+        stored_names, local = pipe.session.model_parts.names(), pipe.state_dict()
         tensors = pipe.model.state_dict(keep_vars=True) | local
         self._names = {name: (stored_names.get(name, name), tensor.shape) for name, tensor in tensors.items()}
         parameter_names = {id(parameter): name for name, parameter in pipe.named_parameters()}

@@ -68,12 +68,12 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         CheckpointError: on every rank, if the file cannot be written.
     """
     path = Path(path)
-    model_names = set(pipe.session.split.names().values())  # without those of the loss
+    model_names = set(pipe.session.model_parts.names().values())  # without those of the loss
     local = {name: tensor for name, tensor in pipe.state_dict().items() if name in model_names}
     by_rank = pipe.all_gather_object(
         [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in local.items()]
     )
-    entries = order_entries(by_rank, pipe.session.split.all_names())
+    entries = order_entries(by_rank, pipe.session.model_parts.all_names())
     ties = {name: first for name, first in pipe.session.ties().items() if first in local}
     file_metadata = {name: first for part in pipe.all_gather_object(ties) for name, first in part.items()} | dict(
         metadata or {}

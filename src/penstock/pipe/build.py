@@ -222,7 +222,7 @@ def pipeline(
     pipe = build(model, example, world, order, options, plan=applied_plan.plan)
     pipe.session.first_step = first_step
     applied_plan.check_rows(pipe.session.rows)
-    for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.split.loss_notes):
+    for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.model_parts.loss_notes):
         warn(note)
     return pipe
 

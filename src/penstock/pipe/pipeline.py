@@ -126,7 +126,7 @@ class Pipeline:
     def _evaluate(self, batch: Batch, **options: Any) -> StepResult:
         self.session.check_open()
         _check_misspelled(self, batch.kwargs, predicts=not options.get("evaluates", True))
-        with evaluating(self.session.split, self.session.options.loss):
+        with evaluating(self.session.model_parts, self.session.options.loss):
             return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
 
     def predict(self, *args: Any, outputs: OutputsOption = True, **kwargs: Any) -> Any:
@@ -203,12 +203,12 @@ class Pipeline:
     @property
     def model(self) -> nn.Module:
         """The model, or the chain of the given layers. Stages of other processes are on the meta device."""
-        return self.session.split.model
+        return self.session.model_parts.model
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """The call that each stage but the first begins with. Fit for `cuts=`."""
-        return self.session.split.cuts
+        return self.session.model_parts.cuts
 
     @property
     def stages(self) -> tuple[StageMeta, ...]:
@@ -247,7 +247,7 @@ class Pipeline:
             *partition.notes,
             *options.cutting.notes,
             *options.loss_notes,
-            *self.session.split.loss_notes,
+            *self.session.model_parts.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
@@ -273,7 +273,7 @@ class Pipeline:
         """Yield the parameters of this process's stages, without duplicates, by their names in the unsplit model; and,
         on the last stage, what the loss trains (a learned temperature, centers of classes), by names that begin with
         "loss."."""
-        return iter(self.session.split.held_parameters())
+        return iter(self.session.model_parts.held_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
@@ -292,7 +292,7 @@ class Pipeline:
         Raises:
             ArgumentError: the options are not a dict, or hold parameters.
         """
-        return parameter_groups(self.session.split.all_parameters(), self.named_parameters(), options_of)
+        return parameter_groups(self.session.model_parts.all_parameters(), self.named_parameters(), options_of)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -316,12 +316,12 @@ class Pipeline:
             raise ArgumentError(f"foreach={foreach!r}: expected True, False or None")
         self.session.require_synced_gradients("clip_grad_norm_")
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        order = [name for name, _ in self.session.split.all_parameters()]
+        order = [name for name, _ in self.session.model_parts.all_parameters()]
         return clip(gradients, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of this process's stages, by their names in the unsplit model."""
-        return iter(self.session.split.held_buffers())
+        return iter(self.session.model_parts.held_buffers())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers of this process's stages, by their names in the unsplit model.
@@ -329,9 +329,9 @@ class Pipeline:
         A tied parameter has its first name. Rank 0 holds what no stage uses. The tensors are live. See
         `penstock.checkpoint` for all ranks'.
         """
-        unused = self.session.split.held_unused()
+        unused = self.session.model_parts.held_unused()
         tensors: dict[str, Tensor] = dict((*self.named_parameters(), *self.named_buffers(), *unused))
-        return {name: tensors[name].detach() for name in self.session.split.all_names() if name in tensors}
+        return {name: tensors[name].detach() for name in self.session.model_parts.all_names() if name in tensors}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into what this process holds. `state` may be that of the whole unsplit model alone.
@@ -340,14 +340,14 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names, state = self.session.split.names(), {public_name(self.model, name): state[name] for name in state}
+        names, state = self.session.model_parts.names(), {public_name(self.model, name): state[name] for name in state}
         local = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
-        known_names = {*map(unwrapped, self.model.state_dict()), *self.session.split.all_names()}
+        known_names = {*map(unwrapped, self.model.state_dict()), *self.session.model_parts.all_names()}
         load_into(local, state, known_names, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode on every module, as `nn.Module.train` does."""
-        self.session.split.model.train(mode)
+        self.session.model_parts.model.train(mode)
         return self
 
     def eval(self) -> Self:

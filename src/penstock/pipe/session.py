@@ -53,7 +53,7 @@ class Session:
 
     def __init__(self, engine: Engine, split: SplitModel, order: Schedule, example: CutBatch, options: Options) -> None:
         self.engine, self.control, self.world = engine, engine.control, engine.world
-        self.split, self.order, self.options = split, order, options
+        self.model_parts, self.order, self.options = split, order, options
         self.rows = sum(example.sizes)
         self.step_count = 0
         self.companions: dict[type, Any] = {}
@@ -95,16 +95,16 @@ class Session:
     @property
     def partition(self) -> Partition:
         """What the model was recorded as and cut into, for the first microbatch."""
-        return self.split.partitions(training=True)[0]
+        return self.model_parts.partitions(training=True)[0]
 
     def fingerprint(self) -> str:
         """Identify the model, schedule and options."""
-        return compute_fingerprint(self.split, self.engine, self.order, self.options)
+        return compute_fingerprint(self.model_parts, self.engine, self.order, self.options)
 
     @property
     def compile(self) -> Compile:
         """How stages are compiled: as `compile=` says, or as the model compiled itself."""
-        return effective_compile(self.options.compile, self.split.model, self.partition.stages)
+        return effective_compile(self.options.compile, self.model_parts.model, self.partition.stages)
 
     @property
     def has_compiled_blocks(self) -> bool:
@@ -113,23 +113,23 @@ class Session:
 
     def ties(self) -> dict[str, str]:
         """Return, for each further name of a tied parameter or buffer, or of a list's, its first name."""
-        pairs = ((unwrapped(name), first) for name, first in self.split.names().items())
+        pairs = ((unwrapped(name), first) for name, first in self.model_parts.names().items())
         return {name: first for name, first in pairs if name != first}
 
     @property
     def drawing_modules(self) -> dict[str, nn.Module]:
         """The modules that draw random numbers when they are called, by name."""
-        return {k: v for p in self.split.partitions(training=True) for k, v in p.drawing_modules.items()}
+        return {k: v for p in self.model_parts.partitions(training=True) for k, v in p.drawing_modules.items()}
 
     @property
     def draws_outside_modules(self) -> bool:
         """Whether the model draws random numbers outside the modules that are called."""
-        return any(draws_outside_modules(partition) for partition in self.split.partitions(training=True))
+        return any(draws_outside_modules(partition) for partition in self.model_parts.partitions(training=True))
 
     @property
     def reorders_gradients(self) -> bool:
         """Whether gradients other than those of ties may be added in another order than in the unsplit model."""
-        return any(partition.reorders_gradients for partition in self.split.partitions(training=True))
+        return any(partition.reorders_gradients for partition in self.model_parts.partitions(training=True))
 
     @contextmanager
     def drawing(self) -> Iterator[Streams]:

@@ -105,7 +105,7 @@ class FullBatch:
         ] or ["something in the model that acts in training alone, and looks at several rows"]
         reach = Reach(model)
         try:
-            with evaluating(session.split, self.loss):
+            with evaluating(session.model_parts, self.loss):
                 full, parts = self._run([self.batch]), self._run(self.pieces)
                 if parts.is_close(full):
                     return FullBatchCheck(*losses, "explained", "; ".join(causes))

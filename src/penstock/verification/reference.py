@@ -158,7 +158,7 @@ class _ReferenceRunner:
         )
         self.single = build(unsplit.model, ((), {}), World(1), generate("naive", 1, len(self._pieces)), options)
         self._draws_random = bool(self.single.session.drawing_modules) or self.single.session.draws_outside_modules
-        self.trained = trainable(self.single.session.split.all_parameters(), self.single)
+        self.trained = trainable(self.single.session.model_parts.all_parameters(), self.single)
         half_dtypes = (torch.bfloat16, torch.float16)
         matrices = [n for n, p in self.trained.items() if p.requires_grad and p.dim() == 2 and rule.in_place]
         rounding = {name for name in matrices if gradient_dtype(self.trained[name]) in half_dtypes}
@@ -185,7 +185,7 @@ class _ReferenceRunner:
         """Run a batch in evaluation mode; return the results, or the error that the model raised."""
         self._replicas = _replica_pieces(self._pipe, batch)
         try:
-            with evaluating(self.single.session.split, self._loss), torch.no_grad():
+            with evaluating(self.single.session.model_parts, self._loss), torch.no_grad():
                 return self._with_noise(lambda: Expected(self._run(training=False)))
         except Exception as error:  # from the user's code
             return error
@@ -208,7 +208,7 @@ class _ReferenceRunner:
         if trace is not None:
             trace.uses = self._terms.uses
         # A forward may have a buffer require a gradient from then on (vector_quantize_pytorch's VectorQuantize).
-        self.trained |= trainable(self.single.session.split.all_parameters(), self.single)
+        self.trained |= trainable(self.single.session.model_parts.all_parameters(), self.single)
         grads = {("gradient", n): _copy(t.grad) for n, t in (*self.trained.items(), *inputs.items())}
         buffers = {("buffer", name): _copy(buffer) for name, buffer in self.single.named_buffers()}
         terms = {name: size for name, size in sizes.items() if name in self._reordered}
@@ -246,7 +246,7 @@ class _ReferenceRunner:
                     trace.begin(k)
                 with draws(), norms.forward(k, runs_again=False) if norms and is_first else nullcontext():
                     kwargs = dict(piece.kwargs)
-                    kwargs |= default_kwargs(session.split.model, piece.args, kwargs)
+                    kwargs |= default_kwargs(session.model_parts.model, piece.args, kwargs)
                     output = self.single.model(*piece.args, **kwargs)
                 streams.begin_loss(k)
                 loss = self._loss_of(output, piece.target, training=training)
@@ -272,7 +272,7 @@ class _ReferenceRunner:
             return ()  # recording is the slowest part
         batch = session.steps.cut(Batch(pieces=tuple(self._pieces)), "batch")
         self._states.enter(RECORDING)
-        partitions = session.split.partitions(training=training, outline=Outline.of(batch))
+        partitions = session.model_parts.partitions(training=training, outline=Outline.of(batch))
         self._states.enter(OWNER)
         for partition in partitions:
             session.engine.streams.watch(partition.drawing_modules)

@@ -57,7 +57,7 @@ class Receive(torch.autograd.Function):
         return None, None, None
 
 
-def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
+def as_graph_input(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return a value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
 
     `anchor` is any tensor that requires a gradient: it makes autograd record the value.

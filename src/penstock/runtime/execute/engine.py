@@ -316,7 +316,7 @@ class Engine:
         start = Start(self.replicas is None or self.replicas.active, feed.loss_scale)
         for stage in bound.stages:
             stage.begin_step(feed.inputs if bound.schedule.placement.is_first(stage.index) else (), start)
-        bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
+        bound.head.begin_step(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
         for reducer in self._tie_reducers(bound):

@@ -190,7 +190,7 @@ class BoundStage:
                     begin()
                 slots: dict[int, list[Tensor]] = {}
                 for position in tracked:
-                    args[position], slots[position] = exact.receive(anchor, args[position])
+                    args[position], slots[position] = exact.as_graph_input(anchor, args[position])
                 input_edges = [gradient_edge(args[position]) for position in root_inputs] if root_inputs else []
                 outputs: list[Any] = [*code(*args)]
                 args.clear()

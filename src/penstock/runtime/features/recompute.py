@@ -362,4 +362,4 @@ def as_graph_value(value: Tensor, takes_gradient: bool) -> Tensor:
     if not takes_gradient:
         return value
     anchor = torch.empty(0, device=value.device, requires_grad=True)
-    return exact.receive(anchor, value.detach())[0]
+    return exact.as_graph_input(anchor, value.detach())[0]

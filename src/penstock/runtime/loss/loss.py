@@ -121,7 +121,7 @@ def check_grad_enabled(call: str) -> None:
 class LossHead:
     """What follows the last stage: the model's output, its loss, and the seed of backward.
 
-    `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
+    `begin_step` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
 
     Args:
         loss: the user's loss; None if the model computes its own.
@@ -167,7 +167,7 @@ class LossHead:
         """The parts that `terms` and `totals` have."""
         self.outputs: list[Any] = []
 
-    def start(
+    def begin_step(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
     ) -> None:
         """Begin a step. Without targets (in evaluation) only a model that computes its own loss has one.

@@ -50,14 +50,14 @@ def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
     try:
         with torch.enable_grad(), _restoring_state(loss), mode or nullcontext(), quiet():
             loss_target = target if mode is None else map_tensors(mode.from_tensor, target)
-            head.start([loss_target], [1.0], keep_outputs=False)
+            head.begin_step([loss_target], [1.0], keep_outputs=False)
             root = head(0, [_make_output(output, first.stages[-1].device) for output in metas])
     except PenstockError:
         raise
     except Exception as error:
         return f"the loss could not be tried without real values ({one_line(error)})"
     finally:
-        head.start([], [], keep_outputs=False)
+        head.begin_step([], [], keep_outputs=False)
     if root is not None and not root.requires_grad and any(needs_backward(stage.meta) for stage in first.stages):
         raise no_gradient_error()
     return None
