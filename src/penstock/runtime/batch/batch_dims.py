@@ -175,19 +175,25 @@ def count_rows(
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
     """
-    named_rows = [*tensor_rows(raw or flatten(tree), label, dims)]
+    tensors = [*tensor_rows(raw or flatten(tree), label, dims)]
     names: dict[int, str] = {}
-    for rows, name in named_rows:
+    for rows, name in tensors:
         names.setdefault(rows, name)
-    if len(names) == 1 and named_rows[0][0] != 3 and not dims.entries:
-        return named_rows[0][0]
+    agreed = tensors[0][0] if len(names) == 1 else None
+    if agreed is not None and agreed != 3 and not dims.entries:
+        return agreed
     flat = flatten(tree, is_leaf=lambda value, path: may_be_list_of_rows(value, path, dims))
-    pairs = [*zip(flat.leaves, flat.paths, strict=True)]
-    if len(names) == 1 and not _are_in_entries(pairs, named_rows, label, dims):
-        return named_rows[0][0]
-    lengths = {row_count(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
-    if len(lengths) == 1:
-        return lengths.pop() or 0
+    leaves = [*zip(flat.leaves, flat.paths, strict=True)]
+    if agreed is not None:
+        lists = [(leaf, path) for leaf, path in leaves if _has_rows_as_entries(leaf, path, agreed, dims)]
+        if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) < len(tensors):
+            _check_positions(leaves if agreed == 3 else (), label, dims)
+            return agreed
+        for leaf, path in lists:
+            _check_stated(leaf, path, f"{label}{path}", dims)
+    counts = {row_count(leaf, path, dims) for leaf, path in leaves if not names or holds_tensors(leaf)} - {None}
+    if len(counts) == 1:
+        return counts.pop() or 0
     if not names:
         raise ShapeError(f"{label}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
     suggestion = suggest_microbatches(max(names), sizes_for(min(names)) if min(names) > 1 else ())
@@ -214,30 +220,23 @@ def _is_image_list(value: Any) -> bool:
     )
 
 
-def _are_in_entries(pairs: Sequence[tuple[Any, str]], rows: Sequence[tuple[int, str]], label: str, dims: Dims) -> bool:
-    """Whether all tensors, of as many `rows`, are in lists with one row of the batch in each entry: those that had in
-    the example, and images [3, H, W].
+def _has_rows_as_entries(value: Any, path: str, rows: int, dims: Dims) -> bool:
+    """Whether this is a list whose tensors, of `rows` rows, may have one row of the batch in each entry: it had in the
+    example, or they are images [3, H, W]."""
+    return type(value) in LIST_TYPES and (normalize_path(path) in dims.entries or (rows == 3 and _is_image_list(value)))
 
-    Raise ShapeError if it does not for images, nor the batch dimension of Qwen2-VL's positions [3, 3, S]."""
-    lists = [
-        (leaf, path)
-        for leaf, path in pairs
-        if type(leaf) in LIST_TYPES
-        and (normalize_path(path) in dims.entries or (rows[0][0] == 3 and _is_image_list(leaf)))
-    ]
-    if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(rows):
-        for leaf, path in lists:
-            _check_stated(leaf, path, f"{label}{path}", dims)
-        return True
-    leading_shapes = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
-    for leaf, path in pairs if rows[0][0] == 3 else ():
+
+def _check_positions(leaves: Sequence[tuple[Any, str]], label: str, dims: Dims) -> None:
+    """Raise ShapeError for Qwen2-VL's positions [3, 3, S] in a batch of three rows, if `batch_dims` states no
+    dimension."""
+    leading_shapes = [leaf.shape[:2] for leaf, _ in leaves if isinstance(leaf, Tensor)]
+    for leaf, path in leaves:
         are_positions = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape[:-1] == (3, 3)
         if are_positions and leaf.shape[1:] in leading_shapes and not dims.is_stated(path):
             raise ShapeError(
                 f"{label}{path} {[*leaf.shape]} has the batch's 3 rows in dimension 0 or 1; pass batch_dims= with the "
                 "dimension for it, 1 for positions of 3 kinds"
             )
-    return False
 
 
 def _check_stated(value: Any, path: str, label: str, dims: Dims) -> None:
