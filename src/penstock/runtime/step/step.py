@@ -2,7 +2,7 @@
 found, the engine runs that, and ranks get what the step gives back.
 
 Steps do not overlap in a process: a step sets torch's generators and the state of its stages, and recording a model
-replaces its tensors for a while.
+replaces its tensors for a while. Servers of demos call from a pool of threads (gradio, FastAPI).
 """
 
 from __future__ import annotations
