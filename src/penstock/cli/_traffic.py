@@ -124,7 +124,7 @@ class TrafficOptions:
             microbatches = self.microbatches or (
                 default_count(cutting, batch) if ranks > 1 or traffic == "pipeline" else 1
             )
-            cut = cutting.cut_example(batch, microbatches, "the batch", 1)
+            cut = cutting.into(microbatches).cut_example(batch, "the batch")
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)
             workload = from_model(

@@ -219,9 +219,9 @@ def _part(target: Target, replicas: int, replica: int) -> Microbatch:
     from penstock._base.pytree import unflatten
     from penstock.runtime.batch.cut import Batch, Cutting, Microbatch
 
-    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
-    batch = cutting.divide(Batch(target.args, target.kwargs, target.target), replicas, "batch", 1)
-    cut = cutting.cut(batch, replicas, "batch", 1)
+    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn")).into(replicas)
+    batch = cutting.divide(Batch(target.args, target.kwargs, target.target), "batch")
+    cut = cutting.cut(batch, "batch")
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
         raise ArgumentError(
             f"--replicas {replicas}: the batch of {sum(cut.sizes)} samples has no {replicas} equal parts; change the "

@@ -244,7 +244,8 @@ def build(
         front_end: makes the stages; None: the model is recorded, according to `options`.
         plan: what the pipeline follows, which a recorded run is compared with.
     """
-    cut = _cut(example, order, options.cutting) if has_values(example) or world.is_local else None
+    options.decide("cutting", options.cutting.into(order.microbatches, order.placement.pipelines))
+    cut = _cut(example, options.cutting) if has_values(example) or world.is_local else None
     current = default_device(model, example)
     if world.data_parallel > 1 and not options.broadcast_loss:
         raise ArgumentError(
@@ -267,7 +268,7 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         full_example = share_example(engine.control, example)
-        cut = cut or _cut(full_example, order, options.cutting)
+        cut = cut or _cut(full_example, options.cutting)
         options.decide("cutting", cut_like(options.cutting, full_example, sum(cut.sizes)))
         _check_same_example(engine, cut.sizes, options)
 
@@ -282,9 +283,9 @@ def build(
         return pipe
 
 
-def _cut(example: Example, order: Schedule, cutting: Cutting) -> CutBatch:
+def _cut(example: Example, cutting: Cutting) -> CutBatch:
     cutting.check(example)
-    return cutting.cut_example(example, order.microbatches, "example", order.placement.pipelines)
+    return cutting.cut_example(example, "example")
 
 
 def _split(
@@ -327,7 +328,7 @@ def _split(
             return split, cut
         except SingleRowError:
             options.decide("cutting", options.cutting.in_pairs())
-            cut, previous = _cut(full_example, order, options.cutting), cut
+            cut, previous = _cut(full_example, options.cutting), cut
             if cut.sizes == previous.sizes:
                 raise
         except HeldElsewhereError as error:

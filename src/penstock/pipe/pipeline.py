@@ -23,7 +23,6 @@ from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, verified_fingerprints
 from penstock.runtime.batch.cut import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
-from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
@@ -238,9 +237,9 @@ class Pipeline:
         compiling = compiled.compile_notes(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
         unsplit = compiled.empty_w_notes([stage for stage, split in self._splits().items() if split.has_empty_w])
         deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
-        recomputed = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
+        recomputed = recompute.notes(self.session.recompute, order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
-        offloaded = offload.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
+        offloaded = offload.notes(self.session.offload, order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *(() if self.verified else (Unverified(self.session.fingerprint()),)),

@@ -217,7 +217,7 @@ def _pieces(
     """Return the microbatches to measure and their rows, the largest last."""
     if sizes is None:
         count = microbatches or default_count(cutting, example)
-        cut = cutting.cut_example(example, count, "example", 1)
+        cut = cutting.into(count).cut_example(example, "example")
         return [(cut.pieces[0], cut.sizes[0])]
     argument = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:

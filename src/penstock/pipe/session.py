@@ -45,6 +45,7 @@ class Session:
         schedule: what every rank does for a batch like the example, communication included.
         bound_schedules: one for each kind of batch so far.
         steps: runs batches.
+        recompute, offload: the user's choice for each stage of one copy of the model.
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         companions: what other modules keep while the pipeline lives, by its type.
         recorder: writes the run's folder; None if it has none.
@@ -62,11 +63,13 @@ class Session:
         self._closed = False
         self._close_callbacks: list[Callable[[], None]] = []
         with engine.control.agreed():
+            self.recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
+            self.offload = offload_by_stage(options.offload, order.placement.depth)
             bind = partial(
                 Binding,
                 loss=explain_missing_target(options.loss),
-                recompute=recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE),
-                offload=offload_by_stage(options.offload, order.placement.depth),
+                recompute=self.recompute,
+                offload=self.offload,
                 check_finite=options.check_finite,
                 features=options.features,
             )

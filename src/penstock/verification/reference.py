@@ -270,7 +270,7 @@ class _ReferenceRunner:
         session = self.single.session
         if not training and not self._draws_random:
             return ()  # recording is the slowest part
-        batch = session.steps.cut(Batch(pieces=tuple(self._pieces)), "batch")
+        batch = session.steps.cutting.cut(Batch(pieces=tuple(self._pieces)), "batch")
         self._states.enter(RECORDING)
         partitions = session.model_parts.partitions(training=training, outline=Outline.of(batch))
         self._states.enter(OWNER)

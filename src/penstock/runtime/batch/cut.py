@@ -109,6 +109,7 @@ class Cutting:
 
     Attributes:
         inputs: the batch's dimension in the leaves of (args, kwargs).
+        microbatches: the most that a batch is cut into; `pipelines`: the fewest, one for each copy of the model.
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
         notes: which lists of plain values are cut.
@@ -122,6 +123,8 @@ class Cutting:
     merge: MergeFunction | None = None
     notes: tuple[str, ...] = ()
     ambiguous: tuple[str, ...] = ()
+    microbatches: int = 1
+    pipelines: int = 1
 
     @classmethod
     def of(
@@ -133,6 +136,10 @@ class Cutting:
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
         return cls(*parse(batch_dims), split_fn, merge_fn)
 
+    def into(self, microbatches: int, pipelines: int = 1) -> Cutting:
+        """Return this rule for other numbers of microbatches and copies of the model."""
+        return replace(self, microbatches=microbatches, pipelines=pipelines)
+
     def in_pairs(self) -> Cutting:
         """Return this rule, with fewer microbatches, if need be, so that none has a single row."""
         return replace(self, inputs=replace(self.inputs, min_rows=2))
@@ -142,7 +149,7 @@ class Cutting:
         if self.inputs.stated and self.split is None:
             self.inputs.check_paths(_paths(example))
 
-    def divide(self, batch: Batch, microbatches: int, label: str, pipelines: int) -> Batch:
+    def divide(self, batch: Batch, label: str) -> Batch:
         """Return the batch with the pieces into which `split` cuts it, each with its rows.
 
         Raises:
@@ -152,29 +159,29 @@ class Cutting:
         """
         if self.split is None:
             return batch
-        pieces = self.split(batch.args, dict(batch.kwargs), batch.target, microbatches)
+        pieces = self.split(batch.args, dict(batch.kwargs), batch.target, self.microbatches)
         if not isinstance(pieces, Sequence) or not all(isinstance(piece, Microbatch) for piece in pieces):
             returned = type(pieces).__name__
             if isinstance(pieces, Sequence):
                 returned += " of " + ", ".join(sorted({type(piece).__name__ for piece in pieces}))
             raise ArgumentError(f"split_fn= returned a {returned}; expected a list of penstock.Microbatch")
-        check_count(len(pieces), microbatches, f"{label}, cut by split_fn=", pipelines)
+        check_count(len(pieces), self.microbatches, f"{label}, cut by split_fn=", self.pipelines)
         with_rows = (self._with_rows(piece, f"{label}, microbatch {k} of split_fn=") for k, piece in enumerate(pieces))
         return batch._replace(pieces=tuple(with_rows))
 
-    def cut(self, batch: Batch, microbatches: int, label: str, pipelines: int) -> CutBatch:
+    def cut(self, batch: Batch, label: str) -> CutBatch:
         """Cut the inputs of a batch, which `divide` has returned, into microbatches, where they are."""
         if batch.pieces is None:
             inputs = batch.args, dict(batch.kwargs)
-            return cut_along_dims(inputs, microbatches, label, pipelines=pipelines, dims=self.inputs)
+            return cut_along_dims(inputs, self.microbatches, label, pipelines=self.pipelines, dims=self.inputs)
         examples = [(piece.args, dict(piece.kwargs)) for piece in batch.pieces]
         pieces = tuple(flatten(cut_by_sizes(example, (1,), label, UNCUT)[0]) for example in examples)
         sizes = tuple(piece.rows or 0 for piece in batch.pieces)
         return CutBatch(pieces, sizes, (sizes, tuple(map(input_signature, pieces))))
 
-    def cut_example(self, example: Example, count: int, label: str, pipelines: int) -> CutBatch:
-        """Cut a batch without a target into at most `count` microbatches, where it is."""
-        return self.cut(self.divide(Batch(*example), count, label, pipelines), count, label, pipelines)
+    def cut_example(self, example: Example, label: str) -> CutBatch:
+        """Cut a batch without a target, where it is."""
+        return self.cut(self.divide(Batch(*example), label), label)
 
     def targets(self, batch: Batch, sizes: Sequence[int], labels: bool = False) -> list[Any]:
         """Return each microbatch's target, where it is. `labels`: the model's own keyword input of that name.

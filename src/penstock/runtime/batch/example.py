@@ -104,8 +104,8 @@ def take_rows(cutting: Cutting, example: Example, rows: int) -> Flat:
         return flatten(cut_by_sizes(example, sizes, "example", cutting.inputs)[0])
     count = max(piece_counts, default=1)
     if cutting.split is not None:
-        count = max(1, sum(cutting.cut_example(example, 1, "example", 1).sizes) // rows)
-    cut = cutting.cut_example(example, count, "example", 1)
+        count = max(1, sum(cutting.into(1).cut_example(example, "example").sizes) // rows)
+    cut = cutting.into(count).cut_example(example, "example")
     if rows not in cut.sizes:
         sizes_text = ", ".join(map(str, sorted({*cut.sizes})))
         origin = "already cut into" if piece_counts else f"cut by split_fn= into {pluralize(count, 'microbatch')} of"
@@ -123,4 +123,4 @@ def default_count(cutting: Cutting, example: Example) -> int:
     if piece_counts:
         return max(piece_counts)
     cutting.check(example)
-    return len(cutting.cut_example(example, MICROBATCHES, "example", 1).sizes)
+    return len(cutting.into(MICROBATCHES).cut_example(example, "example").sizes)

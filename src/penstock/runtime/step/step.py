@@ -126,9 +126,9 @@ class Steps:
         self, original: Batch, call: Call, keep_outputs: bool, loss_scale: float
     ) -> tuple[BoundSchedule, Feed, CutBatch | None]:
         """Cut a batch, and find the bound schedule that runs it; with what its stages take in, and the cut batch."""
-        batch = self._divide(original) if self.has_inputs or self.has_outputs else original
+        batch = self.cutting.divide(original, "input") if self.has_inputs or self.has_outputs else original
         with torch.set_grad_enabled(call.training):
-            cut = self.cut(batch, "input") if self.has_inputs else None
+            cut = self.cutting.cut(batch, "input") if self.has_inputs else None
         try:
             bound = self.bound_schedules.next(cut, call)
         except SingleRowError:  # on every rank
@@ -161,7 +161,7 @@ class Steps:
     def dry_run(self, batch: Batch, *, loss: bool) -> str | None:
         """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
         of any value. One process drives all ranks. Return why the loss could not be tried; None if it could."""
-        bound, batch = self.first, self._divide(batch)
+        bound, batch = self.first, self.cutting.divide(batch, "input")
         self._check_aliases(bound, batch)
         if not loss:
             return None
@@ -171,21 +171,11 @@ class Steps:
             loss_fn = getattr(self.loss, "__wrapped__", self.loss)  # as the user gave it
             return try_loss(bound, None if targets is None else targets[0], loss_fn)
 
-    def _divide(self, batch: Batch) -> Batch:
-        """Return a batch with the microbatches that the user's function, if any, makes of it."""
-        order, cutting = self.order, self.cutting
-        return cutting.divide(batch, order.microbatches, "input", order.placement.pipelines)
-
-    def cut(self, batch: Batch, label: str) -> CutBatch:
-        """Return the microbatches of a batch's inputs, where they are."""
-        order, cutting = self.order, self.cutting
-        return cutting.cut(batch, order.microbatches, label, order.placement.pipelines)
-
     def microbatches(self, batch: Batch, device: torch.device) -> list[Microbatch]:
         """Cut one batch as `run_batch` does, and move it to `device`: return each piece's rows and the target that the
         loss and `reduction` get."""
-        batch = self._divide(batch)
-        cut = self.cut(batch, "batch")
+        batch = self.cutting.divide(batch, "input")
+        cut = self.cutting.cut(batch, "batch")
         targets = self.cutting.targets(batch, cut.sizes, labels=self._takes_labels(batch))
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
         moved = [move_to((*given, target), device) for given, target in zip(inputs, targets, strict=True)]
