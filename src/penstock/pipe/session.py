@@ -31,7 +31,7 @@ from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules
 from penstock.runtime.step.step import Steps
 from penstock.schedule import Schedule
-from penstock.schedule.lowering import Sharded
+from penstock.schedule.lowering import GatherPlan
 
 
 class Session:
@@ -83,7 +83,6 @@ class Session:
             options.cutting,
             options.loss,
             options.reduction,
-            self._norms,
             broadcast_loss=options.broadcast_loss,
         )
         self.schedule = self.steps.first.schedule
@@ -176,11 +175,11 @@ class Session:
             self.engine.close()
 
 
-def _sharded(split: SplitModel, options: Options) -> Sharded:
+def _sharded(split: SplitModel, options: Options) -> GatherPlan:
     """Return the sharded stages and the user's window. Raise ArgumentError for a window without sharded stages."""
     if options.unshard_window is not None and not split.sharded_stages:
         raise ArgumentError(
             f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "
             "unshard_window out, or shard the stages"
         )
-    return Sharded(split.sharded_stages, options.unshard_window)
+    return GatherPlan(split.sharded_stages, options.unshard_window)

@@ -31,7 +31,7 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.schedule import Schedule, truncate_microbatches
-from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
+from penstock.schedule.lowering import GatherPlan, lower_evaluation, lower_training
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
@@ -93,11 +93,11 @@ class BoundSchedules:
         order: Schedule,
         binding: Callable[..., Binding],
         compile: Compile,
-        sharded: Sharded,
+        sharded: GatherPlan,
         norms: DeferredNorms | None,
     ) -> None:
         self.engine, self.model_parts, self.order = engine, split, order
-        self._binding, self._compile, self._sharded, self._norms = binding, compile, sharded, norms
+        self._binding, self._compile, self._sharded, self.norms = binding, compile, sharded, norms
         self._source = order.placement.rank_of[0]  # the first stage's rank announces
         self._announcer = engine.world.numbers[self._source]
         self._announces = self._source in engine.ranks
@@ -134,7 +134,7 @@ class BoundSchedules:
 
     def _bind(self, partitions: Sequence[Partition], kind: BatchKind, training: bool) -> BoundSchedule:
         order, split = truncate_microbatches(self.order, len(partitions)), self.model_parts
-        kinds, norms = MicrobatchKinds.from_partitions(partitions).metas, self._norms if training else None
+        kinds, norms = MicrobatchKinds.from_partitions(partitions).metas, self.norms if training else None
         reference = self.order if self.engine.world.data_parallel > 1 else None
         with self.engine.agreed_at_first():
             if training:

@@ -11,9 +11,8 @@ pickled took longer than noting the times, and a tensor takes longer than an arr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,13 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError
 from penstock._base.process import cores
-from penstock._base.pytree import map_tensors
-from penstock.runtime.exact import rules as exact
+from penstock._base.pytree import Leaf, flatten, map_tensors, unflatten
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arrival
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.program import BoundSchedule
+from penstock.runtime.transport.agreement import from_bytes, to_bytes
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -53,33 +52,25 @@ def collect_outputs(
     collected = dict(local_outputs)
     for k, owner in enumerate(owners):
         if local_rank == owner and any(rank != owner for rank in targets):
-            engine.control.transfer(_pack_output(local_outputs[k]), owner, targets)
+            engine.control.transfer(map_tensors(_Packed.of, local_outputs[k]), owner, targets)
         elif local_rank in targets and local_rank != owner:
-            packed, layouts = engine.control.transfer(_EMPTY, owner, targets)
-            collected[k] = map_tensors(partial(_unpack_tensor, iter(layouts), engine.devices[engine.ranks[0]]), packed)
+            packed, device = flatten(engine.control.transfer(None, owner, targets)), engine.devices[engine.ranks[0]]
+            leaves = [from_bytes(x.data, x.layout, device) if isinstance(x, _Packed) else x for x in packed.leaves]
+            collected[k] = unflatten(leaves, packed.structure)
     return tuple(collected[k] for k in range(len(owners))) if local_rank in targets else None
 
 
-_Packed = tuple[Any, list[Layout]]
-_EMPTY: _Packed = None, []
+@dataclass(frozen=True, slots=True)
+class _Packed(Leaf):
+    """A tensor as its bytes on the host: not every dtype can be pickled, and a slice would travel with the memory
+    between its elements."""
 
+    data: bytes
+    layout: Layout
 
-def _pack_output(output: Any) -> _Packed:
-    """Return an output with its tensors as bytes on the host, and their layouts in order: not every dtype can be
-    pickled, and a slice would travel with the memory between its elements."""
-    layouts = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        layouts.append(Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
-        return exact.pack(tensor).cpu().view(torch.uint8).clone()
-
-    return map_tensors(pack, output), layouts
-
-
-def _unpack_tensor(layouts: Iterator[Layout], device: torch.device, data: Tensor) -> Tensor:
-    buffer = exact.allocate(next(layouts), device)
-    buffer.flat.view(torch.uint8).copy_(data)
-    return exact.unpack(buffer)
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Packed:
+        return cls(to_bytes(tensor), Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

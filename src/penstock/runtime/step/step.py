@@ -41,7 +41,6 @@ class Steps:
         bound_schedules: one for each kind of batch so far; the first is added here.
         example: the batch that the pipeline is made for.
         loss: the user's; None if the model computes its own.
-        norms: batch norms whose statistics are deferred in training, if any.
         broadcast_loss: whether every rank is to have the loss.
 
     Attributes:
@@ -57,14 +56,13 @@ class Steps:
         cutting: Cutting,
         loss: Loss | None,
         reduction: Reduction,
-        norms: DeferredNorms | None,
         *,
         broadcast_loss: bool,
     ) -> None:
         self.engine, self.order = bound_schedules.engine, bound_schedules.order
         self.bound_schedules, self.model_parts = bound_schedules, bound_schedules.model_parts
         self.cutting, self.loss, self.reduction = cutting, loss, reduction
-        self._norms, self._broadcast_loss = norms, broadcast_loss
+        self._norms, self._broadcast_loss = bound_schedules.norms, broadcast_loss
         self.first = bound_schedules.add(example, Outline.of(example), training=True)
         self.has_inputs = any(rank in self.engine.ranks for rank in self.first.first_ranks)
         self.has_outputs = any(rank in self.engine.ranks for rank in self.first.last_ranks)
