@@ -197,6 +197,7 @@ class Engine:
             averages=averages,
             updated=tuple({**s.parameters, **s.buffers}[name] for s in local for name in s.meta.updated),
             tied=tied,
+            reducers=tuple(r for rank in self.ranks for r in self._reducers[rank].values()) if training else (),
             schedule=schedule,
             training=training,
         )
@@ -214,11 +215,6 @@ class Engine:
         remaining = {rank: iter(on_device(row, self.devices[rank])) for rank, row in rows.items()}
         for rank, _ in linearize(schedule):
             yield next(remaining[rank])
-
-    def release(self, bound: BoundSchedule) -> None:
-        """Release what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
-        for transport in self.transports.values():
-            transport.release(bound.number)
 
     def _averages(self, local_stages: Sequence[Stage]) -> dict[int, Average]:
         """Return the averages of gradients over the replicas, by stage of this process."""
@@ -319,12 +315,12 @@ class Engine:
         bound.head.begin_step(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
-        for reducer in self._tie_reducers(bound):
+        for reducer in bound.reducers:
             reducer.set_aside()
 
     def _end(self, bound: BoundSchedule) -> None:
         """Run after a step's last action: waits for sums, and until everything sent has arrived."""
-        for reducer in self._tie_reducers(bound):
+        for reducer in bound.reducers:
             self._watched.position = reducer.position
             reducer.finish()
         if bound.averages and self.replicas is not None:
@@ -333,10 +329,6 @@ class Engine:
         for transport in self.transports.values():
             transport.end_step()
         self._watched.position = OUTSIDE
-
-    def _tie_reducers(self, bound: BoundSchedule) -> list[TieReducer]:
-        """Return the reducers that sum tied gradients in a step of this bound schedule."""
-        return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """Return one rank's numbers on every rank of the pipeline, each of which passes as many. That rank does not

@@ -23,7 +23,7 @@ from torch.autograd import profiler
 from penstock._base.errors import ScheduleError
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
-from penstock.distributed.world import World
+from penstock.distributed.world import World, is_accelerator
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
@@ -140,6 +140,8 @@ class BoundSchedule:
     """This process's buffers, and parameters if any, that a forward updates."""
     tied: tuple[Tied, ...]
     """This process's parameters that several stages hold and train."""
+    reducers: tuple[TieReducer, ...]
+    """They sum the gradients of tied parameters that several ranks hold."""
     schedule: Schedule
     training: bool
 
@@ -324,7 +326,7 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
 
     Tensors carry their device, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
     """
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return list(actions)
     index = device.index
     return [within_context(bound, lambda _: torch.accelerator.device_index(index)) for bound in actions]

@@ -129,6 +129,16 @@ class SplitModel:
                 del cache[next(iter(cache))]
         return placed
 
+    def look(self) -> tuple[Any, ...]:
+        """Look at the model before a step: return its `signature`.
+
+        Raises:
+            ArgumentError: it no longer holds the parameters that the pipeline was made with.
+        """
+        if self._frames is None:  # sharding replaces the parameters
+            self._originals.check_unchanged()
+        return self.signature()
+
     def signature(self) -> tuple[Any, ...]:
         """Return what a recording depends on besides its inputs: each module's mode, which parameters are trained,
         autocast, and the plain attributes of modules whose forwards were recorded call by call."""
@@ -140,11 +150,6 @@ class SplitModel:
             tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
-
-    def check_unchanged(self) -> None:
-        """Raise ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
-        if self._frames is None:  # sharding replaces the parameters
-            self._originals.check_unchanged()
 
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:

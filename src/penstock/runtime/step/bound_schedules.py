@@ -127,7 +127,8 @@ class BoundSchedules:
         if len(self._bound) > CACHED_SCHEDULES:
             evaluations = (n for n, bound in self._bound.items() if not bound.training and bound is not added)
             evicted = self._bound.pop(next(evaluations, next(iter(self._bound))))
-            self.engine.release(evicted)
+            for transport in self.engine.transports.values():
+                transport.release(evicted.number)  # all ranks, between the same two steps
             if added.number == CACHED_SCHEDULES:  # numbers start at 0
                 warn(_TOO_MANY)
         return added
@@ -165,8 +166,7 @@ class BoundSchedules:
             ArgumentError: this rank asks for something other than the announcing rank.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
-        self.model_parts.check_unchanged()
-        signature = self.model_parts.signature()
+        signature = self.model_parts.look()
         mode = (call.training, *signature)
         match = self._find(cut, mode) if cut is not None and self._announces else None
         number = self._announce(_NEW if match is None else match.number, call, signature[:-1])
@@ -184,9 +184,9 @@ class BoundSchedules:
         self._bound.move_to_end(number)
         return bound
 
-    def settings(self) -> int:
-        """Return a number that stands for this process's modes, requires_grad flags and autocast."""
-        return self._compute_digest(self.model_parts.signature()[:-1])
+    def settings(self, bound: BoundSchedule) -> int:
+        """Return a number that stands for this process's modes, requires_grad flags and autocast in a step."""
+        return self._compute_digest(bound.kind.mode[1:-1])
 
     def inputs(self, bound: BoundSchedule, cut: CutBatch) -> list[list[Tensor]]:
         """Return the tensors that the first stage receives for each microbatch, in its order.

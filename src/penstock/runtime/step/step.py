@@ -225,7 +225,7 @@ class Steps:
                 warn(advice)
         if replicas is None:
             return weights(reduction, bound.kind.sizes, targets or ())
-        watched, settings = engine.control.watchdog, self.bound_schedules.settings()
+        watched, settings = engine.control.watchdog, self.bound_schedules.settings(bound)
         mean = partial(replicas.mean, training=bound.training, settings=settings, watched=watched)
         if reduction == "sum":
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
