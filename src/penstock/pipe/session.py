@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, PipelineClosedError
-from penstock.partition.units.chain import unwrapped
+from penstock.partition.names import unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.verified import compute_fingerprint

@@ -12,7 +12,7 @@ from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import pluralize
 from penstock._base.pytree import Flat, flatten, unflatten
-from penstock.partition.values.objects import input_path
+from penstock.partition.nested import input_path
 from penstock.runtime.batch.batch_dims import (
     LIST_TYPES,
     Dims,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError, check_flags, warn
 from penstock._base.marks import computing
+from penstock._base.memory import overlap
 from penstock._base.pytree import leaf_tensors, unflatten
 from penstock.distributed.launch.step_file import announcer
-from penstock.partition.values.memory import overlap
-from penstock.partition.values.objects import input_path
+from penstock.partition.nested import input_path
 from penstock.runtime.batch.batch_dims import iter_leaves
 from penstock.runtime.batch.cut import Batch, CutBatch, Cutting, Microbatch, move_to
 from penstock.runtime.batch.outline import Outline, SingleRowError
