@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,6 @@ from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import rank_pairs
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -311,7 +309,7 @@ class Engine:
         self.control.watchdog.check()
         start = Start(self.replicas is None or self.replicas.active, feed.loss_scale)
         for stage in bound.stages:
-            stage.begin_step(feed.inputs if bound.schedule.placement.is_first(stage.index) else (), start)
+            stage.begin_step(feed.inputs if stage.is_first else (), start)
         bound.head.begin_step(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)

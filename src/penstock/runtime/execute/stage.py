@@ -92,6 +92,7 @@ class BoundStage:
             if feature is not None:
                 stage = replace(stage, stages=feature.rewrite(stage.stages), made=(*stage.made, feature))
         self.index, self.features = stage.index, stage.made
+        self.is_first = stage.binding.schedule.placement.is_first(stage.index)
         self._context = stage
         self._functions = [_stage_function(stage, microbatch) for microbatch in range(len(stage.stages))]
         self._splits = _split_backwards(stage)

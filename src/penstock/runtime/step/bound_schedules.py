@@ -43,6 +43,7 @@ OutputsOption = bool | int | Literal["all"]
 """Who gets a step's outputs: True, the rank of the last stage; "all" ranks; or the rank with that number."""
 
 _IN_PLACE, _ALL, _FIRST_RANK = range(3)
+_OUTPUTS = {_IN_PLACE: "True or False", _ALL: "'all'"}
 
 
 class Call(NamedTuple):
@@ -135,7 +136,7 @@ class BoundSchedules:
 
     def _bind(self, partitions: Sequence[Partition], kind: BatchKind, training: bool) -> BoundSchedule:
         order, split = truncate_microbatches(self.order, len(partitions)), self.model_parts
-        kinds, norms = MicrobatchKinds.from_partitions(partitions).metas, self.norms if training else None
+        kinds = MicrobatchKinds.from_partitions(partitions).metas
         reference = self.order if self.engine.world.data_parallel > 1 else None
         with self.engine.agreed_at_first():
             if training:
@@ -143,14 +144,14 @@ class BoundSchedules:
                 order = lower_training(order, kinds, ties, self._sharded, reference)
             else:
                 order = lower_evaluation(order, kinds, self._sharded, reference)
-            if norms is not None:
+            if training and self.norms is not None:
                 check_deferrable(partitions, split.model)
             compile = effective_compile(self._compile, split.model, partitions[0].stages)
             binding = self._binding(
                 partitions,
                 order,
                 training=training,
-                norms=norms,
+                norms=self.norms if training else None,
                 sharded=split.sharded,
                 compile=schedule_arguments(compile, self.order),
             )
@@ -183,10 +184,6 @@ class BoundSchedules:
             )
         self._bound.move_to_end(number)
         return bound
-
-    def settings(self, bound: BoundSchedule) -> int:
-        """Return a number that stands for this process's modes, requires_grad flags and autocast in a step."""
-        return self._compute_digest(bound.kind.mode[1:-1])
 
     def inputs(self, bound: BoundSchedule, cut: CutBatch) -> list[list[Tensor]]:
         """Return the tensors that the first stage receives for each microbatch, in its order.
@@ -232,7 +229,7 @@ class BoundSchedules:
 
     def _announce(self, number: int, call: Call, settings: Hashable) -> int:
         """Return the announced number. Raise ArgumentError unless this rank asks for the same."""
-        local_numbers = [*map(int, call), self._compute_digest(settings)]
+        local_numbers = [*map(int, call), self.compute_digest(settings)]
         number, *announced = self.engine.announce([number, *local_numbers], self._source)
         if announced == local_numbers:
             return number
@@ -246,7 +243,7 @@ class BoundSchedules:
             "autocast alike"
         )
 
-    def _compute_digest(self, settings: Hashable) -> int:
+    def compute_digest(self, settings: Hashable) -> int:
         """Return a number for the settings that all processes must share, small enough for exact sums in float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
@@ -262,9 +259,7 @@ def _reads_same_values(bound: BoundSchedule, cut: CutBatch) -> bool:
 
 _DESCRIPTIONS: tuple[Callable[[int], str], ...] = (
     lambda training: "a training step" if training else "an evaluation",
-    lambda outputs: {_IN_PLACE: "with outputs=True or False", _ALL: "with outputs='all'"}.get(
-        outputs, f"with outputs={outputs - _FIRST_RANK}"
-    ),
+    lambda outputs: f"with outputs={_OUTPUTS.get(outputs, outputs - _FIRST_RANK)}",
     lambda timeline: "with a timeline" if timeline else "without a timeline",
     lambda _: "with different modes, requires_grad flags or autocast",
 )

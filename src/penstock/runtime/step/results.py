@@ -197,9 +197,8 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, broad
         broadcast: whether every rank is to have the loss; otherwise it stays where it was computed.
     """
     world, control, head = engine.world, engine.control, bound.head
-    microbatches_on: dict[int, list[int]] = {}
-    for k, rank in enumerate(bound.last_ranks):
-        microbatches_on.setdefault(rank, []).append(k)
+    owners = bound.last_ranks
+    microbatches_on = {rank: [k for k, owner in enumerate(owners) if owner == rank] for rank in dict.fromkeys(owners)}
     replicas, terms_per_loss = world.data_parallel if broadcast else 1, 1 + len(head.names)
     terms: list[Tensor | None] = [None] * terms_per_loss
     lengths = [terms_per_loss]

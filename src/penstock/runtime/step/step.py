@@ -66,7 +66,8 @@ class Steps:
         self.first = bound_schedules.add(example, Outline.of(example), training=True)
         self.has_inputs = any(rank in self.engine.ranks for rank in self.first.first_ranks)
         self.has_outputs = any(rank in self.engine.ranks for rank in self.first.last_ranks)
-        self._looks_at_targets = uses_target(loss) or callable(reduction)
+        self._takes_target = uses_target(loss)
+        self._looks_at_targets = self._takes_target or callable(reduction)
         cuts_both = cutting.split is not None and self._looks_at_targets  # by one function of the user's
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
         self.needs_targets = self._looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
@@ -205,7 +206,7 @@ class Steps:
     def _for_loss(self, bound: BoundSchedule, batch: Batch) -> tuple[Sequence[Any] | None, Sequence[float]]:
         """Return each microbatch's target, on the device that computes its loss, and the weights of the losses."""
         targets: Sequence[Any] | None = None
-        if not uses_target(self.loss) or batch.has_target or bound.training:
+        if not self._takes_target or batch.has_target or bound.training:
             targets = self.cutting.targets(batch, bound.kind.sizes, labels=self._takes_labels(batch))
         has_none = all(target is None for target in targets or ())
         if callable(self.reduction) and has_none and not bound.training:
@@ -225,7 +226,8 @@ class Steps:
                 warn(advice)
         if replicas is None:
             return weights(reduction, bound.kind.sizes, targets or ())
-        watched, settings = engine.control.watchdog, self.bound_schedules.settings(bound)
+        watched = engine.control.watchdog
+        settings = self.bound_schedules.compute_digest(bound.kind.mode[1:-1])  # modes, requires_grad flags, autocast
         mean = partial(replicas.mean, training=bound.training, settings=settings, watched=watched)
         if reduction == "sum":
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
