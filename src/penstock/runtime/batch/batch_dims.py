@@ -313,14 +313,14 @@ def is_list_of_rows(value: Any, path: str, rows: int, label: str, dims: Dims) ->
         return bool(counts - {1})
     if counts and dims.is_stated(path) and dims.get(path) == 0:
         return True
-    are_numbers = not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value)
-    are_dicts = counts == {rows} and all(isinstance(x, dict) for x in value)
-    are_images = counts == {rows} and _is_image_list(value)
-    if are_numbers or are_dicts or are_images:
+    have_rows = counts == {rows}  # each tensor has as many as there are entries
+    if have_rows and (all(isinstance(x, dict) for x in value) or _is_image_list(value)):
+        _check_stated(value, path, label, dims)
+        return True
+    if not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value):
         _check_stated(value, path, label, dims)
     same_ndim = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
-    is_container = counts == {rows} or not same_ndim or any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
-    return are_dicts or are_images or not is_container
+    return not have_rows and same_ndim and not any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
 
 
 def split_evenly(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:

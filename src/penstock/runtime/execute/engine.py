@@ -70,6 +70,10 @@ class Engine:
     """Runs bound schedules on this process's ranks: all of them (one process), or one of `world.ranks`.
 
     Attributes:
+        ranks: those of this process; `devices`: of all ranks.
+        control: what all processes agree on; `replicas`: what averages gradients over them, if there are any.
+        transports: by rank of this process.
+        streams: the random streams.
         allocated: by rank, the bytes that its device had allocated after each action of the last timed step; empty on
             a CPU.
         held_tensors: the model's tensors on this rank of several processes, by id. (A weak reference could not be
