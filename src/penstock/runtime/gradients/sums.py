@@ -227,10 +227,10 @@ class TieReducer(GradientSum):
         """The rank's position while it waits for the sum."""
 
     def start_copies(self) -> None:
-        """Start to copy the first rank's parameters to the others: a sum in which the others contribute zeros."""
+        """Start to copy the first rank's parameters to the others: a sum in which the others contribute -0.0."""
         for parameter in self.parameters:
             if not self._is_first:
-                parameter.data.zero_()
+                parameter.data.zero_().neg_()  # 0.0 would change the sign of the first rank's -0.0
         self._pending = self._reduce([parameter.data for parameter in self.parameters])
 
     def finish_copies(self) -> None:
