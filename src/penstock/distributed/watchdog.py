@@ -61,7 +61,8 @@ class Watchdog:
         device: returns where this rank's device is, if it has not caught up with the host. Called every beat.
         device_lag: what it returned last.
         offset: from this host's clock to that of rank 0's.
-        statuses: each rank as its last beat showed it, at most a beat or two old; this one as it is.
+        statuses: each rank as its last beat showed it, a beat or two before; this one as it is. On other ranks than 0,
+            all but rank 0's are outdated until a wait is about to be reported.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
         raised: called with a failure of this rank, before the others are informed; with None if it is most likely the
             effect of another rank's failure.
@@ -247,7 +248,8 @@ class Watchdog:
                 self._connection = heartbeat_server.connect(self._address, self._rank, self._timeouts.beat_seconds)
                 self._awaiting_answer = False
             if not self._awaiting_answer:
-                self._awaiting_answer = self._send(beat=self._local_status(), asked=host_clock.now_ns())
+                status, now = self._local_status(), host_clock.now_ns()
+                self._awaiting_answer = self._send(beat=status, all=self._needs_all(status.seconds), asked=now)
             while (remaining := deadline - self._clock()) > 0 and not self._closed.is_set():
                 self._connection.link.settimeout(remaining)
                 for message in self._connection.receive():
@@ -282,9 +284,9 @@ class Watchdog:
             self._awaiting_answer = False
             statuses = [RankStatus.from_list(status) for status in message["sightings"]]
             ranks = len(self.statuses)
-            if len(statuses) != ranks or not all(status.fits(ranks) for status in statuses):
+            if len(statuses) not in (1, ranks) or not all(status.fits(ranks) for status in statuses):
                 raise ValueError("sightings of other ranks")
-            self.statuses = statuses
+            self.statuses[: len(statuses)] = statuses
         if "absent" in message:
             self._absent = tuple(map(int, message["absent"]))
             if not self._absent:
@@ -337,6 +339,11 @@ class Watchdog:
             self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
         else:
             self._warn(now, chain)
+
+    def _needs_all(self, seconds: float) -> bool:
+        """Whether this rank, which has not moved on for so long, needs the statuses of all: soon, for a report."""
+        report_seconds = min(self._warned_seconds + self._timeouts.warn_seconds, self._timeouts.timeout_seconds)
+        return self._rank == 0 or seconds + self._timeouts.stall_seconds >= report_seconds
 
     def _warn(self, now: float, text: str) -> None:
         """Print the text every `warn_seconds` for which this rank does not move on."""
