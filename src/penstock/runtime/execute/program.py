@@ -29,8 +29,7 @@ from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.feature import Binding, Feature, StageContext, Start, calls, contexts, within
 from penstock.runtime.gradients.distribution import Sharded
-from penstock.runtime.gradients.replicas import Average
-from penstock.runtime.gradients.sums import TieReducer
+from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import Route, RouteBuilder, find_route
@@ -132,11 +131,11 @@ class Program:
         binding: Binding,
         transport: Transport,
         head: LossHead,
-        reducers: Mapping[int, TieReducer],
+        reducers: Mapping[int, GradientSum],
         streams: Streams | None,
         device: torch.device,
         world: World,
-        averages: Mapping[int, Average],
+        averages: Mapping[int, GradientSum],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
         row = binding.schedule.rows[rank]
