@@ -30,7 +30,7 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.gradients.distribution import Sharded
 from penstock.runtime.gradients.sums import GradientSum
-from penstock.runtime.transport.shared_memory import Neighbors
+from penstock.runtime.transport.neighbors import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from falling import Tied
