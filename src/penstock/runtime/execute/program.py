@@ -32,7 +32,7 @@ from penstock.runtime.gradients.distribution import Sharded
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.routes import Route, RouteBuilder, find_route
+from penstock.runtime.transport.routes import Route, TrafficBuilder, find_route
 from penstock.schedule import Action, Op
 
 
@@ -139,7 +139,7 @@ class Program:
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
         row = binding.schedule.rows[rank]
-        builder = RouteBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
+        builder = TrafficBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.stages: dict[int, BoundStage] = {}
         for index in placement.stages_on(rank):
@@ -186,19 +186,19 @@ class Program:
                 work = self._sharded[action.stage].reshard
             case Op.F, BoundStage() as stage, int(k):
                 wait, work = stage.await_inputs(k), stage.forward(k)
-                waiting = Position(f"{action.stage}RECV_F{k}", self._peers(stage.routes(k).values_in))
+                waiting = Position(f"{action.stage}RECV_F{k}", self._peers(stage.traffic(k).values_in))
             case Op.B | Op.I, BoundStage() as stage, int(k):
                 wait, work = stage.await_grads(k), stage.backward(k)
-                waiting = Position(f"{action.stage}RECV_B{k}", self._peers(stage.routes(k).grads_in))
+                waiting = Position(f"{action.stage}RECV_B{k}", self._peers(stage.traffic(k).grads_in))
             case Op.W, BoundStage() as stage, int(k):
                 work = stage.weight_backward(k)
             case Op.SEND_F | Op.SEND_B, BoundStage() as stage, int(k):
-                routes = stage.routes(k)
-                route = find_route(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
+                traffic = stage.traffic(k)
+                route = find_route(action, traffic.values_out if action.op is Op.SEND_F else traffic.grads_out)
                 work, running = stage.send(k, route), Position(text, self._peers([route]))
             case Op.RECV_F | Op.RECV_B, BoundStage() as stage, int(k):
-                routes = stage.routes(k)
-                route = find_route(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
+                traffic = stage.traffic(k)
+                route = find_route(action, traffic.values_in if action.op is Op.RECV_F else traffic.grads_in)
                 work = partial(route.channel.post, k)
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from penstock._base.compat import gradient_edge
 from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
-from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
+from penstock._base.stages import needs_backward
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.feature import (
     NOTHING,
@@ -38,31 +38,10 @@ from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.loss.loss import no_gradient_error
 from penstock.runtime.microbatch_kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward, weight_use_key
-from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
+from penstock.runtime.transport.routes import Route, StageTraffic, TrafficBuilder
 from penstock.schedule import Op
 
 Values = list[Tensor | None]
-
-
-class _Kind:
-    """How microbatches of one kind pass through a stage.
-
-    Attributes:
-        meta, routes: the stage's, for this kind.
-        tracked: the positions of the inputs that take a gradient; `model_inputs`: of those, the model's own inputs.
-        untracked_outputs: the positions of the outputs that take none.
-        root_outputs, root_inputs: the positions of those to which gradients come in.
-    """
-
-    def __init__(self, number: int, meta: StageMeta, builder: RouteBuilder, *, training: bool) -> None:
-        self.meta = meta
-        self.routes = builder.routes(meta.index, number)
-        self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
-        self.model_inputs = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
-        self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
-        roots = builder.roots(meta.index, number).values()
-        self.root_outputs = [root.position for root in roots if root.is_output]
-        self.root_inputs = [root.position for root in roots if not root.is_output]
 
 
 class BoundStage:
@@ -81,7 +60,7 @@ class BoundStage:
         PartitionError: the stage does something that the schedule, or a choice, does not allow.
     """
 
-    def __init__(self, stage: StageContext, builder: RouteBuilder) -> None:
+    def __init__(self, stage: StageContext, builder: TrafficBuilder) -> None:
         custom: list[MakeFeature] = [partial(make_user_feature, "features", make) for make in stage.binding.features]
         for make in (*FEATURES, *custom):
             feature = make(stage)
@@ -93,7 +72,7 @@ class BoundStage:
         self._split = _split_backwards(stage)
         self.splits = distinct(split for split in self._split if split is not None)
         kinds = stage.binding.kinds
-        by_kind = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
+        by_kind = [builder.traffic(self.index, kind) for kind in range(len(kinds.metas))]
         self._kinds = [by_kind[kind] for kind in kinds.by_microbatch]
         self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
         self._saved: dict[int, tuple[list[GradientEdge | None], dict[int, list[Tensor]]]] = {}
@@ -114,20 +93,20 @@ class BoundStage:
         for feature in self.features:
             feature.begin_step(start)
 
-    def routes(self, microbatch: int) -> Routes:
-        """Return where a microbatch's values and gradients come from and go to."""
-        return self._kinds[microbatch].routes
+    def traffic(self, microbatch: int) -> StageTraffic:
+        """Return what passes through the stage with a microbatch."""
+        return self._kinds[microbatch]
 
     def await_inputs(self, microbatch: int) -> Callable[[], list[Any]]:
         """Wait for everything that a microbatch's forward needs."""
         kind = self._kinds[microbatch]
-        return _make_await(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
+        return _make_await(microbatch, kind.values_in, len(kind.meta.inputs), self.batch)
 
     def await_grads(self, microbatch: int) -> Callable[[], Values]:
         """Wait for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         kind, head, reruns = self._kinds[microbatch], self._context.head, self._reruns
         if head is None:
-            return _make_await(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
+            return _make_await(microbatch, kind.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
         return lambda: [] if microbatch in reruns else [head.seed(microbatch)]
 
     def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
@@ -173,7 +152,7 @@ class BoundStage:
         begin = self._make_begin(microbatch, stage=index)
         head, saved = None if drops_graph else stage.head, self._saved if stage.training and not drops_graph else None
         learn = None if split is None or (drops_graph and stage.head is not None) else split.learn
-        pass_on = None if is_rerun else self._make_pass_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
+        pass_on = None if is_rerun else self._make_pass_on(microbatch, kind.values_out, len(kind.meta.outputs))
         if pass_on is None and head is not None:
             pass_on = partial(head.keep, microbatch)
 
@@ -237,7 +216,7 @@ class BoundStage:
         enter, begin = contexts(self.features, "backward", microbatch), self._make_begin(microbatch, is_rerun=True)
         run_again = self._make_rerun(microbatch) if calls(self.features, "keep", microbatch) else None
         autograd = self._make_autograd(microbatch)
-        pass_on = self._make_pass_on(microbatch, kind.routes.grads_out, inputs)
+        pass_on = self._make_pass_on(microbatch, kind.grads_out, inputs)
 
         def run_backward(grads: Values) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -315,7 +294,7 @@ class BoundStage:
             raise no_gradient_error()
         return [None]
 
-    def _check_outputs(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, kind: StageTraffic, outputs: Sequence[Tensor]) -> None:
         """Raise PartitionError for outputs that other stages could not take."""
         if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
             names = ", ".join(value.name for value in kind.meta.outputs)
@@ -331,7 +310,7 @@ class BoundStage:
                     "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
                 )
 
-    def _unexpected_gradient(self, kind: _Kind, position: int) -> PartitionError:
+    def _unexpected_gradient(self, kind: StageTraffic, position: int) -> PartitionError:
         return PartitionError(
             f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
             "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
