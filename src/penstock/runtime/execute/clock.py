@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock._base.compat import is_accelerator
 from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
@@ -145,7 +146,7 @@ class StreamClock:
 
 def has_events(device: torch.device) -> bool:
     """Whether work on this device is queued in streams, and recorded by events."""
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return False
     module = torch.get_device_module(device)
     return all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream", "device"))
@@ -165,7 +166,7 @@ of an action is what that action leaves, however far the device is behind. Askin
 
 def counter(device: torch.device) -> Counter | None:
     """Return the memory counter of a device; None if there is none, as on the CPU."""
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return None
     count: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
     return None if count is None else lambda: int(count(device))

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock._base.compat import default_store
+from penstock._base.compat import default_store, is_accelerator
 from penstock._base.errors import RankFailedError
 from penstock.distributed.failure import OUTSIDE, Failure, Position
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions, Groups, Role
 from penstock.distributed.joining import meeting_store
 from penstock.distributed.watchdog import Watchdog
-from penstock.distributed.world import World, backend_for, check_same_backend, is_accelerator
+from penstock.distributed.world import World, backend_for, check_same_backend
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import BROADCASTS_IN_FLIGHT, Message, Pending

@@ -13,13 +13,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import autocast_kinds
+from penstock._base.compat import autocast_kinds, is_accelerator
 from penstock._base.errors import PartitionError
 from penstock._base.marks import computing
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions
-from penstock.distributed.world import World, is_accelerator
+from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import (
     Marks,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from penstock._base.compat import is_accelerator
 from penstock._base.errors import ScheduleError
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
@@ -261,7 +262,7 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
 
     Tensors carry their device, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
     """
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return list(actions)
     index = device.index
     return [within_context(bound, lambda _: torch.accelerator.device_index(index)) for bound in actions]

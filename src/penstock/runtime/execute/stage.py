@@ -32,7 +32,6 @@ from penstock.runtime.features.feature import (
     contexts,
     within,
 )
-from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.registry import FEATURES, make_user_feature
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.loss.loss import no_gradient_error
@@ -370,6 +369,6 @@ def _make_split(stage: StageContext, microbatch: int, *, is_uniform: bool) -> Sp
         stage.binding.partitions[microbatch].stages[stage.index].module,
         stage.device,
         in_order=in_order and is_uniform,
-        keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
+        keeper=stage.keeper,
         compiled=stage.binding.compile is not None,
     )

@@ -10,11 +10,11 @@ from typing import Any, Literal, cast
 
 import torch
 
+from penstock._base.compat import is_accelerator
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import named
 from penstock._base.process import Process
 from penstock.distributed.groups import Groups
-from penstock.distributed.world import is_accelerator
 from penstock.runtime.execute.control import Control
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.neighbors import Neighbors

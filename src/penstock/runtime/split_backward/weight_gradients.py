@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock._base.gradients import gradient_dtype
 from penstock.runtime.exact import rules as exact
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Schedule
 
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
 _GROUPED_MM = frozenset({"GroupedMmBackward0"})
@@ -51,8 +51,7 @@ def evaluate(term: Term) -> Tensor:
 
 def adds_in_place(devices: Iterable[torch.device], schedule: Schedule) -> bool:
     """Whether W adds a product to `.grad` without rounding it first, on one of these devices."""
-    splits = any(action.op is Op.W for row in schedule.rows for action in row)
-    return splits and not all(map(exact.computes_apart, devices))
+    return schedule.splits and not all(map(exact.computes_apart, devices))
 
 
 def notes(devices: Iterable[torch.device], schedule: Schedule) -> tuple[str, ...]:
