@@ -64,7 +64,7 @@ class Watchdog:
         statuses: each rank as its last beat showed it, a beat or two before; this one as it is. On other ranks than 0,
             all but rank 0's are outdated until a wait is about to be reported.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
-        raised: called with a failure of this rank, before the others are informed; with None if it is most likely the
+        on_raise: called with a failure of this rank, before the others are informed; with None if it is most likely the
             effect of another rank's failure.
         members: of each rank, its number in the whole job.
         before_exit: called before this process is ended because of a failure, on any thread, which waits three seconds
@@ -90,7 +90,7 @@ class Watchdog:
         self.statuses: list[RankStatus] = [RankStatus()] * ranks
         self.partners: Sequence[int] = ()
         self.members: Sequence[int] = range(ranks)
-        self.raised: Callable[[Failure | None], object] = _do_nothing
+        self.on_raise: Callable[[Failure | None], object] = _do_nothing
         self.before_exit: Callable[[], object] = _do_nothing
         self._rank, self._timeouts = rank, timeouts or Timeouts()
         self._address, self._connection = address or {}, connection
@@ -170,9 +170,7 @@ class Watchdog:
     def check(self) -> None:
         """Raise RankFailedError if the pipeline has failed, here or on another rank."""
         if self.failure is not None:
-            self._raising = True
-            self._await_others()
-            raise RankFailedError(self._message(self.failure))
+            raise self._error(self.failure)
 
     def report(self, action: str | None, error: BaseException) -> None:
         """Tell the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
@@ -186,8 +184,8 @@ class Watchdog:
             self._await_others()
         self._fail(failure)
 
-    def cause(self, seconds: float | None = None) -> Failure | None:
-        """Find out why a wait of this rank raised: wait for another rank's failure to become known.
+    def cause(self, seconds: float | None = None) -> RankFailedError | None:
+        """Return why a wait of this rank raised: wait for another rank's failure to become known.
 
         Leave `position` as it was in the wait.
 
@@ -195,13 +193,19 @@ class Watchdog:
             seconds: how long to wait at most; by default as long as it takes to see that a rank does not answer.
 
         Returns:
-            The failure; None if none became known, so that the error is this rank's own.
+            The error to raise; None if no failure became known, so that the error is this rank's own.
         """
         self._raising = True
         if self._thread and not self._failure_known.is_set():
             self._failure_known.wait(self._timeouts.stall_seconds + 2.0 if seconds is None else seconds)
-        self._raising = self.failure is not None
-        return self.failure
+        self._raising = self.failure is not None  # at no time False while it is
+        return None if self.failure is None else self._error(self.failure)
+
+    def _error(self, failure: Failure) -> RankFailedError:
+        """Return what the main thread is about to raise."""
+        self._raising = True
+        self._await_others()
+        return RankFailedError(self._message(failure))
 
     def close(self) -> None:
         """Say goodbye to the other ranks and end the thread.

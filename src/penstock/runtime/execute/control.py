@@ -21,6 +21,7 @@ from penstock.distributed.failure import OUTSIDE, Failure, Position
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions, Groups, Role
 from penstock.distributed.joining import meeting_store
+from penstock.distributed.launch.endings import is_doubtful
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World, backend_for, check_same_backend
 from penstock.runtime.gradients.replicas import copy_from_first
@@ -252,32 +253,24 @@ class Control:
 
     def fail(self, error: BaseException) -> BaseException:
         """Report to the others that this rank raised, unless they know; return the error to raise: the first cause."""
-        position = self.watchdog.position
-        local_failure = Failure.of(self.world.number, position.action or None, error)
-        # Most likely a neighbor left. But outside a wait it may just as well be the model's own error.
-        is_doubtful = isinstance(error, (RuntimeError, OSError)) and not self.world.is_local
-        self.watchdog.raised(None if is_doubtful else local_failure)
+        position, is_local = self.watchdog.position, self.world.is_local
+        failure = Failure.of(self.world.number, position.action or None, error)
+        in_doubt = is_doubtful(error) and not is_local
+        self.watchdog.on_raise(None if in_doubt else failure)
         if self._agreed:
             return error
-        if isinstance(error, RankFailedError) or self.world.is_local:
+        if is_local or isinstance(error, RankFailedError):
             self.watchdog.position = OUTSIDE
             if position.action and not isinstance(error, RankFailedError):
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if is_doubtful:
-            if self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS) is not None:
-                try:
-                    self.watchdog.check()
-                except RankFailedError as failure:
-                    return failure
-                return error
-            self.watchdog.raised(local_failure)
-        context = [
-            f"on rank {self.world.number}",
-            f"in {position.action}" if position.action else "",
-            self.watchdog.device_lag,
-        ]
-        error.add_note(f"penstock: {', '.join(str(part) for part in context if part)}")
+        if in_doubt:
+            if (cause := self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS)) is not None:
+                return cause
+            self.watchdog.on_raise(failure)
+        where = f"in {position.action}" if position.action else ""
+        context = [f"on rank {self.world.number}", where, str(self.watchdog.device_lag or "")]
+        error.add_note(f"penstock: {', '.join(filter(None, context))}")
         self.watchdog.report(position.action or None, error)
         return error
 

@@ -80,8 +80,8 @@ def copy_streams_for(device: torch.device) -> CopyStreams | None:
 class HostCopy:
     """A tensor on the host, and what it takes to bring it back with the same elements, strides and misalignment.
 
-    It is on its way there until `release_source`. `start_fetch` may be called ahead of `get`, so that the copy overlaps with
-    computation.
+    It is on its way there until `release_source`. `start_fetch` may be called ahead of `get`, so that the copy overlaps
+    with computation.
     """
 
     __slots__ = (
