@@ -99,7 +99,7 @@ class Control:
 
     def share(self, value: T, source_rank: int = 0) -> T:
         """Return one rank's object on every rank of the pipeline. Each process calls it once."""
-        return self._share(value, "control", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
+        return self._share(value, "pipeline", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
 
     def _share(self, value: T, role: Role, source: int, peers: tuple[int, ...], group_source: int = 0) -> T:
         if self.groups is None:
@@ -113,7 +113,7 @@ class Control:
         """Return one rank's object on some others. Exactly these ranks call it."""
         if self.groups is None:
             return value
-        group, local_rank, box = self.groups["control"], self.world.rank, [value]
+        group, local_rank, box = self.groups["pipeline"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
         peers = targets if local_rank == source_rank else [source_rank]
         with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in peers)):
@@ -205,7 +205,7 @@ class Control:
             self.watchdog.position = before
 
     @property
-    def control_group(self) -> dist.ProcessGroup | None:
+    def mesh_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups["everyone"]
 
@@ -219,7 +219,7 @@ class Control:
 
     def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
-        return self._gather(value, "control", activity, self.pipeline_peers)
+        return self._gather(value, "pipeline", activity, self.pipeline_peers)
 
     def _gather(self, value: Any, role: Role, activity: str, peers: tuple[int, ...]) -> list[Any]:
         if self.groups is None:

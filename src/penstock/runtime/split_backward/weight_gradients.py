@@ -23,7 +23,7 @@ _CONVOLUTION = frozenset({"ConvolutionBackward0"})
 _EMBEDDING = frozenset({"EmbeddingBackward0"})
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A matrix product, not yet computed; `transposed`: its transpose is meant."""
 
     first: Tensor
@@ -40,13 +40,13 @@ class Product(NamedTuple):
         (total.t() if self.transposed else total).addmm_(self.first, self.second)
 
 
-Term = Tensor | Product
+Term = Tensor | MatrixProduct
 """A term of a weight's gradient."""
 
 
 def evaluate(term: Term) -> Tensor:
     """Return a term's value."""
-    return term.value() if isinstance(term, Product) else term
+    return term.value() if isinstance(term, MatrixProduct) else term
 
 
 def adds_in_place(devices: Iterable[torch.device], schedule: Schedule) -> bool:
@@ -94,7 +94,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options:
     def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
         first = _rows(x)
         grad = _rows_of_gradient(grad, first)
-        return (Product(grad.t(), first) if by_rows else Product(first.t(), grad, transposed=True),)
+        return (MatrixProduct(grad.t(), first) if by_rows else MatrixProduct(first.t(), grad, transposed=True),)
 
     return DeferredCall(input, (input,), (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
@@ -285,10 +285,12 @@ def _rows_of_gradient(grad: Tensor, first: Tensor) -> Tensor:
     return grad if grad.dim() == 2 else grad.reshape(len(first), grad.shape[-1])
 
 
-def _second_matrix_gradient(grad: Tensor, first: Tensor, second: Tensor) -> Product:
+def _second_matrix_gradient(grad: Tensor, first: Tensor, second: Tensor) -> MatrixProduct:
     """Return the gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
     grad = _rows_of_gradient(grad, first)
-    return Product(grad.t(), first, transposed=True) if _is_column_major(second) else Product(first.t(), grad)
+    if _is_column_major(second):
+        return MatrixProduct(grad.t(), first, transposed=True)
+    return MatrixProduct(first.t(), grad)
 
 
 def _is_column_major(matrix: Tensor) -> bool:

@@ -101,7 +101,7 @@ class DistributedTransport:
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
             self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
-        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups["control"]))
+        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups["pipeline"]))
         return self._broadcasts[-1]
 
     def release(self, program: int) -> None:
