@@ -184,7 +184,8 @@ class Offload(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Offload | None:
-        """Build the feature if `offload=` asks for it. Raise ArgumentError if something in the stage excludes it."""
+        """Build the feature if `offload=` asks for it. Raise ArgumentError if something in the stage excludes it:
+        `nn.RReLU`, an activation that mmcv builds by name."""
         if not stage.training or not stage.offload:
             return None
         if any(isinstance(part, nn.RReLU) and part.training for part in stage.modules()):

@@ -100,7 +100,7 @@ class Replicas:
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
         """Average gradients left by steps that did not average, for parameters that this step does not train.
 
-        They were frozen since then, or this kind of batch does not use them.
+        They were frozen since then, as layers are in turn, or this kind of batch does not use them.
         """
         average = self._average(parameters, SHARED)
         watched.position = average.position

@@ -275,7 +275,8 @@ def find_tied(stages: Sequence[Stage], local_stages: Iterable[Stage], pipelines:
 
 
 def check_no_hooks(tied: Iterable[Tied]) -> None:
-    """Raise PartitionError if one of these parameters has a hook that would see only part of its gradient."""
+    """Raise PartitionError if one of these parameters has a hook that would see only part of its gradient: training
+    scripts clip each gradient so, by `for p in model.parameters(): p.register_hook(lambda g: g.clamp(-1, 1))`."""
     for name, stages, parameter, in_one_backward in tied:
         if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):
             raise PartitionError(
