@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from penstock.partition.run import known_values
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import PartitionError, pipeline
-from penstock.partition.run import known_values
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import squared_error
 

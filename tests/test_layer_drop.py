@@ -16,7 +16,7 @@ from penstock import pipeline, profile
 from penstock._base.errors import PartitionError
 from penstock._base.stages import ties
 from penstock.partition import NoStreams, Partitioner
-from penstock.partition.recorder import attempts
+from penstock.partition.record import attempts
 from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error

@@ -93,4 +93,4 @@ def test_a_secret_door_is_seen() -> None:
     assert trespasses("penstock.runtime.step.bound_schedules", "penstock.partition._compat.flatten")
     assert trespasses("penstock.runtime.step.bound_schedules", "penstock.partition.trees._Walk")
     assert not trespasses("penstock.cli.run", "penstock.cli._traffic.read")
-    assert trespasses("penstock.partition.values.memory", "torch.utils._pytree.tree_flatten")
+    assert trespasses("penstock.partition.nested", "torch.utils._pytree.tree_flatten")

@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.partition.recorder import attempts
+from penstock.partition.record import attempts
 
 RANKS, MICROBATCHES, ROWS, TOKENS, VOCABULARY = 4, 8, 8, 128, 512
 STEPS = 3

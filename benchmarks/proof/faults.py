@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline, verify
-from penstock.partition.recorder import foreign
-from penstock.partition.recorder.chance import Chance
+from penstock.partition.record import python_draws
+from penstock.partition.record.drawn_values import Chance
 from penstock.pipe.session import Session
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
@@ -505,7 +505,7 @@ def drawn_numbers_are_frozen() -> None:
 
     def frozen(self: Chance, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         value = function(*args, **kwargs)
-        self._generators = foreign.generator_states()
+        self._generators = python_draws.generator_states()
         return value
 
     Chance._draw = frozen  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.partition.units.chain import known_names
+from penstock.partition.names import known_names
 from scaffolding.models import squared_error
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import penstock
 from penstock import pipeline
 from penstock.costs import Profile, UnitCost
-from penstock.partition import NoStreams, Partitioner, decision
-from penstock.partition.measure.units import compute_fingerprint
-from penstock.partition.recording.recording import Recording
+from penstock.partition import NoStreams, Partitioner, choose_cuts
+from penstock.partition.measure.pieces import compute_fingerprint
+from penstock.partition.recording import Recording
 from scaffolding.ranks import Ranks
 from scaffolding.refusals import refusal_of
 from scaffolding.small import batch
@@ -63,7 +63,7 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
         return Profile(units, "cpu", of.dtype, of.parameters)
 
     x, y = batch(4)
-    with patch.multiple(decision, MIN_MEASURED_WORK=0, measure=measured):
+    with patch.multiple(choose_cuts, MIN_MEASURED_WORK=0, measure=measured):
         with penstock.pipeline(model(0), (x,), microbatches=2, loss=F.mse_loss, balance="time") as pipe:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 

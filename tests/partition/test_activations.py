@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import inspect
 from penstock.partition import NoStreams, Partitioner
-from penstock.partition.decision import StageBudget
+from penstock.partition.choose_cuts import StageBudget
 from scaffolding.models import OneLayer, gpt
 
 WIDTH, ROWS = 8, 6

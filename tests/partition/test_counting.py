@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.costs import OpCounts, Profile, estimate, fit_efficiency
 from penstock.costs.hardware import Operation, device
-from penstock.partition.cut.balance import candidates
+from penstock.partition.cut.candidates import candidates
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.units import UnmeasurableError
-from penstock.partition.recorder.attempts import record
+from penstock.partition.measure.pieces import UnmeasurableError
+from penstock.partition.record.attempts import record
 from scaffolding.models import Forward
 
 ROWS, IN, OUT = 6, 8, 16

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock import demo, inspect, verify
 from penstock._base import compat, pytree
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock.partition import NoStreams, Partition, Partitioner, source
-from penstock.partition.recorder import recorder
+from penstock.partition import NoStreams, Partition, Partitioner, user_code
+from penstock.partition.record import recorder
 from scaffolding.models import gpt, mlp, skips
 
 
@@ -77,9 +77,9 @@ def test_torchs_own_code_has_lines_if_the_user_has_none() -> None:
     with pytest.raises(RuntimeError) as raised:
         Checks(nn.Linear(4, 4))(torch.randn(3))
     raised.value.__traceback__ = raised.value.__traceback__ and raised.value.__traceback__.tb_next
-    assert "torch/nn/modules/linear.py" in source.raising_line(raised.value)
-    assert all(source.is_ours(str(module.__file__)) for module in (compat, pytree, recorder))
-    assert not source.is_ours(str(demo.__file__))
+    assert "torch/nn/modules/linear.py" in user_code.raising_line(raised.value)
+    assert all(user_code.is_ours(str(module.__file__)) for module in (compat, pytree, recorder))
+    assert not user_code.is_ours(str(demo.__file__))
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "nonzero", "__array__"])

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.costs.stage_costs import price_stages
-from penstock.partition import Balance, BalanceChoice, NoStreams, Partitioner, StageBudget, decision
-from penstock.partition.cut.balance import candidates
+from penstock.partition import Balance, BalanceChoice, NoStreams, Partitioner, StageBudget, choose_cuts
+from penstock.partition.cut.candidates import candidates
 from penstock.partition.measure import clock
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.units import UnmeasurableError
-from penstock.partition.recorder.attempts import record
+from penstock.partition.measure.pieces import UnmeasurableError
+from penstock.partition.record.attempts import record
 from scaffolding.models import SkipsTwice
 
 
@@ -74,7 +74,7 @@ def weighed(model: nn.Module, stages: int, balance: Balance | BalanceChoice = "t
 
 @pytest.fixture
 def measures_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision, "MIN_MEASURED_WORK", 0)
+    monkeypatch.setattr(choose_cuts, "MIN_MEASURED_WORK", 0)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_on_a_busy_machine_one_thread_is_measured(measures_all: None, monkeypatc
         return profile_of(waiting([0, 1]), X)
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(decision, "measure", measured)
+    monkeypatch.setattr(choose_cuts, "measure", measured)
     try:
         torch.set_num_threads(2)
         monkeypatch.setattr(clock, "total_wait_ns", lambda: 0)
@@ -203,7 +203,7 @@ def test_cuts_by_work_stay_where_others_bring_little(measures_all: None, monkeyp
     def cuts(first: float) -> tuple[str, ...]:
         seconds = [first, 1.0, 1.0, 1.0, 1.0, 1.0]
         units = tuple(UnitCost(str(i), each, 0.0, 0.0) for i, each in enumerate(seconds))
-        monkeypatch.setattr(decision, "measure", lambda *_: replace(profile_of(waiting([]), X), units=units))
+        monkeypatch.setattr(choose_cuts, "measure", lambda *_: replace(profile_of(waiting([]), X), units=units))
         return weighed(waiting([]), 2).cuts or ()
 
     assert cuts(1.03) == ("3",)
@@ -276,7 +276,7 @@ def test_parts_that_are_no_faster_stay_together(measures_all: None, monkeypatch:
             raise UnmeasurableError("no memory is left")
         return measure(*args, **options)
 
-    monkeypatch.setattr(decision, "measure", fails_the_second_time)
+    monkeypatch.setattr(choose_cuts, "measure", fails_the_second_time)
     partitioner = weighed(Grouped(groups), 4)
     assert len(attempts) == 2
     assert partitioner.cuts == ("groups.1", "groups.2", "groups.3")
@@ -446,7 +446,7 @@ def test_a_slow_stage_is_reported_whatever_chose_the_cuts(
 ) -> None:
     model = working(much)
     measured = of_one_unit(model)
-    monkeypatch.setattr(decision, "measure", lambda *_: measured)
+    monkeypatch.setattr(choose_cuts, "measure", lambda *_: measured)
     balance = measured if balance is of_one_unit else balance
     partitioner = Partitioner(model, 2, cuts, streams=NoStreams(), balance=balance, room=StageBudget(in_flight=(2, 1)))
     partitioner.weigh((X,))

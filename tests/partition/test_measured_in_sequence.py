@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from penstock._base.errors import PartitionError
 from penstock.costs import Profile
-from penstock.partition.cut.balance import candidates
+from penstock.partition.cut.candidates import candidates
 from penstock.partition.measure import clock, measuring
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.running import MakeSplitter
-from penstock.partition.recorder.attempts import record
+from penstock.partition.record.attempts import record
 from penstock.runtime.split_backward.backward import SplitBackward
 
 LAYERS = 4

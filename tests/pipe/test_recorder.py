@@ -260,7 +260,7 @@ def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     actions = 4 * (profile.action_seconds or 0.0)
     assert sum(seen.stage_seconds) == pytest.approx(sum(unit.seconds for unit in profile.units) + actions)
     assert seen.step_seconds == seen.timeline.makespan_seconds > max(seen.stage_seconds)
-    monkeypatch.setattr("penstock.partition.decision.MIN_MEASURED_WORK", 0)
+    monkeypatch.setattr("penstock.partition.choose_cuts.MIN_MEASURED_WORK", 0)
     train(tmp_path / "measured", steps=1)
     seen = read_run(tmp_path / "measured").predicted()
     assert seen is not None

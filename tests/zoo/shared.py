@@ -10,8 +10,8 @@ from torch import nn
 import penstock
 from penstock._base.pytree import flatten
 from penstock.partition import partitioner
+from penstock.partition.given_model import Chain
 from penstock.partition.stages.partition import describe
-from penstock.partition.units.chain import Chain
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.schedule import Schedule
 from penstock.verification import verify as verification

@@ -1,6 +1,6 @@
 """Take functions apart into code and closure variables: a mask function of FlexAttention, say.
 
-`trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
+`pytree` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from penstock.checkpoint import folders
 from penstock.checkpoint.collective import run_on_all_ranks
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
-from penstock.partition.units.chain import as_module, known_names
+from penstock.partition.given_model import as_module
+from penstock.partition.names import known_names
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.gradients.distribution import copy_into
 from penstock.runtime.model.ownership import Materialize

@@ -170,7 +170,7 @@ def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
         if case.replicas > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            from penstock.partition.units.chain import as_module
+            from penstock.partition.given_model import as_module
 
             device = next((p.device.type for p in as_module(target.model).parameters()), "cpu")
             mesh = init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))

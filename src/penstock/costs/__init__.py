@@ -5,13 +5,13 @@ do by their vendors' figures), `sizes.py` what it costs with other microbatches,
 `stage_costs.py` what stages cost then. `costs.py` takes them, or numbers, or a file, for a schedule to be simulated
 with; `outcome.py` is that schedule's timeline, and the figures that follow from it. Does not load torch.
 
->>> from penstock.costs import Costs, Outcome, Problem, best_starts
+>>> from penstock.costs import Costs, CutProblem, Outcome, best_cuts
 >>> from penstock.schedule import generate
 >>> from penstock.simulate import LinkCost, StageCost
 >>> costs = Costs(StageCost(1.0, 1.0, 1.0), LinkCost(0.0))
 >>> Outcome.simulated(generate("1f1b", ranks=2, microbatches=4), costs).timeline.makespan_seconds
 15.0
->>> best_starts(Problem(seconds=[1.0, 1.0, 1.0, 3.0]), stages=2)
+>>> best_cuts(CutProblem(seconds=[1.0, 1.0, 1.0, 3.0]), stages=2)
 [0, 3]
 """
 

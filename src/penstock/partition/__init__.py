@@ -9,18 +9,19 @@ In come a model, an example batch and where to cut; out comes a `Partition`: sta
 [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 """
 
-from penstock.partition.cut.balance import TooFewLayersError
-from penstock.partition.cut.choice import BALANCES, Balance, BalanceChoice
-from penstock.partition.decision import NO_LIMIT, StageBudget
+from penstock.partition.choose_cuts import NO_LIMIT, StageBudget
+from penstock.partition.cut.balance import BALANCES, Balance, BalanceChoice
+from penstock.partition.cut.candidates import TooFewLayersError
+from penstock.partition.given_model import default_kwargs
 from penstock.partition.measure.measuring import BUDGET_SECONDS
-from penstock.partition.measure.units import NoStreams, UnmeasurableError
+from penstock.partition.measure.pieces import NoStreams, UnmeasurableError
+from penstock.partition.nested import leaves_of, tensors_in
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
-from penstock.partition.recording.recording import RandomSource
+from penstock.partition.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
 from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, gates_of
-from penstock.partition.state.remembered import Left, Remembered
-from penstock.partition.units.chain import default_kwargs
-from penstock.partition.values.objects import leaves_of, tensors_in
+from penstock.partition.state.block_state import Remembered
+from penstock.partition.state.loss_values import Left
 
 __all__ = [
     "BALANCES",

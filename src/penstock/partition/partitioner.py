@@ -14,10 +14,7 @@ from penstock._base.formatting import pluralize
 from penstock._base.marks import computing
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.costs import Profile
-from penstock.partition.cut.balance import Candidate, candidates, cut_at, possible_units
-from penstock.partition.cut.choice import Balance, BalanceChoice
-from penstock.partition.cut.hierarchy import choose_opening, count_blocks, extend_opening, opening_for
-from penstock.partition.decision import (
+from penstock.partition.choose_cuts import (
     NO_LIMIT,
     WORTH_MOVING,
     Decision,
@@ -26,13 +23,20 @@ from penstock.partition.decision import (
     decide,
     decide_by_measuring,
 )
+from penstock.partition.cut.balance import Balance, BalanceChoice
+from penstock.partition.cut.candidates import Candidate, candidates, cut_at, possible_units
+from penstock.partition.cut.opening import choose_opening, count_blocks, extend_opening, opening_for
+from penstock.partition.given_model import as_module, default_kwargs
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import MakeSplitter
-from penstock.partition.recorder.attempts import record
-from penstock.partition.recording.recording import RandomSource, Recording
+from penstock.partition.names import known_names, public_name
+from penstock.partition.nested import input_path
+from penstock.partition.obstacles import Obstacle
+from penstock.partition.record.attempts import record
+from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explain_obstacle
-from penstock.partition.source import Obstacle
-from penstock.partition.stages.lengths import Dims, Lengths, resize_inputs
+from penstock.partition.stages.cut_recording import CutRecording
+from penstock.partition.stages.interpolation import Dims, Lengths, resize_inputs
 from penstock.partition.stages.partition import (
     Leaf,
     Partition,
@@ -42,12 +46,9 @@ from penstock.partition.stages.partition import (
     origins,
     unused_note,
 )
-from penstock.partition.stages.split import CutRecording
-from penstock.partition.stages.stage import build_stage
-from penstock.partition.state.assumptions import Assumptions, Attributes
-from penstock.partition.units.chain import as_module, default_kwargs, known_names
-from penstock.partition.units.units import Opening, UnitSpec, find_units, public_name, refuse_compiled, refuse_lazy
-from penstock.partition.values.objects import input_path
+from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.state.settings import Assumptions, Attributes
+from penstock.partition.units import Opening, UnitSpec, find_units, refuse_compiled, refuse_lazy
 
 Division = tuple[Decision, Opening]
 """Where a model is cut, and which modules are opened for it."""
@@ -67,14 +68,14 @@ class Partitioner:
         model: a module, unedited; or a list of modules, each of which gets what the one before it returned (layers, or
             ready-made stages if there are as many as `stages`).
         stages: how many.
-        cuts: names of the modules or lines at which stages 1.. begin (see `places`), in program order; chosen by
+        cuts: names of the modules or lines at which stages 1.. begin (see `cut.names`), in program order; chosen by
             `balance` if not given.
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
         room: what stages may take of memory.
-        balance: what to spread evenly over the stages; see `Choice`. Times are measured by `weigh`; until then, cuts
-            even out the work.
+        balance: what to spread evenly over the stages; see `BalanceChoice`. Times are measured by `weigh`; until then,
+            cuts even out the work.
 
     Raises ArgumentError for invalid arguments, PartitionError (also when called) for a model that cannot be recorded
     or cut as asked.
@@ -128,8 +129,7 @@ class Partitioner:
         """
         kwargs = dict(kwargs or {})
         flat = flatten((tuple(args), kwargs))
-        signature = flat.structure, tuple(describe(leaf) for leaf in flat.leaves)
-        key = (*signature, self._state())
+        key = structure, descriptions, state = self._key(flat)
         variants = self._partitions.get(key, [])
         for variant in variants:
             if variant.holds(flat.leaves):
@@ -147,15 +147,15 @@ class Partitioner:
             del self._weighable[key]
         else:  # none was made, or one for another branch
             cached = None
-        matches = (lengths.at((signature[0], key[-1]), signature[1], flat.leaves) for lengths in self._lengths)
+        matches = (lengths.at((structure, state), descriptions, flat.leaves) for lengths in self._lengths)
         partition = next((match for match in matches if match is not None), None)
         if partition is None:
             recording, partition = self._make(args, kwargs, cached)
-            key = (*signature, self._state())  # recording may have opened blocks
+            key = self._key(flat)  # recording may have opened blocks
             if not self._is_settled:
                 self._weighable.setdefault(key, recording)
             else:
-                self._learn_lengths(flat, signature[1], partition)
+                self._learn_lengths(flat, descriptions, partition)
         variants = self._partitions.setdefault(key, [])
         for index, variant in enumerate(variants):
             if (merged := partition.joined(variant)) is not None:
@@ -169,6 +169,9 @@ class Partitioner:
             oldest = next(iter(self._partitions))
             del self._partitions[oldest], self._keep_alive[oldest]
         return partition
+
+    def _key(self, flat: Flat) -> tuple[Hashable, tuple[Leaf, ...], Hashable]:
+        return flat.structure, tuple(describe(leaf) for leaf in flat.leaves), self._state()
 
     def forget(self) -> None:
         """Drop all recordings, and with them every reference to parameters that the model no longer holds."""
@@ -184,10 +187,15 @@ class Partitioner:
         return self._decision, self._opening
 
     def divide(self, division: Division) -> None:
-        """Replace this decision, and forget what was made of it."""
-        recordings = dict(self._weighable) if division[1] == self._opening else {}
-        self._go_on_from(*division, self._unit_spec, recordings)
-        self._is_settled = True
+        """Take over this decision, and forget what was made of another."""
+        self._adopt(division, dict(self._weighable) if division[1] == self._opening else {})
+
+    def _adopt(self, division: Division, recordings: dict[Hashable, Recording]) -> None:
+        self._decision, self._opening = division
+        self.cuts = self._decision.cuts
+        self.forget()
+        self._weighable = recordings
+        self._refresh_modules()
 
     def weigh(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Measure the units of what these inputs, or earlier ones, were recorded as, if times are to be even, and cut
@@ -196,63 +204,47 @@ class Partitioner:
         A module may weigh little by its operations and take long: of ResNet-50, whose last blocks have small images and
         large weights, half of the time on a CPU. Then it is opened, recorded and measured once more.
         """
-        recording, decision = self._measure(args, kwargs)
-        if recording is not None and decision.is_uneven:
-            recording, decision = self._measure_parts(recording, decision, args, kwargs)
-        if recording is None:
+        kwargs = dict(kwargs or {})
+        self(args, kwargs)
+        recordings = self._weighable
+        recording = next(iter(recordings.values()), None)
+        if recording is None or self.stages == 1:
             return
+        decision = decide_by_measuring(recording, self.model, self.cuts or (), args, kwargs, self._budget)
+        finer = self._measure_parts(recording, decision, args, kwargs) if decision.is_uneven else None
+        self._weighable, self._is_settled = {}, True
         try:
+            recording, decision = finer or (recording, decision)
             cut_at(recording, self.model, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
-            decision = self._decision
-        if decision != self._decision:
-            self.divide((decision, self._opening))
-        else:
-            self._weighable.clear()
-            self._is_settled = True
+            return
+        if finer is not None:
+            self._unit_spec = recording.unit_spec
+            self._adopt((decision, recording.opening), {})
+            self._weighable[self._key(flatten((tuple(args), kwargs)))] = recording
+        elif decision != self._decision:
+            self._adopt((decision, self._opening), recordings)
 
     def _measure_parts(
-        self, recording: Recording, decision: Decision, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> tuple[Recording, Decision]:
-        """Open the modules inside which the best cuts by these times fall, and measure again. Return the same as given
-        where that finds nothing faster."""
+        self, recording: Recording, decision: Decision, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Recording, Decision] | None:
+        """Open the modules inside which the best cuts by these times fall, and measure again. None if that finds
+        nothing faster."""
         times = decision.unit_seconds
         opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by, times)
         if opening.names == recording.opening.names:
-            return recording, decision
-        before = self._decision, self._opening, self._unit_spec
-        recordings = dict(self._weighable)
-        self._go_on_from(Decision(()), opening, self._unit_spec, {})
-        self.cuts = None
+            return None
         try:
-            self(args, kwargs)
-            if self._opening.names != before[1].names:  # it could be opened
-                finer, second = self._measure(args, kwargs)
-                faster = second.seconds and max(second.seconds) < WORTH_MOVING * max(decision.seconds)
-                if finer is not None and faster:
-                    return finer, second
+            by_work, split = self._record_and_cut(args, kwargs, opening, None)
+            self._build_stages(split)
+            if split.recording.opening.names == recording.opening.names:  # it could not be opened
+                return None
+            finer = split.recording
+            second = decide_by_measuring(finer, self.model, by_work.cuts, args, kwargs, self._budget)
         except (PartitionError, ArgumentError):  # of parts that cannot be cut, or do not fit
-            pass
-        self._go_on_from(*before, recordings)
-        return recording, decision
-
-    def _go_on_from(
-        self, decision: Decision, opening: Opening, spec: UnitSpec, weighable: dict[Hashable, Recording]
-    ) -> None:
-        """Take over a decision, and forget everything that was made of another, but for these recordings."""
-        self.cuts, self._decision, self._opening, self._unit_spec = decision.cuts, decision, opening, spec
-        self._refresh_modules()
-        self.forget()
-        self._weighable, self._is_settled = weighable, False
-
-    def _measure(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Recording | None, Decision]:
-        """Record, and decide by measured times; no recording if there is nothing to decide."""
-        self(args, kwargs)
-        recording = next(iter(self._weighable.values()), None)
-        if recording is None or self.stages == 1:
-            return None, self._decision
-        cuts = self.cuts or ()
-        return recording, decide_by_measuring(recording, self.model, cuts, args, kwargs or {}, self._budget)
+            return None
+        is_faster = second.seconds and max(second.seconds) < WORTH_MOVING * max(decision.seconds)
+        return (finer, second) if is_faster else None
 
     def profile(
         self,
@@ -329,13 +321,15 @@ class Partitioner:
         self, args: Sequence[Any], kwargs: dict[str, Any], cached: Recording | None = None
     ) -> tuple[Recording, Partition]:
         """Record these arguments, if it is not known what they are recorded as, and cut the recording."""
-        split = self._cut(cached) if cached is not None else self._divide(args, kwargs)
+        if cached is not None:
+            self._decision, split = self._cut(cached, self.cuts)
+        else:
+            self._decision, split = self._record_and_cut(args, kwargs, self._opening, self.cuts)
         recording = split.recording
         self._unit_spec, self._opening = recording.unit_spec, recording.opening
         self._refresh_modules()
         self.cuts, work = tuple(split.cuts), split.work()
-        stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
-        check_complete(split, stages)
+        stages = self._build_stages(split)
         flat = flatten((tuple(args), kwargs))
         placeholders = {node.name: position for node, position in recording.inputs.items()}
         partition = Partition(
@@ -361,6 +355,11 @@ class Partitioner:
         )
         return recording, partition
 
+    def _build_stages(self, split: CutRecording) -> tuple[Stage, ...]:
+        stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
+        check_complete(split, stages)
+        return stages
+
     def _learn_lengths(self, flat: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
         """Look for other lengths of the same inputs among what was recorded."""
 
@@ -372,37 +371,37 @@ class Partitioner:
         if not any(lengths.learn(family, leaves, partition, probe) for lengths in self._lengths):
             self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
 
-    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CutRecording:
-        """Return a recording, cut. Until the cuts are decided, modules may be opened for balance."""
-        opening, kwargs = self._opening, {**kwargs, **default_kwargs(self.model, args, kwargs)}
+    def _record_and_cut(
+        self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening, cuts: tuple[str, ...] | None
+    ) -> tuple[Decision, CutRecording]:
+        """Record, and cut there; without `cuts`, at the best, for which modules may be opened."""
+        kwargs = {**kwargs, **default_kwargs(self.model, args, kwargs)}
         while True:
             recording = self._record(args, kwargs, opening)
-            if self.cuts is None:
+            if cuts is None:
                 new_opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by)
                 if new_opening.names != recording.opening.names:
                     opening = new_opening
                     continue
             try:
-                return self._cut(recording)
+                return self._cut(recording, cuts)
             except PartitionError:
-                if self.cuts is not None or not recording.opening.tried:
+                if cuts is not None or not recording.opening.tried:
                     raise
                 opening = recording.opening.without(recording.opening.tried)
 
-    def _cut(self, recording: Recording) -> CutRecording:
-        if self.cuts is not None:
+    def _cut(self, recording: Recording, cuts: tuple[str, ...] | None) -> tuple[Decision, CutRecording]:
+        if cuts is not None:
             try:
-                return cut_at(recording, self.model, self.cuts)
+                return self._decision, cut_at(recording, self.model, cuts)
             except PartitionError as error:
                 if self._auto_cuts:
-                    raise _explain_lost_cuts(error, self.cuts) from error
+                    raise _explain_lost_cuts(error, cuts) from error
                 raise
 
-        def decide_and_cut(units: Sequence[Candidate] | None = None) -> CutRecording:
+        def decide_and_cut(units: Sequence[Candidate] | None = None) -> tuple[Decision, CutRecording]:
             decision = decide(recording, self.model, self.stages, self._choice, self._budget, units)
-            split = cut_at(recording, self.model, decision.cuts)
-            self._decision = decision
-            return split
+            return decision, cut_at(recording, self.model, decision.cuts)
 
         try:
             return decide_and_cut()

@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from penstock._base.formatting import pluralize
-from penstock.partition.cut.balance import candidates
-from penstock.partition.recording.recording import Recording
-from penstock.partition.source import ELSEWHERE, OUTSIDE, Obstacle
-from penstock.partition.units.units import has_forward
+from penstock.partition.cut.candidates import candidates
+from penstock.partition.obstacles import ELSEWHERE, OUTSIDE, Obstacle
+from penstock.partition.recording import Recording
+from penstock.partition.units import has_forward
 
 MAX_TRIALS = 12
 """The most times that a model is re-recorded."""

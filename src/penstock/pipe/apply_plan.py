@@ -14,8 +14,8 @@ from penstock._base.errors import ArgumentError, PlanError, warn
 from penstock._base.formatting import pluralize
 from penstock.costs import first_difference
 from penstock.distributed.world import World
-from penstock.partition.measure.units import compute_fingerprint
-from penstock.partition.units.chain import as_module
+from penstock.partition.given_model import as_module
+from penstock.partition.measure.pieces import compute_fingerprint
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE
 

@@ -23,7 +23,7 @@ from penstock.distributed.groups import GROUP_SECONDS, GroupOptions
 from penstock.distributed.launch.processes import VERIFY
 from penstock.distributed.world import World, join, parse_device, resolve_device
 from penstock.partition import Balance, Partitioner, TooFewLayersError
-from penstock.partition.units.chain import as_module
+from penstock.partition.given_model import as_module
 from penstock.pipe.apply_plan import AppliedPlan
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline

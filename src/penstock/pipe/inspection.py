@@ -18,13 +18,13 @@ from penstock._base.aliases import PIPELINE_ALIASES, accept_aliases, accept_old_
 from penstock._base.errors import ArgumentError, PenstockError, check_counts
 from penstock._base.formatting import pluralize
 from penstock._base.gradients import check_grad_dtype, gradient_bytes
+from penstock._base.memory import meta_bytes
 from penstock._base.pytree import leaf_tensors
 from penstock._base.stages import MODEL_INPUT, gradient_routes, ties
 from penstock.distributed.world import World
 from penstock.partition import Balance, Partition
+from penstock.partition.given_model import as_module
 from penstock.partition.measure.footprint import Footprint, footprint
-from penstock.partition.units.chain import as_module
-from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline

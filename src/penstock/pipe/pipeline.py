@@ -16,8 +16,7 @@ from penstock._base.aliases import accept_old_names, suggest_argument
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import pluralize
 from penstock._base.stages import StageMeta
-from penstock.partition.units.chain import unwrapped
-from penstock.partition.units.units import public_name
+from penstock.partition.names import public_name, unwrapped
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session

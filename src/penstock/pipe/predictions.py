@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from penstock._base.gradients import gradient_bytes
+from penstock._base.memory import meta_bytes
 from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
 from penstock.costs import OPTIMIZER_VALUES
 from penstock.partition import Partition
 from penstock.partition.measure.footprint import Footprint, footprint
-from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.activation_policy import Transient, transient_by_rank

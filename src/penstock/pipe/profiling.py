@@ -23,10 +23,10 @@ from penstock.costs.hardware import DeviceSpec, Efficiency
 from penstock.costs.hardware import device as device_by_name
 from penstock.distributed.world import World, join, resolve_device
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
+from penstock.partition.given_model import as_module
 from penstock.partition.measure.clock import measure_undisturbed
-from penstock.partition.measure.units import compute_fingerprint
-from penstock.partition.run.loan import untouched_generators
-from penstock.partition.units.chain import as_module
+from penstock.partition.measure.pieces import compute_fingerprint
+from penstock.partition.record.fakes import untouched_generators
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options

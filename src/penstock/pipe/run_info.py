@@ -16,8 +16,8 @@ import torch
 from penstock._base import __version__, owner
 from penstock._base.errors import ArgumentError, warn
 from penstock._base.gradients import gradient_bytes
+from penstock.partition.names import unwrapped
 from penstock.partition.stages.stage import Gate
-from penstock.partition.units.chain import unwrapped
 from penstock.pipe.predictions import activation_bytes, memory_after_actions, optimizer_bytes, predict_step
 from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.session import Session

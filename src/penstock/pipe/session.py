@@ -17,7 +17,7 @@ from penstock._base.errors import ArgumentError, PipelineClosedError, check_flag
 from penstock._base.marks import computing
 from penstock._base.pytree import leaf_tensors, unflatten
 from penstock.distributed.launch.step_file import announcer
-from penstock.partition.units.chain import unwrapped
+from penstock.partition.names import unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.pipe.run_recorder import Recorder

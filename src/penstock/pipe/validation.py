@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock._base.compat import is_accelerator
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import a
-from penstock.partition.units.chain import as_module
+from penstock.partition.given_model import as_module
 from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from penstock._base.errors import PartitionError
 from penstock._base.stages import StageMeta, shift_stage, traffic_key
-from penstock.partition.state.remembered import refuse_copies
+from penstock.partition.state.block_state import refuse_copies
 from penstock.runtime.front_end import Partition, Stage
 
 T = TypeVar("T")

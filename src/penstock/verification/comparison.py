@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock._base.aliases import accept_old_names
 from penstock._base.errors import VerificationError
-from penstock.partition.values.memory import same_bits
+from penstock._base.memory import same_bits
 
 TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
 """Largest difference if terms of several stages or replicas are added in another order, relative to the largest

@@ -17,11 +17,11 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.partition.recorder import foreign
-from penstock.partition.source import is_ours
+from penstock.partition.record import python_draws
+from penstock.partition.record.interception import intercept
+from penstock.partition.record.op_work import argument_names, is_seeded
 from penstock.partition.stages.stage import Gate
-from penstock.partition.units.units import intercept
-from penstock.partition.watch.work import argument_names, is_seeded
+from penstock.partition.user_code import is_ours
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 
@@ -55,7 +55,10 @@ class ReferenceDraws(TorchFunctionMode):
         self._in_backward = backward
         calls = {function: self._as_one_call(function) for function in self._single_calls}
         units = map(self._model.get_submodule, self._units.values())
-        with foreign.redirect_draws(self._model, self._foreign, calls, torch.from_numpy), intercept(units, self._unit):
+        with (
+            python_draws.redirect_draws(self._model, self._foreign, calls, torch.from_numpy),
+            intercept(units, self._unit),
+        ):
             with _Operators(self), self:
                 yield
 
@@ -129,7 +132,7 @@ class ReferenceDraws(TorchFunctionMode):
         return call
 
     def _foreign(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if name != foreign.FRESH:
+        if name != python_draws.FRESH:
             self._has_stream = self._has_stream and self._depth > 0
             self.draw()
         return function(*args, **kwargs)

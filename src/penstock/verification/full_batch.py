@@ -21,8 +21,8 @@ from penstock._base.errors import ArgumentError
 from penstock._base.formatting import list_names
 from penstock._base.marks import NOW, computing
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
-from penstock.partition.state.reach import Reach
-from penstock.partition.units.chain import default_kwargs
+from penstock.partition.given_model import default_kwargs
+from penstock.partition.state.reachable import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.runtime.batch.cutting import UNCUT, Cutting, Microbatch

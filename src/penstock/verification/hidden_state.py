@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.closures import EMPTY, contents
-from penstock.partition.source import is_library
-from penstock.partition.state.reach import Holder, Reach
+from penstock.partition.state.reachable import Holder, Reach
+from penstock.partition.user_code import is_library
 
 LARGEST_TENSOR = 2**20
 """In bytes; larger tensors are taken for data."""

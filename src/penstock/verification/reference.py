@@ -13,12 +13,12 @@ from torch import Tensor
 
 from penstock._base.gradients import gradient_dtype
 from penstock._base.marks import NOW, computing
+from penstock._base.memory import same_bits
 from penstock._base.pytree import flatten, leaf_tensors
 from penstock._base.stages import needs_backward, ties
 from penstock.distributed.world import World
-from penstock.partition.units.chain import default_kwargs
-from penstock.partition.values.memory import same_bits
-from penstock.partition.values.objects import input_path
+from penstock.partition.given_model import default_kwargs
+from penstock.partition.nested import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks, storage_id
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import a, one_line
-from penstock.partition.run.loan import save_generators
-from penstock.partition.units.chain import as_module
-from penstock.partition.units.units import refuse_lazy
-from penstock.partition.values.memory import same_bits
+from penstock._base.memory import same_bits
+from penstock.partition.given_model import as_module
+from penstock.partition.record.fakes import save_generators
+from penstock.partition.units import refuse_lazy
 from penstock.verification.hidden_state import build_reach, initial_values
 
 _REMEDY = (

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from penstock.partition.run.loan import Snapshot
-from penstock.partition.source import TORCH_ATTRIBUTES
-from penstock.partition.state.reach import Holder
+from penstock.partition.record.fakes import Snapshot
+from penstock.partition.state.reachable import Holder
+from penstock.partition.user_code import TORCH_ATTRIBUTES
 from penstock.verification.hidden_state import StateHolder, build_reach, find_hidden_state, initial_values
 from penstock.verification.reference_copy import ModelAndLoss
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
 from penstock.partition import NoStreams, Partitioner
-from penstock.partition.cut.balance import even_starts
+from penstock.partition.cut.candidates import even_starts
 from scaffolding.models import gpt, mlp
 
 

@@ -5,6 +5,7 @@ That none is frozen in a recording, and that `verify` sees generators of the mod
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from penstock import pipeline, verify
 from penstock._base.errors import PartitionError
-from penstock.partition.recorder import foreign
+from penstock.partition.record import python_draws
+from penstock.partition.record.known_values import compare_drawn
 from penstock.runtime.exact.streams import hash_name, mix
 from scaffolding.models import Layers, squared_error
 from scaffolding.proofs import proven
@@ -156,6 +158,16 @@ def test_a_number_that_reaches_a_block_is_refused() -> None:
         pipeline(model, (torch.ones(4, 7),), ranks=2, microbatches=2, loss=squared_error)
 
 
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_comparison_is_certain_if_no_number_could_change_it(name: str, closed: bool) -> None:
+    numbers = [0.0, 0.5, 1 - 2**-24, *([1.0] if closed else [])]
+    for bound in (-1, 0.0, 0.5, 1, 1.5):
+        outcomes = {getattr(operator, name)(number, bound) for number in numbers}
+        outcome = compare_drawn(f"__{name}__", bound, closed=closed)
+        assert outcome == (outcomes.pop() if len(outcomes) == 1 else None), bound
+
+
 def test_bigbird() -> None:
     """It chooses its sparse blocks with numpy, inside of its attention."""
     torch.manual_seed(0)
@@ -174,8 +186,8 @@ def test_a_bit_generator_of_the_users_own_is_looked_at() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        states = foreign.generator_states()
+        states = python_draws.generator_states()
         np.random.random()
-        assert foreign.generator_states() != states
+        assert python_draws.generator_states() != states
     finally:
         np.random.set_bit_generator(before)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock._base.errors import ArgumentError
-from penstock.partition.state.assumptions import Assumptions
+from penstock.partition.state.settings import Assumptions
 from scaffolding.by_hand import assert_steps_by_hand
 from scaffolding.models import Forward, squared_error
 

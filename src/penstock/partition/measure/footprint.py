@@ -26,10 +26,17 @@ from penstock._base.pytree import flatten
 from penstock._base.stages import TensorMeta
 from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
-from penstock.partition.recording.recording import tensor_meta
-from penstock.partition.run.loan import untouched_generators
-from penstock.partition.state.reach import Reach
-from penstock.partition.watch.work import OpCall, argument_names, count_operations, find_group, list_tensors
+from penstock.partition.record.fakes import untouched_generators
+from penstock.partition.record.op_work import (
+    OVERWRITES,
+    OpCall,
+    argument_names,
+    count_operations,
+    find_group,
+    list_tensors,
+)
+from penstock.partition.recording import tensor_meta
+from penstock.partition.state.reachable import Reach
 
 _LSTM_VALUES = 9.3, 6.1
 """What `nn.LSTM` keeps on the CPU for each value of its result, and besides for each value of what is wider, its input
@@ -216,10 +223,6 @@ class _OnHost(TorchFunctionMode):
 def _empty_like(meta: TensorMeta) -> Tensor:
     empty = torch.empty_strided(meta.shape, meta.stride, dtype=getattr(torch, meta.dtype))
     return empty.requires_grad_(meta.requires_grad)
-
-
-OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
-"""Operators that do not read the tensor that they update."""
 
 
 def _operator_cost(call: OpCall) -> tuple[int, int, str]:

@@ -21,13 +21,13 @@ from penstock._base.formatting import one_line
 from penstock._base.pytree import flatten
 from penstock._base.stages import MODEL_INPUT
 from penstock.costs import Profile, UnitCost
-from penstock.partition.cut.balance import Candidate
+from penstock.partition.cut.candidates import Candidate
 from penstock.partition.measure.clock import synchronize
+from penstock.partition.measure.pieces import Footprints, Units, UnmeasurableError
 from penstock.partition.measure.running import Backward, MakeSplitter, UnitRunner
-from penstock.partition.measure.units import Footprints, Units, UnmeasurableError
-from penstock.partition.recording.recording import Recording
-from penstock.partition.run.loan import untouched_generators
-from penstock.partition.state.reach import Reach
+from penstock.partition.record.fakes import untouched_generators
+from penstock.partition.recording import Recording
+from penstock.partition.state.reachable import Reach
 
 BUDGET_SECONDS = 0.5
 """The default of `budget_seconds`. One run of each kind of unit is made even if it takes longer."""

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.formatting import list_names
 from penstock._base.pytree import unflatten
-from penstock.partition.recording.recording import Constant, Guard, Recording
-from penstock.partition.stages.split import CutRecording
+from penstock.partition.recording import Constant, Guard, Recording
+from penstock.partition.stages.cut_recording import CutRecording
 from penstock.partition.stages.stage import Stage
-from penstock.partition.state.assumptions import read_contents
-from penstock.partition.state.remembered import Left, in_place
-from penstock.partition.units.units import has_forward
+from penstock.partition.state.loss_values import Left, in_place
+from penstock.partition.state.settings import read_contents
+from penstock.partition.units import has_forward
 from penstock.simulate.costs import LinkCost, StageCost
 
 Leaf = tuple[object, ...]

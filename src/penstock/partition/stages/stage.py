@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock._base.stages import StageMeta
-from penstock.partition.recording.recording import Fact, Modes, RandomSource
-from penstock.partition.recording.result_checks import check_returned
-from penstock.partition.stages.split import CutRecording, StagePlan
-from penstock.partition.state.remembered import Remembered
-from penstock.partition.units.chain import public_names
-from penstock.partition.values.objects import free_name
+from penstock.partition.names import public_names
+from penstock.partition.nested import free_name
+from penstock.partition.recording import Fact, Modes, RandomSource
+from penstock.partition.result_checks import check_returned
+from penstock.partition.stages.cut_recording import CutRecording, StagePlan
+from penstock.partition.state.block_state import Remembered
 
 INPUT_OVERWRITTEN = "input overwritten"
 """In the `meta` of a stage's node that calls a module: this call or a later one updates its input in place."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from penstock._base.compat import is_block_mask
 from penstock._base.errors import ArgumentError, ShapeError, is_integer
 from penstock._base.formatting import pluralize
+from penstock._base.memory import overlap
 from penstock._base.pytree import Flat, flatten, unflatten
-from penstock.partition.values.memory import overlap
-from penstock.partition.values.objects import input_path
+from penstock.partition.nested import input_path
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import (
     LIST_TYPES,

@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock._base.errors import ArgumentError, PartitionError, PenstockError
 from penstock._base.formatting import pluralize
 from penstock._base.pytree import flatten, map_tensors, unflatten
-from penstock.partition.recording.recording import is_readable
-from penstock.partition.values.objects import input_path
+from penstock.partition.nested import input_path
+from penstock.partition.recording import is_readable
 from penstock.runtime.batch.microbatches import CutBatch
 
 ONE_VALUE = "Expected more than 1 value per channel"

@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock._base.compat import any_autocast, holders, run_backward, storage_id
 from penstock._base.gradients import CACHE_LINE_BYTES
-from penstock.partition.values.memory import extent
+from penstock._base.memory import extent
 
 
 class Receive(torch.autograd.Function):

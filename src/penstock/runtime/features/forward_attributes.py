@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.source import TORCH_ATTRIBUTES
+from penstock.partition.user_code import TORCH_ATTRIBUTES
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.schedule import Op
 

@@ -26,7 +26,7 @@ from penstock._base.formatting import collapse_ranges, named
 from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock._base.stages import StageMeta
 from penstock.partition import INPUT_OVERWRITTEN
-from penstock.partition.state.remembered import refuse_again
+from penstock.partition.state.block_state import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Keeper, SavedTensor
 from penstock.runtime.features.feature import Feature, MakeFeature, Recompute, Rerun, StageContext, recorded_code

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from penstock._base.closures import contents
 from penstock._base.errors import ArgumentError
 from penstock.partition import leaves_of, tensors_in
-from penstock.partition.source import is_library
+from penstock.partition.user_code import is_library
 from penstock.runtime.front_end import Partition
 
 PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")

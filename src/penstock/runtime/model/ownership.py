@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from penstock._base.compat import device_generator, storage_id
 from penstock._base.errors import ArgumentError
-from penstock.partition.values.memory import overlap
+from penstock._base.memory import overlap
 from penstock.runtime.exact.streams import hash_name, mix
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import Stage

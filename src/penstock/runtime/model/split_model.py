@@ -16,7 +16,7 @@ from penstock._base.errors import ArgumentError, PartitionError, PenstockError, 
 from penstock._base.marks import computing
 from penstock._base.stages import ties
 from penstock.partition import KEPT_PARTITIONS
-from penstock.partition.units.chain import unwrapped
+from penstock.partition.names import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.features.frame import Frames, Parallelize

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock._base.compat import gradient_edge
 from penstock._base.errors import ArgumentError, ShapeError, warn
 from penstock._base.pytree import flatten
-from penstock.partition.state.remembered import refuse_samples
+from penstock.partition.state.block_state import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch, input_signature
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact

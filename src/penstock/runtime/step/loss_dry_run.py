@@ -19,7 +19,7 @@ from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.formatting import one_line
 from penstock._base.pytree import map_tensors
 from penstock._base.stages import Output, needs_backward
-from penstock.partition.run.loan import Snapshot
+from penstock.partition.record.fakes import Snapshot
 from penstock.runtime.execute.engine import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient_error
 

@@ -18,7 +18,7 @@ from penstock._base.formatting import pluralize
 from penstock.distributed.launch.agent import kill_remaining
 from penstock.distributed.launch.processes import QUIET, supervise
 from penstock.distributed.launch.target import Target
-from penstock.partition.units.chain import as_module
+from penstock.partition.given_model import as_module
 from penstock.verification.blame.finding import Blame
 from penstock.verification.blame.judge import judge
 from penstock.verification.blame.names import read

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import list_names
+from penstock._base.memory import same_bits
 from penstock.distributed.launch.target import Target
-from penstock.partition.values.memory import same_bits
 from penstock.schedule import Action, Op, Row
 from penstock.schedule.timeline import Timeline, Times
 from penstock.verification.blame.causes import Causes

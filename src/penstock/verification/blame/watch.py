@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from penstock._base.compat import in_backward
+from penstock._base.memory import same_bits
 from penstock._base.pytree import leaf_tensors
-from penstock.partition.values.memory import same_bits
 from penstock.verification.module_trace import FORWARD, ModuleTrace, ValueKey
 
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"

@@ -23,7 +23,7 @@ from penstock._base.stages import MODEL_INPUT
 from penstock.network.fabric.traffic import gradients, measure, pipeline, tensor
 from penstock.network.fabric.traffic.layers import Job, ModelRecord, record
 from penstock.network.fabric.workload import Workload
-from penstock.partition.units.chain import as_module
+from penstock.partition.given_model import as_module
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import resolve_order
 

@@ -19,7 +19,7 @@ from penstock.network.fabric.traffic.layers import Layer, record
 from penstock.partition.measure.clock import synchronize
 from penstock.partition.measure.footprint import backward_roots
 from penstock.partition.measure.running import UnitRunner
-from penstock.partition.run.loan import untouched_generators
+from penstock.partition.record.fakes import untouched_generators
 
 REPETITIONS = 5
 """Follows an uncounted run, in which memory is allocated and kernels are chosen."""

@@ -1,1 +1,0 @@
-"""What a recording holds, and how stages repeat its calls."""

@@ -1,0 +1,153 @@
+"""What a unit returns besides its tensors' values: a recording takes that as given, and stages check it.
+
+Calls between units are recorded with the numbers that they used, such as a count that a unit returns, the length of its
+list, or (if they depend on values) the shapes of its tensors. So a stage compares what a unit returns with what was
+recorded. A pattern consists only of tuples and plain values, so that it can appear in the stage's code.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from penstock._base.errors import PartitionError
+from penstock._base.pytree import flatten
+from penstock.partition.recording import Fact, Pattern
+from penstock.partition.units import Opening, RecordAgain
+
+LITERALS = (bool, int, float, str, type(None))
+VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
+"""Values of these types and their subclasses cannot appear in a stage's code, so their texts do."""
+
+
+def make_pattern(result: Any, *, shapes: bool) -> Pattern:
+    """Return what a result must look like in each call. `shapes`: include its tensors' shapes."""
+    flat = flatten(result)
+    return tuple((path, *_describe_leaf(leaf, shapes)) for path, leaf in zip(flat.paths, flat.leaves, strict=True))
+
+
+def _describe_leaf(leaf: Any, shapes: bool) -> tuple[str, Any]:
+    if isinstance(leaf, Tensor):
+        return "tensor", tuple(leaf.shape) if shapes else None
+    if type(leaf) in LITERALS:
+        return "value", leaf
+    return ("text", repr(leaf)) if isinstance(leaf, VALUES) else ("any", None)
+
+
+class ResultChecks:
+    """What a recording's units return.
+
+    Attributes:
+        shapes_read: values whose shapes were read between units, or determined the number of a call's results, with the
+            line that did so and its module.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self.shapes_read: list[tuple[fx.Node, str, str]] = []
+        self._ran_for_real: list[Fact] = []
+
+    def note(self, fact: Fact, result: Any) -> None:
+        """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
+        ran_for_real = fact.depends_on_values
+        pattern = make_pattern(result, shapes=ran_for_real)
+        if ran_for_real and _holds_values(pattern) and (opened := self._opening.around(fact.scope)):
+            raise RecordAgain(keep_whole=opened)  # a module that stays whole has no such constants
+        if ran_for_real:
+            self._ran_for_real.append(fact)
+        if ran_for_real or _holds_values(pattern):
+            fact.pattern = pattern
+
+    def settle(self, facts: Mapping[fx.Node, Fact], sized: Collection[fx.Node]) -> Collection[fx.Node]:
+        """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
+
+        Returns the nodes whose shapes matter. Those of `sized` nodes follow from inputs alone, and have guards.
+        """
+        readers = _readers(self.shapes_read, sized)
+        nodes = {id(fact): node for node, fact in facts.items()}
+        for fact in self._ran_for_real:
+            reader = readers.get(nodes[id(fact)])
+            if reader is not None:
+                fact.read_at = reader
+            elif fact.pattern is not None:
+                fact.pattern = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.pattern)
+        return readers
+
+
+def _holds_values(pattern: Pattern) -> bool:
+    """Whether it contains anything but tensors."""
+    return any(kind in ("value", "text") for _, kind, _ in pattern)
+
+
+def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
+    """Return, for each node whose shape was read, and for all that it is computed from, the first line to read it, and
+    its module."""
+    readers: dict[fx.Node, tuple[str, str]] = {}
+    for start, line, scope in reads:
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if node not in readers:
+                readers[node] = line, scope
+                stack += [] if node in sized else node.all_input_nodes
+    return readers
+
+
+def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
+    """Raise PartitionError if a unit returns something other than what was recorded.
+
+    `read_at`: the line that reads a result's shape, and its module; empty if none does.
+    """
+    if (difference := _difference(result, pattern)) is None:
+        return
+    actual, expected = difference
+    line, scope = read_at
+    reason = (
+        "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
+        "since the calls that follow were recorded with that"
+    )
+    location = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
+    remedy = (
+        f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
+        if scope
+        else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
+        "name that in leaf_modules=[...], so that it runs as a whole"
+    )
+    raise PartitionError(f"{unit!r} returned {actual} where the recording has {expected}: {reason}{location}. {remedy}")
+
+
+def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
+    """Describe the first difference in a result: what is there, and what was recorded; None if there is none."""
+    flat, expected = flatten(result), [path for path, *_ in pattern]
+    if flat.paths != expected:
+        recorded = [_describe_expected(kind, value) for _, kind, value in pattern]
+        return _describe_values(flat.paths, [*map(_describe_actual, flat.leaves)]), _describe_values(expected, recorded)
+    for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
+        actual_kind, got = _describe_leaf(leaf, shapes=value is not None)
+        is_equal = type(got) is type(value) and (got == value or (got != got and value != value))  # NaN equals NaN
+        if not (actual_kind != "tensor" if kind == "any" else actual_kind == kind and is_equal):
+            return _describe_actual(leaf), _describe_expected(kind, value)
+    return None
+
+
+def _describe_values(paths: Sequence[str], values: Sequence[str]) -> str:
+    """Values with their places in what was returned."""
+    if len(paths) > 1:
+        return f"{len(paths)} values, at {', '.join(paths[:6])}{', ...' * (len(paths) > 6)}"
+    return "".join(f"{value} at {path}" if path else value for value, path in zip(values, paths, strict=True)) or "none"
+
+
+def _describe_expected(kind: str, value: Any) -> str:
+    if kind == "tensor":
+        return "a tensor" if value is None else f"a tensor of shape {value}"
+    return {"value": repr(value), "text": str(value), "any": "an object that is not a tensor"}[kind]
+
+
+def _describe_actual(leaf: Any) -> str:
+    kind, value = _describe_leaf(leaf, shapes=True)
+    return f"a {type(leaf).__name__}" if kind == "any" else _describe_expected(kind, value)
