@@ -29,8 +29,8 @@ from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.gradients.distribution import Sharded
-from penstock.runtime.gradients.sums import TieReducer
-from penstock.runtime.transport.shared_memory import Neighbors
+from penstock.runtime.gradients.sums import GradientSum
+from penstock.runtime.transport.neighbors import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from falling import Tied
@@ -115,7 +115,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
     "example": (build, "share_example"),
     "recording": (build, "Partitioner"),
-    "ties": (TieReducer, "start_copies"),
+    "ties": (GradientSum, "start_copies"),
     "neighbors": (Neighbors, "__init__"),
     "connecting": (Engine, "_connect"),
     "saving": (checkpoint.saving, "_write"),

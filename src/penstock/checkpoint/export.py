@@ -134,7 +134,7 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
 def _transfer(pipe: Pipeline, entry: FileEntry, local: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor's bytes on the first rank, to which its owner sends them; on the others, what they sent. Every
     rank calls it: a sharded tensor needs all that hold a part."""
-    group = pipe.session.control.control_group
+    group = pipe.session.control.mesh_group
     rank = 0 if group is None else dist.get_rank(group)
     tensor = gather_full(local[entry.name]) if entry.name in local else None
     if entry.owner == rank and tensor is not None:

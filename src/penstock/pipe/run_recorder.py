@@ -84,7 +84,7 @@ class Recorder:
         )
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
         self._writer = Writer(Path(config.path), run_id, world.number, self._state, *on_beat)
-        watchdog.raised, watchdog.before_exit = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
+        watchdog.on_raise, watchdog.before_exit = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
         self._started = False
         self._steps = 0
         self._pending: list[_PendingStep] = []

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -306,6 +306,7 @@ class Saved(Protocol):
         """Return the tensor, on its device. Raise RuntimeError, as autograd does, if it was updated in place since."""
 
 
+@runtime_checkable
 class Keeper(Protocol):
     """Keeps what a forward saves for backward, instead of autograd."""
 
@@ -315,6 +316,9 @@ class Keeper(Protocol):
 
     def save(self, tensor: Tensor) -> Saved:
         """Keep what W needs."""
+
+    def save_argument(self, tensor: Tensor, microbatch: int) -> Saved | None:
+        """Keep what a second run of a microbatch's forward needs; None if it had better stay as it is."""
 
 
 class SavedTensor(NamedTuple):

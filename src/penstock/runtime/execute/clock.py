@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock._base.compat import is_accelerator
 from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
-from penstock.distributed.world import is_accelerator
 from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
 from penstock.schedule import Action
 

@@ -12,13 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import autocast_kinds
+from penstock._base.compat import autocast_kinds, is_accelerator
 from penstock._base.errors import PartitionError
 from penstock._base.marks import computing
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions
-from penstock.distributed.world import World, is_accelerator
+from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import (
     Marks,
@@ -56,11 +56,11 @@ from penstock.runtime.execute.transport_choice import (
 )
 from penstock.runtime.features.feature import Binding, Start
 from penstock.runtime.front_end import Partition, Stage
-from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.sums import TieGroup, TieReducer, check_no_hooks, find_tied
+from penstock.runtime.gradients.replicas import Replicas
+from penstock.runtime.gradients.sums import GradientSum, TieGroup, check_no_hooks, find_tied, tie_sum
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_stages
-from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.protocol import Pending, Transport
 from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import rank_pairs
@@ -92,7 +92,7 @@ class Engine:
         self.world = world
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
-        self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
+        self._reducers: dict[int, dict[int, GradientSum]] = {rank: {} for rank in self.ranks}
         self._num_bound = 0
         self._connected: set[tuple[int, int]] = set()
         self.allocated: Mapping[int, Sequence[int]] = {}
@@ -148,12 +148,15 @@ class Engine:
                 if rank in group.ranks:
                     parameters = [parameter(name) for name in group.names]
                     transport, numbers = self.transports[rank], self.world.numbers
-                    self._reducers[rank][index] = TieReducer(index, group, parameters, transport, numbers)
-        reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
-        for act in (TieReducer.start_copies, TieReducer.finish_copies):
-            for reducer in reducers:
-                with self.control.waiting_for("equal tied parameters", reducer.position.peers):
-                    act(reducer)
+                    self._reducers[rank][index] = tie_sum(index, group, parameters, transport, numbers)
+        reducers = [(index, rank, r) for rank in self.ranks for index, r in self._reducers[rank].items()]
+        pending: list[Pending] = []
+        for index, rank, reducer in reducers:
+            with self.control.waiting_for("equal tied parameters", reducer.position.peers):
+                pending.append(reducer.start_copies(is_first=rank == groups[index].ranks[0]))
+        for (_, _, reducer), copies in zip(reducers, pending, strict=True):
+            with self.control.waiting_for("equal tied parameters", reducer.position.peers):
+                copies.wait()
 
     def bind(self, binding: Binding, kind: BatchKind) -> BoundSchedule:
         """Bind a schedule to the partitions of its microbatches, those of a kind of batch.
@@ -218,7 +221,7 @@ class Engine:
         for rank, _ in linearize(schedule):
             yield next(remaining[rank])
 
-    def _averages(self, local_stages: Sequence[Stage]) -> dict[int, Average]:
+    def _averages(self, local_stages: Sequence[Stage]) -> dict[int, GradientSum]:
         """Return the averages of gradients over the replicas, by stage of this process."""
         if self.replicas is None:
             return {}
@@ -318,13 +321,13 @@ class Engine:
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
         for reducer in bound.reducers:
-            reducer.set_aside()
+            reducer.begin_step()
 
     def _end(self, bound: BoundSchedule) -> None:
         """Run after a step's last action: waits for sums, and until everything sent has arrived."""
         for reducer in bound.reducers:
             self._watched.position = reducer.position
-            reducer.finish()
+            reducer.end_step()
         if bound.averages and self.replicas is not None:
             self.replicas.end_step(bound.averages, bound.updated, self._watched)
         self._watched.position = self._sending

@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from penstock._base.compat import is_accelerator
 from penstock._base.errors import ScheduleError
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
-from penstock.distributed.world import World, is_accelerator
+from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.feature import Binding, Feature, StageContext, calls, contexts, within
 from penstock.runtime.front_end import Partition
 from penstock.runtime.gradients.distribution import Sharded
-from penstock.runtime.gradients.replicas import Average
-from penstock.runtime.gradients.sums import Tied, TieReducer
+from penstock.runtime.gradients.sums import GradientSum, Tied
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.routes import Route, RouteBuilder, find_route
+from penstock.runtime.transport.routes import Route, TrafficBuilder, find_route
 from penstock.schedule import Action, Op, Schedule
 
 
@@ -134,13 +134,13 @@ class BoundSchedule:
     actions: tuple[BoundAction, ...]
     stages: tuple[BoundStage, ...]
     head: LossHead
-    averages: Mapping[int, Average]
+    averages: Mapping[int, GradientSum]
     """Averages over replicas, by stage; empty without replicas."""
     updated: tuple[Tensor, ...]
     """This process's buffers, and parameters if any, that a forward updates."""
     tied: tuple[Tied, ...]
     """This process's parameters that several stages hold and train."""
-    reducers: tuple[TieReducer, ...]
+    reducers: tuple[GradientSum, ...]
     """They sum the gradients of tied parameters that several ranks hold."""
     schedule: Schedule
     training: bool
@@ -188,7 +188,7 @@ def bind_stages(
         head: what follows the last stage.
     """
     placement, rank = binding.schedule.placement, transport.rank
-    builder = RouteBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
+    builder = TrafficBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
     bound: dict[int, BoundStage] = {}
     for index in placement.stages_on(rank):
         stages = [partition.stages[index] for partition in binding.partitions]
@@ -203,8 +203,8 @@ def bind_row(
     rank: int,
     binding: Binding,
     stages: Mapping[int, BoundStage],
-    reducers: Mapping[int, TieReducer],
-    averages: Mapping[int, Average],
+    reducers: Mapping[int, GradientSum],
+    averages: Mapping[int, GradientSum],
     world: World,
 ) -> list[BoundAction]:
     """Bind one rank's actions to its stages.
@@ -255,19 +255,19 @@ def _bind_to_stage(
     match action.op, stage, action.microbatch:
         case Op.F, BoundStage() as stage, int(k):
             wait, work = stage.await_inputs(k), stage.forward(k)
-            waiting = Position(f"{action.stage}RECV_F{k}", peers(stage.routes(k).values_in))
+            waiting = Position(f"{action.stage}RECV_F{k}", peers(stage.traffic(k).values_in))
         case Op.B | Op.I, BoundStage() as stage, int(k):
             wait, work = stage.await_grads(k), stage.backward(k)
-            waiting = Position(f"{action.stage}RECV_B{k}", peers(stage.routes(k).grads_in))
+            waiting = Position(f"{action.stage}RECV_B{k}", peers(stage.traffic(k).grads_in))
         case Op.W, BoundStage() as stage, int(k):
             work = stage.weight_backward(k)
         case Op.SEND_F | Op.SEND_B, BoundStage() as stage, int(k):
-            routes = stage.routes(k)
-            route = find_route(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
+            traffic = stage.traffic(k)
+            route = find_route(action, traffic.values_out if action.op is Op.SEND_F else traffic.grads_out)
             work, running = stage.send(k, route), Position(text, peers([route]))
         case Op.RECV_F | Op.RECV_B, BoundStage() as stage, int(k):
-            routes = stage.routes(k)
-            route = find_route(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
+            traffic = stage.traffic(k)
+            route = find_route(action, traffic.values_in if action.op is Op.RECV_F else traffic.grads_in)
             work = partial(route.channel.post, k)
         case _:
             raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")

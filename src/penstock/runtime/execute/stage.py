@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from penstock._base.compat import gradient_edge
 from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
-from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
+from penstock._base.stages import needs_backward
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.feature import (
     NOTHING,
@@ -33,40 +33,18 @@ from penstock.runtime.features.feature import (
     contexts,
     within,
 )
-from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.registry import FEATURES, make_user_feature
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.loss.loss import no_gradient_error
 from penstock.runtime.microbatch_kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward, weight_use_key
-from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
+from penstock.runtime.transport.routes import Route, StageTraffic, TrafficBuilder
 from penstock.schedule import Op
 
 Values = list[Tensor | None]
 
 Enter = Callable[[], Context]
 """Makes what some work is wrapped in."""
-
-
-class _Kind:
-    """How microbatches of one kind pass through a stage.
-
-    Attributes:
-        meta, routes: the stage's, for this kind.
-        tracked: the positions of the inputs that take a gradient; `model_inputs`: of those, the model's own inputs.
-        untracked_outputs: the positions of the outputs that take none.
-        root_outputs, root_inputs: the positions of those to which gradients come in.
-    """
-
-    def __init__(self, number: int, meta: StageMeta, builder: RouteBuilder, *, training: bool) -> None:
-        self.meta = meta
-        self.routes = builder.routes(meta.index, number)
-        self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
-        self.model_inputs = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
-        self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
-        roots = builder.roots(meta.index, number).values()
-        self.root_outputs = [root.position for root in roots if root.is_output]
-        self.root_inputs = [root.position for root in roots if not root.is_output]
 
 
 class BoundStage:
@@ -85,7 +63,7 @@ class BoundStage:
         PartitionError: the stage does something that the schedule, or a choice, does not allow.
     """
 
-    def __init__(self, stage: StageContext, builder: RouteBuilder) -> None:
+    def __init__(self, stage: StageContext, builder: TrafficBuilder) -> None:
         custom: list[MakeFeature] = [partial(make_user_feature, "features", make) for make in stage.binding.features]
         for make in (*FEATURES, *custom):
             feature = make(stage)
@@ -98,7 +76,7 @@ class BoundStage:
         self._splits = _split_backwards(stage)
         self.split_backwards = distinct(split for split in self._splits if split is not None)
         kinds = stage.binding.kinds
-        by_kind = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
+        by_kind = [builder.traffic(self.index, kind) for kind in range(len(kinds.metas))]
         self._kinds = [by_kind[kind] for kind in kinds.by_microbatch]
         self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
         self._saved: dict[int, tuple[list[GradientEdge | None], dict[int, list[Tensor]]]] = {}
@@ -119,26 +97,26 @@ class BoundStage:
         for feature in self.features:
             feature.begin_step(start)
 
-    def routes(self, microbatch: int) -> Routes:
-        """Return where a microbatch's values and gradients come from and go to."""
-        return self._kinds[microbatch].routes
+    def traffic(self, microbatch: int) -> StageTraffic:
+        """Return what passes through the stage with a microbatch."""
+        return self._kinds[microbatch]
 
     def await_inputs(self, microbatch: int) -> Callable[[], list[Any]]:
         """Wait for everything that a microbatch's forward needs."""
         kind = self._kinds[microbatch]
-        return _make_await(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
+        return _make_await(microbatch, kind.values_in, len(kind.meta.inputs), self.batch)
 
     def await_grads(self, microbatch: int) -> Callable[[], Values]:
         """Wait for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         kind, head, reruns = self._kinds[microbatch], self._context.head, self._reruns
         if head is None:
-            return _make_await(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
+            return _make_await(microbatch, kind.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
         return lambda: [] if microbatch in reruns else [head.seed(microbatch)]
 
     def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
         """Run the stage, keep what backward starts from, and pass the outputs on."""
         head, kind, reruns = self._context.head, self._kinds[microbatch], self._reruns
-        pass_on = self._make_pass_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
+        pass_on = self._make_pass_on(microbatch, kind.values_out, len(kind.meta.outputs))
         keep_output = None if head is None else partial(head.keep, microbatch)
         enter = contexts(self.features, "forward", microbatch, runs_again=False)
         run = self._make_forward(microbatch, enter, pass_on or keep_output)
@@ -244,7 +222,7 @@ class BoundStage:
         enter, begin = contexts(self.features, "backward", microbatch), self._make_begin(microbatch, is_rerun=True)
         run_again = self._make_rerun(microbatch) if calls(self.features, "keep", microbatch) else None
         autograd = self._make_autograd(microbatch)
-        pass_on = self._make_pass_on(microbatch, kind.routes.grads_out, inputs)
+        pass_on = self._make_pass_on(microbatch, kind.grads_out, inputs)
 
         def run_backward(grads: Values) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -323,7 +301,7 @@ class BoundStage:
             raise no_gradient_error()
         return [None]
 
-    def _check_outputs(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, kind: StageTraffic, outputs: Sequence[Tensor]) -> None:
         """Raise PartitionError for outputs that other stages could not take."""
         if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
             names = ", ".join(value.name for value in kind.meta.outputs)
@@ -339,7 +317,7 @@ class BoundStage:
                     "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
                 )
 
-    def _unexpected_gradient(self, kind: _Kind, position: int) -> PartitionError:
+    def _unexpected_gradient(self, kind: StageTraffic, position: int) -> PartitionError:
         return PartitionError(
             f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
             "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
@@ -399,6 +377,6 @@ def _make_split(stage: StageContext, microbatch: int, *, is_uniform: bool) -> Sp
         stage.binding.partitions[microbatch].stages[stage.index].module,
         stage.device,
         in_order=in_order and is_uniform,
-        keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
+        keeper=stage.keeper,
         compiled=stage.binding.compile is not None,
     )

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from penstock._base.compat_compiler import compiled
 from penstock._base.errors import ArgumentError, PartitionError
 from penstock.runtime.exact.rules import NOTHING as NOTHING
+from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.distribution import Sharded
@@ -272,6 +274,16 @@ class StageContext:
         """The `id` of each buffer whose update waits for the end of the step."""
         norms = self.binding.norms
         return set() if norms is None else {id(buffer) for buffer in norms.buffers()}
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """The feature made earlier that keeps what a forward saves, if one does."""
+        return next((feature for feature in self.made if isinstance(feature, Keeper)), None)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether anything in the stage is compiled."""
+        return self.binding.compile is not None or any(map(compiled, self.modules()))
 
     def modules(self) -> list[nn.Module]:
         """Return every module in the stage's code, for any microbatch."""

@@ -289,6 +289,7 @@ class SplitModel:
                     )
 
     def _warn_about_new_parameters(self, partition: Partition) -> None:
+        """Warn of parameters that the example did not need, as with layer drop (51 files of transformers)."""
         used = {name: p for stage in partition.stages for name, p in stage.parameters.items()}
         known_names = self._known_parameters
         new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known_names]
@@ -372,7 +373,8 @@ _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 def _check_same_parameters(used: Sequence[Stage], first_stages: Sequence[Stage]) -> None:
-    """Raise PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not."""
+    """Raise PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not, as
+    with layer drop."""
     for merged, stage in zip(used, first_stages, strict=True):
         for name in merged.parameters:
             if name not in stage.parameters:

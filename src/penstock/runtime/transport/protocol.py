@@ -20,6 +20,10 @@ from torch import Tensor
 from penstock._base.stages import Link
 from penstock.schedule import Action
 
+BROADCASTS_IN_FLIGHT = 4
+"""How many values from one rank may be in flight: two steps' losses and announcements. The next one waits for the first
+to arrive, so that unread values do not pile up."""
+
 Message = Sequence[Tensor | None]
 """What is sent for one microbatch: a tensor or None for each value of the link."""
 

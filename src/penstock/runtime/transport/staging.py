@@ -46,7 +46,7 @@ class Staging:
         self._worker.issue(partial(self._module.set_device, device))  # a thread begins on the first one
 
     def copy_to_host(self, message: Message, deliver_to: Callable[[list[Tensor | None]], object]) -> Operation:
-        """Start to copy tensors to the host, and call `then` with them, laid out alike, once they are there.
+        """Start to copy tensors to the host, and call `deliver_to` with them, laid out alike, once they are there.
 
         What was to leave earlier is done with by then: everything leaves in one order. If there is no tensor, nothing
         waits for the device.
