@@ -17,7 +17,7 @@ from penstock.partition.given_model import as_module
 from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
 from penstock.runtime.batch.outline import Example, Outline
 from penstock.runtime.execute.control import Control
-from penstock.runtime.gradients.distribution import parallelized_by
+from penstock.runtime.gradients.sharding import parallelized_by
 
 
 def default_device(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:

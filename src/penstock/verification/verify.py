@@ -32,7 +32,7 @@ from penstock.pipe.result import StepResult
 from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
-from penstock.runtime.gradients.distribution import copy_into, gather_full
+from penstock.runtime.gradients.dtensors import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule

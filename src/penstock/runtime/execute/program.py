@@ -29,7 +29,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.feature import Binding, Feature, StageContext, Start, calls, contexts, within
-from penstock.runtime.gradients.distribution import Sharded
+from penstock.runtime.gradients.sharding import ShardedStage
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
@@ -212,7 +212,7 @@ class Program:
         return tuple(sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote}))
 
 
-def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
+def _after_unshard(bound: BoundAction, sharded: ShardedStage, partners: Sequence[int]) -> BoundAction:
     """Return the first computation after a gather, which waits for the parameters too."""
     receive, work, waiting = bound.wait, bound.work, bound.waiting
 

@@ -26,7 +26,7 @@ from penstock._base.gradients import buckets, gradient_dtype, slot_elements
 from penstock._base.stages import ties, ties_across_ranks
 from penstock.distributed.failure import OUTSIDE, Position
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
+from penstock.runtime.gradients.dtensors import is_distributed, local, local_gradient
 from penstock.runtime.transport.protocol import Pending, Transport
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
