@@ -13,7 +13,7 @@ from torch import Tensor
 
 import penstock
 from penstock.network.fabric.traffic import from_model
-from penstock.runtime.gradients.distribution import local_gradient
+from penstock.runtime.gradients.dtensors import local_gradient
 from penstock.runtime.gradients.sums import GradientBuffer
 from scaffolding.low_precision import MICROBATCHES, TIED, Gradients, Net, assert_sums, batch, by_hand, loss
 from scaffolding.models import squared_error

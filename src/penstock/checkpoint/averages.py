@@ -18,7 +18,7 @@ from penstock.checkpoint.contents import LocalState, as_passed
 from penstock.checkpoint.export import to_bytes
 from penstock.partition import tensors_in
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import copy_into
+from penstock.runtime.gradients.dtensors import copy_into
 
 _Path = tuple[Any, ...]
 """The keys and indices that lead to a value in nested dicts and lists."""

@@ -26,7 +26,7 @@ from penstock.checkpoint.collective import CHECKPOINT_IO, attempt, run_on_all_ra
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader, WorkContext
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import gather_full
+from penstock.runtime.gradients.dtensors import gather_full
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

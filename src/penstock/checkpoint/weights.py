@@ -20,7 +20,7 @@ from penstock.checkpoint.storage import Reader
 from penstock.partition.given_model import as_module
 from penstock.partition.names import known_names
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import copy_into
+from penstock.runtime.gradients.dtensors import copy_into
 from penstock.runtime.model.ownership import Materialize
 
 

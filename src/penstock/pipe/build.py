@@ -40,7 +40,7 @@ from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.feature import MakeFeature
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
-from penstock.runtime.gradients.distribution import accumulate_in
+from penstock.runtime.gradients.dtensors import accumulate_in
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_sums
 from penstock.runtime.model.ownership import HeldElsewhereError, Materialize

@@ -18,7 +18,7 @@ from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
 from penstock.runtime.batch.cut import Example
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.control import Control
-from penstock.runtime.gradients.distribution import parallelized_by
+from penstock.runtime.gradients.sharding import parallelized_by
 
 
 def default_device(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:

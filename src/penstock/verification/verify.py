@@ -32,7 +32,7 @@ from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cut import Cutting, Microbatch
 from penstock.runtime.batch.example import default_count, rotate
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
-from penstock.runtime.gradients.distribution import copy_into, gather_full
+from penstock.runtime.gradients.dtensors import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
 from penstock.runtime.step.results import StepResult

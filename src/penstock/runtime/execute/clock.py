@@ -21,7 +21,8 @@ from penstock._base.compat import is_accelerator
 from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
-from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.protocol import Begun, Transport, Waitable
 from penstock.schedule import Action
 
 Moment = tuple[Action, int, int, int]
@@ -194,7 +195,7 @@ def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Cl
     noted = [
         (transport, clock)
         for rank, transport in transports.items()
-        if isinstance(transport, Observable) and isinstance(clock := clocks[rank], StreamClock)
+        if isinstance(transport, DistributedTransport) and isinstance(clock := clocks[rank], StreamClock)
     ]
     for transport, clock in noted:
         transport.observer = clock.message

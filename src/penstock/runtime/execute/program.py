@@ -30,7 +30,7 @@ from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features.feature import Binding, Feature, StageContext, calls, contexts, within
 from penstock.runtime.front_end import Partition
-from penstock.runtime.gradients.distribution import Sharded
+from penstock.runtime.gradients.sharding import ShardedStage
 from penstock.runtime.gradients.sums import GradientSum, Tied
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
@@ -276,7 +276,7 @@ def _bind_to_stage(
     return BoundAction(rank, action, wait, work, waiting, running)
 
 
-def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
+def _after_unshard(bound: BoundAction, sharded: ShardedStage, partners: Sequence[int]) -> BoundAction:
     """Return the first computation after a gather, which waits for the parameters too."""
     receive, work, waiting = bound.wait, bound.work, bound.waiting
 

@@ -34,7 +34,7 @@ from penstock.runtime.features.feature import (
     within,
 )
 from penstock.runtime.features.registry import FEATURES, make_user_feature
-from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtensors import is_distributed
 from penstock.runtime.loss.loss import no_gradient_error
 from penstock.runtime.microbatch_kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward, weight_use_key

@@ -31,7 +31,7 @@ from penstock._base.formatting import collapse_ranges
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.feature import Feature, StageContext, Start
-from penstock.runtime.gradients.distribution import local
+from penstock.runtime.gradients.dtensors import local
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.activations import NEAR, OffloadTrips, offload_trips
 

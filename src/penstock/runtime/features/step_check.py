@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock._base.compat import device_generator
 from penstock._base.errors import PartitionError
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
-from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtensors import is_distributed
 from penstock.schedule import Action, Op
 
 

@@ -20,7 +20,7 @@ from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.groups import Groups
 from penstock.distributed.world import World
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import mesh_dimensions
+from penstock.runtime.gradients.dtensors import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
 from penstock.runtime.transport.staging import Staging

@@ -11,7 +11,7 @@ its own microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -26,11 +26,8 @@ from penstock._base.gradients import buckets, gradient_dtype, slot_elements
 from penstock._base.stages import ties, ties_across_ranks
 from penstock.distributed.failure import OUTSIDE, Position
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
-from penstock.runtime.transport.protocol import Pending, Transport
-
-Reduce = Callable[[Sequence[Tensor]], Pending]
-"""Starts to sum tensors, in place, over some processes, with the same bits on each of them."""
+from penstock.runtime.gradients.dtensors import is_distributed, local, local_gradient
+from penstock.runtime.transport.protocol import Pending, Reduce, Transport
 
 
 class GradientSum:

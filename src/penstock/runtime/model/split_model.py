@@ -22,7 +22,7 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.program import BoundSchedule
 from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
-from penstock.runtime.gradients.distribution import Sharded, check_sharding
+from penstock.runtime.gradients.sharding import ShardedStage, check_sharding
 from penstock.runtime.gradients.sums import tie_groups
 from penstock.runtime.loss.loss_tensors import PREFIXES, add_loss_tensors, collect_tensors, is_trained, notes
 from penstock.runtime.microbatch_kinds import merge_stages, with_copies
@@ -209,7 +209,7 @@ class SplitModel:
         return self._partitioner.names()
 
     @property
-    def sharded(self) -> Mapping[int, Sharded]:
+    def sharded(self) -> Mapping[int, ShardedStage]:
         """The stages of this process that `fully_shard` was applied to."""
         return {} if self._frames is None else self._frames.sharded
 

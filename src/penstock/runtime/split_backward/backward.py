@@ -29,7 +29,7 @@ from penstock._base.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Keeper
-from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtensors import is_distributed
 from penstock.runtime.split_backward.weight_gradients import MatrixProduct, Term, evaluate, sum_terms
 from penstock.runtime.split_backward.weight_uses import DeferredGrads, WeightUses, get_base
 

@@ -27,12 +27,9 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.distributed import SENDS_IN_FLIGHT
-from penstock.runtime.transport.protocol import Channel, Combined, Message, Pending, Transport
+from penstock.runtime.transport.protocol import Channel, Combined, Message, Pending, Reduce, Transport
 
 HOST = torch.device("cpu")
-
-Reduce = Callable[[Sequence[Tensor]], Pending]
-"""Starts something that several processes do with tensors, in place."""
 
 
 class Staging:
@@ -233,7 +230,7 @@ class StagedChannel:
         self._leaving: deque[Operation] = deque()
 
     def send(self, microbatch: int, message: Message) -> None:
-        self.agreement.check(microbatch, message)
+        self.agreement.check(microbatch, message)  # raises here; the inner channel's, in its thread, then cannot
         while len(self._leaving) >= SENDS_IN_FLIGHT:
             self._leaving.popleft().wait()
         self._leaving.append(self._staging.copy_to_host(message, partial(self._inner.send, microbatch)))
