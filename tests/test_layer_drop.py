@@ -90,7 +90,7 @@ def test_layers_are_dropped_as_in_plain_torch(make: Callable[[], Any], ranks: in
                 (loss / MICROBATCHES).backward()
                 losses.append(loss.detach())
             assert torch.equal(result.loss, sum(value / MICROBATCHES for value in losses))
-            found = dict(pipe.session.split.all_parameters())
+            found = dict(pipe.session.model_parts.all_parameters())
             for name, parameter in plain.named_parameters():
                 grad = found[name].grad if name in found else None
                 assert (grad is None) == (parameter.grad is None), name

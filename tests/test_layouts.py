@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Microbatches, ShapeError, pipeline, verify
-from penstock.runtime.batch.batch_dims import parse
+from penstock.runtime.batch.stated_dims import parse
 from scaffolding.proofs import close
 
 T, B, WIDTH, LAYERS, CLASSES = 6, 11, 5, 2, 4

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock._base.compat import run_backward
-from penstock.runtime.exact.rules import receive
+from penstock.runtime.exact.rules import as_graph_input
 from penstock.schedule import Op
 
 
@@ -71,7 +71,7 @@ class Floor:
         if stage == 0:
             x = self._given[microbatch]
         else:
-            x, slot = receive(self._anchor, self._take("value", stage, stage - 1, microbatch))
+            x, slot = as_graph_input(self._anchor, self._take("value", stage, stage - 1, microbatch))
         if (stage, microbatch) in self._split:
             hidden = F.linear(x, linear.weight.detach(), linear.bias)
             hidden.grad_fn.register_prehook(deferred.append)  # type: ignore[union-attr]

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from penstock import Pipeline, verify
 from penstock.partition.record import python_draws
 from penstock.partition.record.drawn_values import Chance
-from penstock.pipe.session import Session
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.features import deferred_norm
 from penstock.runtime.loss.loss import LossHead
+from penstock.runtime.step.step import Steps
 from penstock.runtime.transport.routes import LocalChannel
 
 WIDTH, MICROBATCHES = 7, 4
@@ -211,25 +211,25 @@ def the_last_microbatch_is_lost() -> None:
 @fault("microbatch 0 on stage 0", "what enters 'layers.0'", "microbatches 0 and 1 are swapped")
 def two_microbatches_are_swapped() -> None:
     """The first two microbatches' inputs are swapped, not their targets."""
-    inputs = Session._inputs
+    inputs = Steps._inputs
 
-    def swapped(self: Session, *given: Any) -> Any:
+    def swapped(self: Steps, *given: Any) -> Any:
         first, second, *rest = inputs(self, *given)
         return [second, first, *rest]
 
-    Session._inputs = swapped  # type: ignore[method-assign]
+    Steps._inputs = swapped  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 0 on stage 1", "the gradient that reaches 'drops.3'")
 def targets_are_swapped() -> None:
     """The first two microbatches' targets are swapped."""
-    start = LossHead.start
+    start = LossHead.begin_step
 
     def swapped(self: LossHead, targets: Any, *more: Any, **options: Any) -> None:
         targets = targets if targets is None else [targets[1], targets[0], *targets[2:]]
         start(self, targets, *more, **options)
 
-    LossHead.start = swapped  # type: ignore[method-assign]
+    LossHead.begin_step = swapped  # type: ignore[method-assign]
 
 
 @fault("step 1, microbatch 2 on stage 1", "what enters 'layers.2'", "value of microbatch 1, the one before")
@@ -409,8 +409,8 @@ def a_weights_part_is_lost() -> None:
 @fault("step 1, microbatch 0 on stage 1", "what enters 'layers.2'")
 def activations_are_rounded() -> None:
     """Activations cross a cut in bfloat16."""
-    receive = exact.receive
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.bfloat16().float())
+    receive = exact.as_graph_input
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.bfloat16().float())
 
 
 @fault("step 1, microbatch 0 on stage 0", "the gradient that reaches 'drops.1'", "number of microbatches")
@@ -463,28 +463,28 @@ def the_loss_that_is_told_is_not_divided() -> None:
 @fault("what enters 'layers.2'", "1.5 times what it should be")
 def activations_are_scaled() -> None:
     """Activations are 1.5 times as large behind a cut."""
-    receive = exact.receive
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1.5))
+    receive = exact.as_graph_input
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.mul_(1.5))
 
 
 @fault("what enters 'layers.2'", "no more than rounding", never="grows")
 def activations_are_a_little_off() -> None:
     """Activations are off by no more than rounding behind a cut."""
-    receive = exact.receive
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6))
+    receive = exact.as_graph_input
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6))
 
 
 @fault("no more than rounding, which grows step by step", make=plain, cuts=None)
 def activations_are_off_by_more_in_each_step() -> None:
     """Rounding of activations is larger in each step."""
-    receive, step, count = exact.receive, Pipeline.step, [-1]
+    receive, step, count = exact.as_graph_input, Pipeline.step, [-1]
 
     def begin(self: Pipeline, *args: Any, **options: Any) -> Any:
         count[0] += 1
         return step(self, *args, **options)
 
     Pipeline.step = begin  # type: ignore[method-assign]
-    exact.receive = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6 * (count[0] % 3)))
+    exact.as_graph_input = lambda anchor, buffer: receive(anchor, buffer.mul_(1 + 1e-6 * (count[0] % 3)))
 
 
 @fault("what leaves 'layers.1'", "it is what leaves 'drops.0': a layer between is left out")

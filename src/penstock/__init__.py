@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from penstock.pipe.inspection import inspect as inspect
     from penstock.pipe.pipeline import Pipeline as Pipeline
     from penstock.pipe.profiling import profile as profile
-    from penstock.pipe.result import StepResult as StepResult
     from penstock.pipe.scaler import GradScaler as GradScaler
     from penstock.runtime.batch.batch_dims import BatchDims as BatchDims
     from penstock.runtime.batch.batch_dims import Microbatches as Microbatches
-    from penstock.runtime.batch.cutting import Microbatch as Microbatch
+    from penstock.runtime.batch.cut import Microbatch as Microbatch
+    from penstock.runtime.step.results import StepResult as StepResult
     from penstock.schedule import Schedule as Schedule
     from penstock.schedule.timeline import Timeline as Timeline
     from penstock.verification.comparison import VerificationReport as VerificationReport
@@ -50,9 +50,9 @@ _HOMES = {
         "ArgumentError CheckpointError PipelineClosedError FabricError MissingExtraError NonFiniteError "
         "PartitionError PenstockError RankFailedError PlanError ScheduleError ShapeError VerificationError"
     ),
-    "pipe.result": "StepResult",
     "runtime.batch.batch_dims": "BatchDims Microbatches",
-    "runtime.batch.cutting": "Microbatch",
+    "runtime.batch.cut": "Microbatch",
+    "runtime.step.results": "StepResult",
     "pipe.scaler": "GradScaler",
     "schedule": "Schedule",
     "schedule.timeline": "Timeline",

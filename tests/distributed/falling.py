@@ -95,8 +95,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
 
 def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     """Makes the second action of the kind `op` the victim's last."""
-    (cached,) = pipe.session.bound_schedules._cached.values()
-    bound = cached.bound
+    (bound,) = pipe.session.bound_schedules
     found = [index for index, each in enumerate(bound.actions) if each.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
 
@@ -105,8 +104,7 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
 
     actions: list[BoundAction] = list(bound.actions)
     actions[index] = replace(actions[index], work=end)
-    again = replace(cached, bound=replace(bound, actions=tuple(actions)))
-    pipe.session.bound_schedules._cached[bound.number] = again
+    pipe.session.bound_schedules._bound[bound.number] = replace(bound, actions=tuple(actions))
 
 
 def skip_teardown(ended: list[bool]) -> None:

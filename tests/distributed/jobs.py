@@ -248,6 +248,16 @@ def two_pipelines_side_by_side(rank: int) -> Trained:
     return train("tied_gpt", 3, mesh=mesh["pp"], microbatches=3)
 
 
+def pruned_tied_weights(rank: int) -> list[str]:
+    """A tied matrix that is another one on each rank, before the first step."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([-0.0, 3.0 + rank]))
+    with penstock.pipeline(model, (torch.ones(4, 2),), loss=squared_error, microbatches=2) as pipe:
+        return [value.hex() for value in dict(pipe.named_parameters())["0.weight"].flatten().tolist()]
+
+
 def from_meta(rank: int, seed: int) -> dict[str, Tensor]:
     """The weights of a model that was built on the meta device."""
     with torch.device("meta"):

@@ -14,9 +14,9 @@ from torch import nn
 
 import penstock
 from penstock._base.errors import ArgumentError
-from penstock.pipe.result import StepResult
 from penstock.plan.explain import Explanation, explain, load_trace, steps_of_trace
 from penstock.report.web.sources import load_contents
+from penstock.runtime.step.results import StepResult
 from scaffolding.ranks import Ranks
 from scaffolding.sleeping import SleepingBlock
 

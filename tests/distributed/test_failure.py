@@ -242,6 +242,20 @@ def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
     assert bench.statuses[0] == 1
 
 
+def test_all_ranks_statuses_are_asked_for_only_before_a_report(bench: Bench) -> None:
+    """All of them, to each rank, in each beat, would be 117 MB/s with 1024 ranks."""
+    bench.dog.position = RECEIVE
+    asked = []
+    for seconds in (1, 23, 2, 5, 20, 4):
+        bench.beats(seconds)
+        bench.dog._talk()
+        asked.append((int(bench.clock.now), bench.rank0.receive()[-1]["all"]))
+    start = asked[0][0] - 1
+    assert [(now - start, every) for now, every in asked] == [
+        (1, False), (24, False), (26, True), (31, False), (51, False), (55, True)
+    ]  # fmt: skip
+
+
 def test_long_action_is_told_every_half_minute_and_is_no_failure(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

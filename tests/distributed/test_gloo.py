@@ -107,6 +107,11 @@ def test_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, 
     assert float(trained[0].losses[-1]) < float(trained[0].losses[0])
 
 
+def test_tied_weights_begin_with_the_first_ranks_bits(ranks2: Ranks) -> None:
+    """Signs of zero, too: pruned weights, `w * mask`, have -0.0."""
+    assert ranks2.run(jobs.pruned_tied_weights) == [["-0x0.0p+0", "0x1.8000000000000p+1"] * 2] * 2
+
+
 def test_steps_with_tied_weights(ranks3: Ranks) -> None:
     trained = ranks3.run(jobs.train_here, "tied_gpt", 3, {"schedule": "1f1b", "microbatches": 4})
     weights, _, losses = train_by_hand("tied_gpt", 3, 4)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import penstock
 from penstock.network.fabric.traffic import from_model
-from penstock.runtime.gradients.distribution import local_gradient
-from penstock.runtime.gradients.sums import GradientSum
+from penstock.runtime.gradients.dtensors import local_gradient
+from penstock.runtime.gradients.sums import GradientBuffer
 from scaffolding.low_precision import MICROBATCHES, TIED, Gradients, Net, assert_sums, batch, by_hand, loss
 from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
@@ -35,7 +35,9 @@ def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
             x, y = part(batch(step), replica, replicas)
             pipe.step(x, target=y)
         return {
-            name: parameter.grad for name, parameter in pipe.session.split.all_parameters() if not parameter.is_meta
+            name: parameter.grad
+            for name, parameter in pipe.session.model_parts.all_parameters()
+            if not parameter.is_meta
         }
 
 
@@ -111,14 +113,15 @@ def count_bytes(rank: int, options: dict[str, Any]) -> Bytes:
     mesh = mesh_of((2, torch.distributed.get_world_size() // 2), ("dp", "pp"))
     x, y = part(batch(), mesh.get_local_rank("dp"), 2)
     summed: list[int] = []
-    start = GradientSum.start
+    fill = GradientBuffer.fill
 
-    def counted(self: GradientSum) -> None:
-        start(self)
-        summed.extend(buffer.nbytes for buffer in self._buffers)
+    def counted(self: GradientBuffer) -> Tensor:
+        memory = fill(self)
+        summed.append(memory.nbytes)
+        return memory
 
     options = {"microbatches": MICROBATCHES, "loss_fn": loss, "mesh": mesh, "transport": "distributed"} | options
-    with mock.patch.object(GradientSum, "start", counted), penstock.pipeline(Net(), (x,), **options) as pipe:
+    with mock.patch.object(GradientBuffer, "fill", counted), penstock.pipeline(Net(), (x,), **options) as pipe:
         pipe.step(x, target=y)
         held = sum(p.grad.nbytes for p in pipe.parameters() if p.grad is not None)
     return Bytes(sorted(summed), held)

@@ -17,7 +17,7 @@ from penstock._base.errors import PenstockError
 from penstock.distributed.world import World
 from penstock.runtime.execute import transport_choice
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.transport.shared_memory import Neighbors
+from penstock.runtime.transport.neighbors import Neighbors
 from penstock.runtime.transport.staging import StagedTransport
 from penstock.testing import check_transport
 from penstock.testing.transport_scripts import scripts_for

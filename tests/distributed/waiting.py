@@ -28,9 +28,9 @@ from penstock.distributed.failure_detector import Timeouts
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage import BoundStage
-from penstock.runtime.gradients.distribution import Sharded
-from penstock.runtime.gradients.sums import TieReducer
-from penstock.runtime.transport.shared_memory import Neighbors
+from penstock.runtime.gradients.sharding import ShardedStage
+from penstock.runtime.gradients.sums import GradientSum
+from penstock.runtime.transport.neighbors import Neighbors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from falling import Tied
@@ -61,7 +61,7 @@ def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None])
 def train_sharded(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
     """Three shards of one stage. The victim does not come to the second all-gather."""
     calls = iter(range(99))
-    before(Sharded, "unshard", lambda: act() if next(calls) == 1 else None)
+    before(ShardedStage, "unshard", lambda: act() if next(calls) == 1 else None)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "groups": (groups, "new_group"),
     "example": (build, "share_example"),
     "recording": (build, "Partitioner"),
-    "ties": (TieReducer, "start_copies"),
+    "ties": (GradientSum, "start_copies"),
     "neighbors": (Neighbors, "__init__"),
     "connecting": (Engine, "_connect"),
     "saving": (checkpoint.saving, "_write"),

@@ -155,7 +155,7 @@ def test_its_files_and_functions_exist() -> None:
     assert len(files) > 12
     assert not [path for path in files if not any((base / path).exists() for base in (SOURCE, ROOT))]
     code = "".join((SOURCE / path).read_text() for path in files if (SOURCE / path).exists())
-    named = re.findall(r"`(Pipeline|Session|Engine|BoundStage|BoundSchedules|Agreement)\.(\w+)`", text)
-    assert {kind for kind, _ in named} == {"Pipeline", "Session", "Engine", "BoundStage", "BoundSchedules", "Agreement"}
+    named = re.findall(r"`(Pipeline|Steps|Engine|BoundStage|BoundSchedules|Agreement)\.(\w+)`", text)
+    assert {kind for kind, _ in named} == {"Pipeline", "Steps", "Engine", "BoundStage", "BoundSchedules", "Agreement"}
     for kind, method in named:
         assert re.search(rf"def {method}\(", code), (kind, method)

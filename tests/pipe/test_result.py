@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.pipe.result import StepResult
-from penstock.runtime.step.results import SharedLoss
+from penstock.runtime.step.results import SharedLoss, StepResult
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 

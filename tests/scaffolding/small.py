@@ -39,7 +39,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def training_stages(pipe: Pipeline) -> list[BoundStage]:
     """This process's stages in a training step."""
     job = next(job for job in pipe.session.bound_schedules if job.training)
-    return [stage for program in job.programs for stage in program.stages.values()]
+    return [*job.stages]
 
 
 class Retrieval(nn.Module):

@@ -23,7 +23,7 @@ from penstock.schedule import (
     to_csv,
     truncate_microbatches,
 )
-from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training, resolve_order
+from penstock.schedule.lowering import GatherPlan, lower_evaluation, lower_training, resolve_order
 from penstock.schedule.sharding import SHARDING
 from scaffolding.some_schedules import arbitrary, generated
 
@@ -179,7 +179,7 @@ def test_replicas_with_fewer_microbatches_gather_and_reduce_in_the_same_order(da
     schedule = data.draw(generated(max_ranks=4, max_microbatches=8).filter(lambda s: s.placement.pipelines == 1))
     metas = [StageMeta(index, (), ()) for index in range(schedule.stages)]
     window = data.draw(st.integers(at_once(schedule), chunks_of(schedule)))
-    sharded = Sharded(stages_of(schedule), window)
+    sharded = GatherPlan(stages_of(schedule), window)
     fewer = truncate_microbatches(schedule, data.draw(st.integers(1, schedule.microbatches)))
     full, less = (lower_training(order, [metas], (), sharded, schedule) for order in (schedule, fewer))
     assert collectives(less) == collectives(full)

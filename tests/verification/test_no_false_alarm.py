@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.partition import partitioner
-from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.cut import Microbatch
 from penstock.verification import verify as verification
 from penstock.verification.reference_copy import with_reference
 from penstock.verification.verify import Verification

@@ -12,7 +12,7 @@ from penstock._base.pytree import flatten
 from penstock.partition import partitioner
 from penstock.partition.given_model import Chain
 from penstock.partition.stages.partition import describe
-from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.cut import Microbatch
 from penstock.schedule import Schedule
 from penstock.verification import verify as verification
 from penstock.verification.reference_copy import with_reference

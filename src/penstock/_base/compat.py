@@ -223,9 +223,14 @@ def autocast_kinds() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", "cuda", *(() if accelerator is None else (accelerator.type,)))))
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory of its own, which others cannot see."""
+    return device.type not in ("cpu", "meta")
+
+
 def device_generator(device: torch.device) -> torch.Generator:
     """Return the default generator of a device; the CPU's where the device has none of its own."""
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return torch.default_generator
     module = torch.get_device_module(device)
     generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())

@@ -71,7 +71,7 @@ def group_by_gradient_dtype(
 
 
 def buckets(
-    parameters: Iterable[P], max_bytes: int = BUCKET_BYTES, grad_dtype: torch.dtype | None = None
+    parameters: Iterable[P], max_bytes: float = BUCKET_BYTES, grad_dtype: torch.dtype | None = None
 ) -> Iterator[list[P]]:
     """Group parameters into buckets of one gradient dtype and at most `max_bytes`, or of a single larger parameter."""
     for group in group_by_gradient_dtype(parameters, grad_dtype).values():

@@ -18,7 +18,7 @@ from penstock.checkpoint.contents import LocalState, as_passed
 from penstock.checkpoint.export import to_bytes
 from penstock.partition import tensors_in
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import copy_into
+from penstock.runtime.gradients.dtensors import copy_into
 
 _Path = tuple[Any, ...]
 """The keys and indices that lead to a value in nested dicts and lists."""
@@ -34,7 +34,7 @@ class PartitionedState:
 
     def __init__(self, item: Any, pipe: Pipeline) -> None:
         self._item = item
-        stored_names, local = pipe.session.split.names(), pipe.state_dict()
+        stored_names, local = pipe.session.model_parts.names(), pipe.state_dict()
         tensors = pipe.model.state_dict(keep_vars=True) | local
         self._names = {name: (stored_names.get(name, name), tensor.shape) for name, tensor in tensors.items()}
         parameter_names = {id(parameter): name for name, parameter in pipe.named_parameters()}

@@ -108,7 +108,7 @@ def _iterate_labeled(label: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
     """Return the tensors of this process's stages and of the loss: the live ones, not copies."""
-    names = set(pipe.session.split.names().values())
+    names = set(pipe.session.model_parts.names().values())
     return {model_key(name) if name in names else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
 
 

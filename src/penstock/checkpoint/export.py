@@ -26,7 +26,7 @@ from penstock.checkpoint.collective import CHECKPOINT_IO, attempt, run_on_all_ra
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader, WorkContext
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import gather_full
+from penstock.runtime.gradients.dtensors import gather_full
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -68,12 +68,12 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         CheckpointError: on every rank, if the file cannot be written.
     """
     path = Path(path)
-    model_names = set(pipe.session.split.names().values())  # without those of the loss
+    model_names = set(pipe.session.model_parts.names().values())  # without those of the loss
     local = {name: tensor for name, tensor in pipe.state_dict().items() if name in model_names}
     by_rank = pipe.all_gather_object(
         [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in local.items()]
     )
-    entries = order_entries(by_rank, pipe.session.split.all_names())
+    entries = order_entries(by_rank, pipe.session.model_parts.all_names())
     ties = {name: first for name, first in pipe.session.ties().items() if first in local}
     file_metadata = {name: first for part in pipe.all_gather_object(ties) for name, first in part.items()} | dict(
         metadata or {}
@@ -134,7 +134,7 @@ def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: boo
 def _transfer(pipe: Pipeline, entry: FileEntry, local: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor's bytes on the first rank, to which its owner sends them; on the others, what they sent. Every
     rank calls it: a sharded tensor needs all that hold a part."""
-    group = pipe.session.control.control_group
+    group = pipe.session.control.mesh_group
     rank = 0 if group is None else dist.get_rank(group)
     tensor = gather_full(local[entry.name]) if entry.name in local else None
     if entry.owner == rank and tensor is not None:

@@ -135,7 +135,7 @@ def load(
 def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: Mapping[str, Tensor]) -> None:
     local, saved = pipe.state_dict(), {**model, **loss}
     missing = [name for name in local if name not in saved]
-    unknown = sorted(model.keys() - set(pipe.session.split.all_names()))  # the loss may differ
+    unknown = sorted(model.keys() - set(pipe.session.model_parts.all_names()))  # the loss may differ
     if missing or unknown:
         examples = ", ".join((missing or unknown)[:4])
         difference = (

@@ -147,7 +147,7 @@ def save(
     control = pipe.session.control
     if blocking:
         with control.waiting("a checkpoint"):
-            future = attempt(partial(write, control.control_group, partial(control.working, CHECKPOINT_IO)))
+            future = attempt(partial(write, control.mesh_group, partial(control.working, CHECKPOINT_IO)))
         run_on_all_ranks(pipe, future.result, f"cannot write {path}")
     else:
         saver = _async_saver(pipe)
@@ -240,10 +240,10 @@ def _async_saver(pipe: Pipeline) -> AsyncSaver:
     """Return the pipeline's thread and process group: made at its first background save, closed with the pipeline."""
     saver: AsyncSaver | None = pipe.session.companions.get(AsyncSaver)
     if saver is None:
-        control_group = pipe.session.control.control_group
+        mesh_group = pipe.session.control.mesh_group
         group = None
-        if control_group is not None:
-            members = dist.get_process_group_ranks(control_group)
+        if mesh_group is not None:
+            members = dist.get_process_group_ranks(mesh_group)
             with pipe.session.control.waiting("process groups"):
                 group = new_group(members, "gloo", members_only=is_part_of_job(members))
         saver = pipe.session.companions[AsyncSaver] = AsyncSaver(ThreadPoolExecutor(1, "penstock-checkpoint"), group)

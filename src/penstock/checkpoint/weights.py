@@ -20,7 +20,7 @@ from penstock.checkpoint.storage import Reader
 from penstock.partition.given_model import as_module
 from penstock.partition.names import known_names
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.gradients.distribution import copy_into
+from penstock.runtime.gradients.dtensors import copy_into
 from penstock.runtime.model.ownership import Materialize
 
 
@@ -82,7 +82,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
     failure = f"cannot read {path}"
     source = run_on_all_ranks(pipe, lambda: open_source(path), failure)
     local = pipe.state_dict()
-    first_names = pipe.session.split.names()
+    first_names = pipe.session.model_parts.names()
     file_names = run_on_all_ranks(pipe, lambda: _match(path, pipe.model, first_names, source, strict), failure)
 
     def read() -> None:

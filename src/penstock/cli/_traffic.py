@@ -98,7 +98,8 @@ class TrafficOptions:
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock._base.pytree import unflatten
         from penstock.network.fabric.traffic import from_model
-        from penstock.runtime.batch.cutting import Cutting
+        from penstock.runtime.batch.cut import Cutting
+        from penstock.runtime.batch.example import default_count
 
         ranks = 1 if self.ranks is None else self.ranks
         check_counts(ranks=ranks)
@@ -121,9 +122,9 @@ class TrafficOptions:
             batch = loaded_target.args, dict(loaded_target.kwargs)
             cutting = Cutting.of(**{"batch_dims": None, **loaded_target.cutting})
             microbatches = self.microbatches or (
-                cutting.default_count(batch) if ranks > 1 or traffic == "pipeline" else 1
+                default_count(cutting, batch) if ranks > 1 or traffic == "pipeline" else 1
             )
-            cut = cutting.batch(batch, microbatches, "the batch", 1)
+            cut = cutting.into(microbatches).cut_example(batch, "the batch")
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)
             workload = from_model(

@@ -38,7 +38,7 @@ from penstock.schedule.generators import ScheduleParams
 
 if TYPE_CHECKING:
     from penstock.distributed.launch.target import Target
-    from penstock.runtime.batch.cutting import Microbatch
+    from penstock.runtime.batch.cut import Microbatch
     from penstock.runtime.execute.transport_choice import TransportChoice
     from penstock.runtime.transport.protocol import TransportFactory
 
@@ -154,7 +154,7 @@ def _check_numbers(case: Case, spec: ScheduleSpec) -> None:
 def run_case(case: Case, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the report of each schedule, as `VerificationReport.to_dict` returns it. If there are several, skip those
     that do not work with these numbers and this model. Until the last one, output goes to stderr."""
-    from penstock.runtime.batch.cutting import Microbatch
+    from penstock.runtime.batch.cut import Microbatch
     from penstock.verification.reference_copy import with_reference
     from penstock.verification.verify import Verification
 
@@ -217,11 +217,11 @@ def _choice(name: str | None) -> TransportChoice:
 def _part(target: Target, replicas: int, replica: int) -> Microbatch:
     """Return a replica's part of the batch, cut as a pipeline cuts its batch."""
     from penstock._base.pytree import unflatten
-    from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
+    from penstock.runtime.batch.cut import Batch, Cutting, Microbatch
 
-    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn"))
-    batch = cutting.divide(Batch(target.args, target.kwargs, target.target), replicas, "batch", 1)
-    cut = cutting.cut(batch, replicas, "batch", None, 1)
+    cutting = Cutting.of(target.cutting.get("batch_dims"), target.cutting.get("split_fn")).into(replicas)
+    batch = cutting.divide(Batch(target.args, target.kwargs, target.target), "batch")
+    cut = cutting.cut(batch, "batch")
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
         raise ArgumentError(
             f"--replicas {replicas}: the batch of {sum(cut.sizes)} samples has no {replicas} equal parts; change the "
@@ -229,7 +229,7 @@ def _part(target: Target, replicas: int, replica: int) -> Microbatch:
         )
     piece = cut.pieces[replica]
     args, kwargs = unflatten(piece.leaves, piece.structure)
-    return Microbatch(args, kwargs, cutting.targets(batch, cut.sizes, None)[replica])
+    return Microbatch(args, kwargs, cutting.targets(batch, cut.sizes)[replica])
 
 
 def run_distributed(case: Case) -> dict[str, Any]:

@@ -11,7 +11,7 @@ names the same cause:
 
 launch/         starts a job's processes, and reports how they ended; what to run; the step that they are at
 world.py        which processes take part; joining.py: how they meet, and who is missing
-groups.py       torch's process groups; broadcasts.py: small values between ranks of one machine
+groups.py       torch's process groups
 watchdog.py     ends this rank when another one fails, as heartbeat_server.py on rank 0 reports
 failure.py      what a rank does, and why a run ends, in words; failure_detector.py: who is lost, after which time
 host_clock.py   one clock for several hosts

@@ -143,9 +143,9 @@ class FailureDetector:
         for waiter, entry in enumerate(self._ranks):
             if entry.left_at is None and entry.closed_at is None:
                 for peer in entry.status.peers:
-                    self._try(waiter, peer)
+                    self._judge_peer(waiter, peer)
 
-    def _try(self, waiter: int, peer: int) -> None:
+    def _judge_peer(self, waiter: int, peer: int) -> None:
         waiting, entry = self._ranks[waiter], self._ranks[peer]
         ended_at = entry.left_at if entry.left_at is not None else entry.closed_at
         if ended_at is not None:  # its last message may still be in transit, so the wait must outlast it

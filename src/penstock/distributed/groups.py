@@ -17,8 +17,8 @@ from penstock.distributed.world import World
 RankPair = tuple[int, int]
 """From one rank of the pipeline to another."""
 
-Role = Literal["control", "everyone", "weights", "losses", "up", "down", "replicas", "column"]
-"""What a group is for. Over gloo: all of a pipeline's ranks (control); the whole mesh (everyone); those that hold the
+Role = Literal["pipeline", "everyone", "weights", "losses", "up", "down", "replicas", "column"]
+"""What a group is for. Over gloo: all of a pipeline's ranks (pipeline); the whole mesh (everyone); those that hold the
 same stages and train on other data, if there are any (weights); those that share a loss (losses). For tensors: a
 pipeline's ranks, each way (up, down); those with the same stages, on other data (replicas), or with a share of each
 layer, too (column)."""
@@ -105,9 +105,9 @@ class Groups:
         self._roles: dict[Role | tuple[int, ...], dist.ProcessGroup] = {}
         self._created: set[tuple[int, ...]] = set()
         roles = self._roles
-        roles["control"] = self._create_own(world.lines, "gloo")
+        roles["pipeline"] = self._create_own(world.lines, "gloo")
         is_single = world.everyone == world.members
-        roles["everyone"] = roles["control"] if is_single else self._create_own([world.everyone], "gloo")
+        roles["everyone"] = roles["pipeline"] if is_single else self._create_own([world.everyone], "gloo")
         if len(world.replicas) > 1:
             roles["weights"] = self._create_own(world.replica_sets, "gloo")
 

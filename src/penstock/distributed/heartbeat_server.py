@@ -4,11 +4,11 @@ It does not use torch's TCPStore: if the server is stopped, TCPStore calls block
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    first, a line that is no JSON: token, space, rank
-                     join: [machine, pid, started]     beat: RankStatus   failure: as below
-                     asked: nanoseconds                noted: true, the answer to a failure
+                     join: [machine, pid, started]     beat: RankStatus, and all: whether all ranks matter
+                     asked: nanoseconds                failure: as below     noted: true, the answer to a failure
     to a rank        absent: [ranks that have not joined], with every answer until it is empty
-                     sightings: [...], in answer to a beat     failure: [rank, action, error, kind]
-                     clock: [asked, nanoseconds here], in answer to asked
+                     sightings: [rank 0's status, or all ranks'], in answer to a beat
+                     clock: [asked, nanoseconds here], in answer to asked     failure: [rank, action, error, kind]
 
 Anyone who reaches the port can connect. The server parses nothing from a guest, a connection that has not sent the
 token yet. An error on one connection ends only that one.
@@ -234,7 +234,7 @@ class HeartbeatServer:
             self._acknowledge(rank)
         if "beat" in message:
             detector.beat(rank, RankStatus.from_list(message["beat"]))
-            answer: dict[str, Any] = {"sightings": detector.statuses}
+            answer: dict[str, Any] = {"sightings": detector.statuses[: None if message.get("all") else 1]}
             if detector.absent:
                 answer["absent"] = detector.absent
             if detector.failure is not None:

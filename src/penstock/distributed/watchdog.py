@@ -61,9 +61,10 @@ class Watchdog:
         device: returns where this rank's device is, if it has not caught up with the host. Called every beat.
         device_lag: what it returned last.
         offset: from this host's clock to that of rank 0's.
-        statuses: each rank as its last beat showed it, at most a beat or two old; this one as it is.
+        statuses: each rank as its last beat showed it, a beat or two before; this one as it is. On other ranks than 0,
+            all but rank 0's are outdated until a wait is about to be reported.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
-        raised: called with a failure of this rank, before the others are informed; with None if it is most likely the
+        on_raise: called with a failure of this rank, before the others are informed; with None if it is most likely the
             effect of another rank's failure.
         members: of each rank, its number in the whole job.
         before_exit: called before this process is ended because of a failure, on any thread, which waits three seconds
@@ -89,7 +90,7 @@ class Watchdog:
         self.statuses: list[RankStatus] = [RankStatus()] * ranks
         self.partners: Sequence[int] = ()
         self.members: Sequence[int] = range(ranks)
-        self.raised: Callable[[Failure | None], object] = _do_nothing
+        self.on_raise: Callable[[Failure | None], object] = _do_nothing
         self.before_exit: Callable[[], object] = _do_nothing
         self._rank, self._timeouts = rank, timeouts or Timeouts()
         self._address, self._connection = address or {}, connection
@@ -169,9 +170,7 @@ class Watchdog:
     def check(self) -> None:
         """Raise RankFailedError if the pipeline has failed, here or on another rank."""
         if self.failure is not None:
-            self._raising = True
-            self._await_others()
-            raise RankFailedError(self._message(self.failure))
+            raise self._error(self.failure)
 
     def report(self, action: str | None, error: BaseException) -> None:
         """Tell the other ranks that `error` ended `action` here. The first failure of all ranks is `failure` then."""
@@ -185,8 +184,8 @@ class Watchdog:
             self._await_others()
         self._fail(failure)
 
-    def cause(self, seconds: float | None = None) -> Failure | None:
-        """Find out why a wait of this rank raised: wait for another rank's failure to become known.
+    def cause(self, seconds: float | None = None) -> RankFailedError | None:
+        """Return why a wait of this rank raised: wait for another rank's failure to become known.
 
         Leave `position` as it was in the wait.
 
@@ -194,13 +193,19 @@ class Watchdog:
             seconds: how long to wait at most; by default as long as it takes to see that a rank does not answer.
 
         Returns:
-            The failure; None if none became known, so that the error is this rank's own.
+            The error to raise; None if no failure became known, so that the error is this rank's own.
         """
         self._raising = True
         if self._thread and not self._failure_known.is_set():
             self._failure_known.wait(self._timeouts.stall_seconds + 2.0 if seconds is None else seconds)
-        self._raising = self.failure is not None
-        return self.failure
+        self._raising = self.failure is not None  # at no time False while it is
+        return None if self.failure is None else self._error(self.failure)
+
+    def _error(self, failure: Failure) -> RankFailedError:
+        """Return what the main thread is about to raise."""
+        self._raising = True
+        self._await_others()
+        return RankFailedError(self._message(failure))
 
     def close(self) -> None:
         """Say goodbye to the other ranks and end the thread.
@@ -247,7 +252,8 @@ class Watchdog:
                 self._connection = heartbeat_server.connect(self._address, self._rank, self._timeouts.beat_seconds)
                 self._awaiting_answer = False
             if not self._awaiting_answer:
-                self._awaiting_answer = self._send(beat=self._local_status(), asked=host_clock.now_ns())
+                status, now = self._local_status(), host_clock.now_ns()
+                self._awaiting_answer = self._send(beat=status, all=self._needs_all(status.seconds), asked=now)
             while (remaining := deadline - self._clock()) > 0 and not self._closed.is_set():
                 self._connection.link.settimeout(remaining)
                 for message in self._connection.receive():
@@ -282,9 +288,9 @@ class Watchdog:
             self._awaiting_answer = False
             statuses = [RankStatus.from_list(status) for status in message["sightings"]]
             ranks = len(self.statuses)
-            if len(statuses) != ranks or not all(status.fits(ranks) for status in statuses):
+            if len(statuses) not in (1, ranks) or not all(status.fits(ranks) for status in statuses):
                 raise ValueError("sightings of other ranks")
-            self.statuses = statuses
+            self.statuses[: len(statuses)] = statuses
         if "absent" in message:
             self._absent = tuple(map(int, message["absent"]))
             if not self._absent:
@@ -337,6 +343,11 @@ class Watchdog:
             self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
         else:
             self._warn(now, chain)
+
+    def _needs_all(self, seconds: float) -> bool:
+        """Whether this rank, which has not moved on for so long, needs the statuses of all: soon, for a report."""
+        report_seconds = min(self._warned_seconds + self._timeouts.warn_seconds, self._timeouts.timeout_seconds)
+        return self._rank == 0 or seconds + self._timeouts.stall_seconds >= report_seconds
 
     def _warn(self, now: float, text: str) -> None:
         """Print the text every `warn_seconds` for which this rank does not move on."""

@@ -186,11 +186,6 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
     )
 
 
-def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has memory of its own, which others cannot see."""
-    return device.type not in ("cpu", "meta")
-
-
 def backend_for(device: torch.device) -> str:
     """Return the backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError, require
 from penstock._base.files import quoted
-from penstock.pipe.result import StepResult
+from penstock.runtime.step.results import StepResult
 
 SHOWN = {
     "loss": "loss",

@@ -18,7 +18,7 @@ from penstock import checkpoint
 from penstock._base.errors import ArgumentError
 from penstock.integrations.accelerate import ranks_as_one_device
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.step.results import OutputsOption
+from penstock.runtime.step.bound_schedules import OutputsOption
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainingArguments

@@ -30,22 +30,22 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.run_info import record
 from penstock.pipe.session import Session
 from penstock.pipe.validation import check_not_parallelized, default_device, has_values, share_example, validate_inputs
-from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Example, Outline, SingleRowError
+from penstock.runtime.batch.cut import CutBatch, Cutting, Example, MergeFunction, SplitFunction
+from penstock.runtime.batch.example import cut_like
+from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.feature import MakeFeature
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import FrontEnd, MakeFrontEnd
-from penstock.runtime.gradients.distribution import accumulate_in
+from penstock.runtime.gradients.dtensors import accumulate_in
 from penstock.runtime.loss.functions import Loss
-from penstock.runtime.loss.loss import Reduction
+from penstock.runtime.loss.loss import Reduction, check_sums
 from penstock.runtime.model.ownership import HeldElsewhereError, Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.reentrancy import one_at_a_time
+from penstock.runtime.step.step import one_at_a_time
 from penstock.schedule import MICROBATCHES_HINT, Schedule
 from penstock.schedule.lowering import resolve_order
 from penstock.simulate import LinkCost
@@ -214,7 +214,7 @@ def pipeline(
     world = join(applied_plan.ranks(ranks), mesh, device_type, applied_plan.members)
     applied_plan.check(world, model, device_type)
     order = resolve_order(arguments["schedule"], world.ranks, arguments["microbatches"], arguments["stages_per_rank"])
-    options.check_inputs(example[1], order.microbatches)
+    check_sums(options.loss, options.reduction, example[1], order.microbatches)
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     verify_first = bool(os.environ.get(VERIFY)) if verify is None else verify
@@ -222,7 +222,7 @@ def pipeline(
     pipe = build(model, example, world, order, options, plan=applied_plan.plan)
     pipe.session.first_step = first_step
     applied_plan.check_rows(pipe.session.rows)
-    for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.split.loss_notes):
+    for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.model_parts.loss_notes):
         warn(note)
     return pipe
 
@@ -244,7 +244,8 @@ def build(
         front_end: makes the stages; None: the model is recorded, according to `options`.
         plan: what the pipeline follows, which a recorded run is compared with.
     """
-    cut = _cut(example, order, options.cutting) if has_values(example) or world.is_local else None
+    options.decide("cutting", options.cutting.into(order.microbatches, order.placement.pipelines))
+    cut = _cut(example, options.cutting) if has_values(example) or world.is_local else None
     current = default_device(model, example)
     if world.data_parallel > 1 and not options.broadcast_loss:
         raise ArgumentError(
@@ -267,8 +268,8 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         full_example = share_example(engine.control, example)
-        cut = cut or _cut(full_example, order, options.cutting)
-        options.decide("cutting", options.cutting.cut_like(full_example, sum(cut.sizes)))
+        cut = cut or _cut(full_example, options.cutting)
+        options.decide("cutting", cut_like(options.cutting, full_example, sum(cut.sizes)))
         _check_same_example(engine, cut.sizes, options)
 
         split, cut = _split(engine, model, full_example, cut, order, options, front_end)
@@ -282,20 +283,20 @@ def build(
         return pipe
 
 
-def _cut(example: Example, order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(example: Example, cutting: Cutting) -> CutBatch:
     cutting.check(example)
-    return cutting.batch(example, order.microbatches, "example", order.placement.pipelines)
+    return cutting.cut_example(example, "example")
 
 
 def _split(
     engine: Engine,
     model: nn.Module | Sequence[nn.Module],
     full_example: Example,
-    cut: batches.CutBatch,
+    cut: CutBatch,
     order: Schedule,
     options: Options,
     front_end: MakeFrontEnd | None,
-) -> tuple[SplitModel, batches.CutBatch]:
+) -> tuple[SplitModel, CutBatch]:
     """Split the model; return it with the example cut to fit. What an attempt reveals is decided in `options`, on all
     ranks alike."""
     depth, streams = order.placement.depth, engine.streams
@@ -326,8 +327,8 @@ def _split(
             )
             return split, cut
         except SingleRowError:
-            options.cut_in_pairs()
-            cut, previous = _cut(full_example, order, options.cutting), cut
+            options.decide("cutting", options.cutting.in_pairs())
+            cut, previous = _cut(full_example, options.cutting), cut
             if cut.sizes == previous.sizes:
                 raise
         except HeldElsewhereError as error:

@@ -33,8 +33,8 @@ from penstock.pipe.run_info import module_names
 from penstock.pipe.validation import validate_inputs
 from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Batch, Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Example
+from penstock.runtime.batch.cut import Batch, Cutting, Example, MergeFunction, SplitFunction
+from penstock.runtime.batch.example import default_count
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction
@@ -220,7 +220,7 @@ def inspect(
     replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "grad_dtype": None}
     options = Options.of({**arguments, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options) as pipe:
-        loss_note = pipe.session.dry_run(Batch(*example, target), loss=loss_fn is not ...)
+        loss_note = pipe.session.steps.dry_run(Batch(*example, target), loss=loss_fn is not ...)
         recorded = pipe.session.partition
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = replace(recorded, stages=recorded.stages[: order.placement.depth])  # one copy of the model
@@ -266,7 +266,7 @@ def _order(
             f"stages={stages}: schedule {schedule!r} puts {per_rank} on each rank; pass a multiple of {per_rank}, or "
             "another stages_per_rank="
         )
-    return resolve_order(schedule, ranks, microbatches or cutting.default_count(example), chunks)
+    return resolve_order(schedule, ranks, microbatches or default_count(cutting, example), chunks)
 
 
 def _process_note(partition: Partition, order: Schedule) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, check_flags
-from penstock.runtime.gradients.distribution import gather_full, local, on_host
+from penstock.runtime.gradients.dtensors import gather_full, local
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """The optimizer's options for a parameter (`{"lr": 1e-4}`), by its name; None leaves it out."""
@@ -78,7 +78,7 @@ def clip(
     """
     check_flags(error_if_nonfinite=error_if_nonfinite)
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
-    local_norms = on_host([gather_full(torch.linalg.vector_norm(grad, norm_type)) for grad in grads.values()])
+    local_norms = _on_host([gather_full(torch.linalg.vector_norm(grad, norm_type)) for grad in grads.values()])
     norms = {name: norm for part in gather(dict(zip(grads, local_norms, strict=True))) for name, norm in part.items()}
     ordered = [norms[name] for name in order if name in norms]
     total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
@@ -105,3 +105,15 @@ def _number(name: str, value: Any) -> float:
             f"{name}={value!r}: expected a number of at least 0; the parameters are the pipeline's, and are not passed"
         )
     return number
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Bring scalars to the CPU: those of one device and dtype travel together, so that the host waits once."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, number in enumerate(numbers):
+        groups.setdefault((number.device, number.dtype), []).append(index)
+    results = list(numbers)
+    for indices in groups.values():
+        for index, number in zip(indices, torch.stack([numbers[index] for index in indices]).cpu(), strict=True):
+            results[index] = number.clone()  # a view would travel with all the others
+    return results

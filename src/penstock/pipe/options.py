@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +15,12 @@ from penstock._base.errors import ArgumentError, check_counts, check_flags, is_i
 from penstock._base.gradients import check_grad_dtype
 from penstock.partition import Balance, BalanceChoice, StageBudget
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
+from penstock.runtime.batch.cut import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transport_choice import TRANSPORTS, TransportChoice
 from penstock.runtime.features.compiled import Compile, compile_arguments
 from penstock.runtime.features.feature import MakeFeature
 from penstock.runtime.features.registry import OffloadChoice, RecomputeChoice, check_not_class
-from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice, uses_target
+from penstock.runtime.loss.functions import Loss, checked_loss, reduction_advice
 from penstock.runtime.loss.loss import Reduction
 from penstock.runtime.model.ownership import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
@@ -96,25 +96,11 @@ class Options:
         """Replace an option by what an example has shown that it has to be."""
         object.__setattr__(self, name, value)
 
-    def cut_in_pairs(self) -> None:
-        """Cut batches into fewer microbatches, if need be, so that none has a single row."""
-        self.decide("cutting", replace(self.cutting, inputs=replace(self.cutting.inputs, min_rows=2)))
-
     @property
     def loss_notes(self) -> tuple[str, ...]:
         """Advice on `reduction`, if it does not fit a loss of torch's."""
         note = reduction_advice(self.loss, self.reduction)
         return () if note is None else (note,)
-
-    def check_inputs(self, kwargs: Mapping[str, Any], microbatches: int) -> None:
-        """Raise ArgumentError if losses that add up would be averaged: those of a model that divides by
-        `num_items_in_batch`, as the Trainer of transformers has them."""
-        adds_up = microbatches > 1 and not uses_target(self.loss) and kwargs.get("num_items_in_batch") is not None
-        if adds_up and self.reduction != "sum":
-            raise ArgumentError(
-                "num_items_in_batch, but reduction is not 'sum': the losses that a model divides by it add up to the "
-                "batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
-            )
 
     def stage_budget(self, order: Schedule) -> StageBudget:
         """Return the budget of each rank for its stages under this schedule, memory only if that matters for the

@@ -18,18 +18,17 @@ from penstock._base.formatting import pluralize
 from penstock._base.stages import StageMeta
 from penstock.partition.names import public_name, unwrapped
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
-from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.pipe.verified import Unverified, verified_fingerprints
-from penstock.runtime.batch.cutting import Batch
+from penstock.runtime.batch.cut import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
-from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
-from penstock.runtime.step.results import OutputsOption
+from penstock.runtime.step.bound_schedules import OutputsOption
+from penstock.runtime.step.results import StepResult
 from penstock.schedule import check, summary
 
 
@@ -98,7 +97,7 @@ class Pipeline:
             self.session.first_step = None  # and the copy of the model with it
         number, recorder = self.session.step_count, self.session.recorder
         timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
-        result = self.session.run_batch(
+        result = self.session.steps.run_batch(
             number,
             Batch(args, kwargs, target),
             training=True,
@@ -125,8 +124,8 @@ class Pipeline:
     def _evaluate(self, batch: Batch, **options: Any) -> StepResult:
         self.session.check_open()
         _check_misspelled(self, batch.kwargs, predicts=not options.get("evaluates", True))
-        with evaluating(self.session.split, self.session.options.loss):
-            return self.session.run_batch(self.step_count, batch, training=False, **options)
+        with evaluating(self.session.model_parts, self.session.options.loss):
+            return self.session.steps.run_batch(self.step_count, batch, training=False, **options)
 
     def predict(self, *args: Any, outputs: OutputsOption = True, **kwargs: Any) -> Any:
         """Return the model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -145,7 +144,9 @@ class Pipeline:
         target, timeline = kwargs.pop("target", None), kwargs.pop("timeline", False)
         batch = Batch(args, kwargs, target)
         result = self._evaluate(batch, outputs=outputs, timeline=timeline, evaluates=False)
-        return None if result._outputs is None else self.session.options.cutting.join(result.outputs, result.sizes)
+        return (
+            None if result._outputs is None else self.session.steps.cutting.merge_outputs(result.outputs, result.sizes)
+        )
 
     # -- what this process holds ------------------------------------------------------------------------------------
 
@@ -184,28 +185,28 @@ class Pipeline:
     def needs_inputs(self) -> bool:
         """Whether this process must pass the model's inputs: it runs the first stage, or the last one and `split_fn=`
         cuts the target, too."""
-        return self.session.needs_inputs
+        return self.session.steps.needs_inputs
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process must pass the target: something looks at targets, and it runs the last stage, or the
         first one with `split_fn=`, which cuts both."""
-        return self.session.needs_targets
+        return self.session.steps.needs_targets
 
     @property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage, from which outputs and losses come."""
-        return self.session.has_outputs
+        return self.session.steps.has_outputs
 
     @property
     def model(self) -> nn.Module:
         """The model, or the chain of the given layers. Stages of other processes are on the meta device."""
-        return self.session.split.model
+        return self.session.model_parts.model
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """The call that each stage but the first begins with. Fit for `cuts=`."""
-        return self.session.split.cuts
+        return self.session.model_parts.cuts
 
     @property
     def stages(self) -> tuple[StageMeta, ...]:
@@ -235,16 +236,16 @@ class Pipeline:
         compiling = compiled.compile_notes(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
         unsplit = compiled.empty_w_notes([stage for stage, split in self._splits().items() if split.has_empty_w])
         deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
-        recomputed = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
+        recomputed = recompute.notes(self.session.recompute, order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
-        offloaded = offload.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
+        offloaded = offload.notes(self.session.offload, order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *(() if self.verified else (Unverified(self.session.fingerprint()),)),
             *partition.notes,
             *options.cutting.notes,
             *options.loss_notes,
-            *self.session.split.loss_notes,
+            *self.session.model_parts.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
@@ -262,17 +263,15 @@ class Pipeline:
         return {stage: split.share for stage, split in self._splits().items()}
 
     def _splits(self) -> dict[int, SplitBackward]:
-        programs = next(
-            (bound.programs for bound in reversed(list(self.session.bound_schedules)) if bound.training), ()
-        )
-        stages = (stage for program in programs for stage in program.stages.values())
-        return {stage.index: stage.splits[0] for stage in stages if stage.splits}
+        latest_first = reversed(list(self.session.bound_schedules))
+        stages = next((bound.stages for bound in latest_first if bound.training), ())
+        return {stage.index: stage.split_backwards[0] for stage in stages if stage.split_backwards}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this process's stages, without duplicates, by their names in the unsplit model; and,
         on the last stage, what the loss trains (a learned temperature, centers of classes), by names that begin with
         "loss."."""
-        return iter(self.session.split.held_parameters())
+        return iter(self.session.model_parts.held_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages. A rank without any gets an empty one for its optimizer."""
@@ -291,7 +290,7 @@ class Pipeline:
         Raises:
             ArgumentError: the options are not a dict, or hold parameters.
         """
-        return parameter_groups(self.session.split.all_parameters(), self.named_parameters(), options_of)
+        return parameter_groups(self.session.model_parts.all_parameters(), self.named_parameters(), options_of)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -315,12 +314,12 @@ class Pipeline:
             raise ArgumentError(f"foreach={foreach!r}: expected True, False or None")
         self.session.require_synced_gradients("clip_grad_norm_")
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        order = [name for name, _ in self.session.split.all_parameters()]
+        order = [name for name, _ in self.session.model_parts.all_parameters()]
         return clip(gradients, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of this process's stages, by their names in the unsplit model."""
-        return iter(self.session.split.held_buffers())
+        return iter(self.session.model_parts.held_buffers())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers of this process's stages, by their names in the unsplit model.
@@ -328,9 +327,9 @@ class Pipeline:
         A tied parameter has its first name. Rank 0 holds what no stage uses. The tensors are live. See
         `penstock.checkpoint` for all ranks'.
         """
-        unused = self.session.split.held_unused()
+        unused = self.session.model_parts.held_unused()
         tensors: dict[str, Tensor] = dict((*self.named_parameters(), *self.named_buffers(), *unused))
-        return {name: tensors[name].detach() for name in self.session.split.all_names() if name in tensors}
+        return {name: tensors[name].detach() for name in self.session.model_parts.all_names() if name in tensors}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into what this process holds. `state` may be that of the whole unsplit model alone.
@@ -339,14 +338,14 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names, state = self.session.split.names(), {public_name(self.model, name): state[name] for name in state}
+        names, state = self.session.model_parts.names(), {public_name(self.model, name): state[name] for name in state}
         local = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
-        known_names = {*map(unwrapped, self.model.state_dict()), *self.session.split.all_names()}
+        known_names = {*map(unwrapped, self.model.state_dict()), *self.session.model_parts.all_names()}
         load_into(local, state, known_names, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode on every module, as `nn.Module.train` does."""
-        self.session.split.model.train(mode)
+        self.session.model_parts.model.train(mode)
         return self
 
     def eval(self) -> Self:

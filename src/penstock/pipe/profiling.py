@@ -32,8 +32,8 @@ from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
 from penstock.pipe.validation import validate_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cutting import Cutting, SplitFunction
-from penstock.runtime.batch.outline import Example
+from penstock.runtime.batch.cut import Cutting, Example, SplitFunction
+from penstock.runtime.batch.example import default_count, take_rows
 from penstock.runtime.execute.control import Control
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
@@ -216,8 +216,8 @@ def _pieces(
 ) -> list[tuple[Flat, int]]:
     """Return the microbatches to measure and their rows, the largest last."""
     if sizes is None:
-        count = microbatches or cutting.default_count(example)
-        cut = cutting.batch(example, count, "example", 1)
+        count = microbatches or default_count(cutting, example)
+        cut = cutting.into(count).cut_example(example, "example")
         return [(cut.pieces[0], cut.sizes[0])]
     argument = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:
@@ -225,7 +225,7 @@ def _pieces(
     if not sizes or not all(is_integer(rows) and rows >= 1 for rows in sizes):
         raise ArgumentError(f"{argument}: expected numbers of rows, each >= 1")
     try:
-        return [(cutting.take_rows(example, rows), rows) for rows in sorted({*sizes})]
+        return [(take_rows(cutting, example, rows), rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
         raise ArgumentError(f"{argument}: {error}") from None
 

@@ -31,10 +31,9 @@ from penstock.distributed.failure import Failure, Position
 from penstock.distributed.launch.endings import register_run
 from penstock.distributed.watchdog import Watchdog
 from penstock.distributed.world import World
-from penstock.pipe.result import StepResult
 from penstock.pipe.verified import verified_fingerprints
 from penstock.runtime.execute.clock import counter
-from penstock.runtime.step.results import SharedLoss
+from penstock.runtime.step.results import SharedLoss, StepResult
 from penstock.trace.runs.about import RunInfo
 from penstock.trace.runs.folder import MEMORY, TIMELINES
 from penstock.trace.runs.option import RunConfig
@@ -85,7 +84,7 @@ class Recorder:
         )
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
         self._writer = Writer(Path(config.path), run_id, world.number, self._state, *on_beat)
-        watchdog.raised, watchdog.before_exit = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
+        watchdog.on_raise, watchdog.before_exit = self.fail, partial(self.end_now, _LAST_FILES_SECONDS)
         self._started = False
         self._steps = 0
         self._pending: list[_PendingStep] = []

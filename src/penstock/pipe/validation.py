@@ -10,21 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._base.compat import is_accelerator
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import a
 from penstock.partition.given_model import as_module
 from penstock.runtime.batch.batch_dims import Microbatches, iter_leaves
-from penstock.runtime.batch.outline import Example, Outline
+from penstock.runtime.batch.cut import Example
+from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.control import Control
-from penstock.runtime.gradients.distribution import parallelized_by
+from penstock.runtime.gradients.sharding import parallelized_by
 
 
 def default_device(model: nn.Module | Sequence[nn.Module], example: Example) -> torch.device:
     """Return the default device of the run: the accelerator that holds the model or else the example."""
     device = next((p.device for p in as_module(model).parameters()), torch.device("cpu"))
-    if device.type not in ("cpu", "meta"):
+    if is_accelerator(device):
         return device
-    return next((t.device for t in batch_tensors(example) if t.device.type not in ("cpu", "meta")), device)
+    return next((t.device for t in batch_tensors(example) if is_accelerator(t.device)), device)
 
 
 def has_values(example: Example) -> bool:

@@ -29,7 +29,7 @@ from penstock.schedule.passes import compute_only
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class GatherPlan:
     """The stages that `fully_shard` was applied to, and how many of a rank's may be gathered at once (None: all)."""
 
     stages: Set[int] = frozenset()
@@ -54,7 +54,7 @@ class Sharded:
         return truncate_microbatches(full, order.microbatches, reduced_in)
 
 
-UNSHARDED = Sharded()
+UNSHARDED = GatherPlan()
 """No stage is sharded: each replica holds all parameters."""
 
 
@@ -100,7 +100,7 @@ def lower_training(
     order: Schedule,
     metas_by_kind: Sequence[Sequence[StageMeta]],
     ties: Sequence[Sequence[int]],
-    sharded: Sharded,
+    sharded: GatherPlan,
     replicas_like: Schedule | None,
 ) -> Schedule:
     """Build the schedule of a training step.
@@ -132,7 +132,7 @@ def lower_training(
 
 
 def lower_evaluation(
-    order: Schedule, metas_by_kind: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
+    order: Schedule, metas_by_kind: Sequence[Sequence[StageMeta]], sharded: GatherPlan, replicas_like: Schedule | None
 ) -> Schedule:
     """Build the schedule of an evaluation: forwards only. Arguments and errors are those of `lower_training`."""
     order = sharded.with_gathers(order, replicas_like, forward_only)

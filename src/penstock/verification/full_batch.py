@@ -25,8 +25,7 @@ from penstock.partition.given_model import default_kwargs
 from penstock.partition.state.reachable import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Microbatches
-from penstock.runtime.batch.cutting import UNCUT, Cutting, Microbatch
-from penstock.runtime.batch.microbatches import split
+from penstock.runtime.batch.cut import UNCUT, Cutting, Microbatch, cut_by_sizes, move_to
 from penstock.runtime.loss.functions import Loss, padding_advice, reduction_advice
 from penstock.runtime.loss.loss import Reduction, extract_loss, model_loss, no_loss_error, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
@@ -106,7 +105,7 @@ class FullBatch:
         ] or ["something in the model that acts in training alone, and looks at several rows"]
         reach = Reach(model)
         try:
-            with evaluating(session.split, self.loss):
+            with evaluating(session.model_parts, self.loss):
                 full, parts = self._run([self.batch]), self._run(self.pieces)
                 if parts.is_close(full):
                     return FullBatchCheck(*losses, "explained", "; ".join(causes))
@@ -250,4 +249,4 @@ def _copy_microbatch(piece: Microbatch, device: torch.device, is_wide: bool) -> 
     """Copy a microbatch, in double precision if the model is."""
     tree: Any = (piece.args, dict(piece.kwargs), piece.target)
     tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
-    return Microbatch._make((*split(tree, (1,), "batch", device, UNCUT)[0], piece.rows))
+    return Microbatch._make((*move_to(cut_by_sizes(tree, (1,), "batch", UNCUT)[0], device), piece.rows))

@@ -22,7 +22,7 @@ from penstock.partition.nested import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.batch.cutting import Batch, Cutting, Microbatch
+from penstock.runtime.batch.cut import Batch, Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.exact.streams import Streams
@@ -158,7 +158,7 @@ class _ReferenceRunner:
         )
         self.single = build(unsplit.model, ((), {}), World(1), generate("naive", 1, len(self._pieces)), options)
         self._draws_random = bool(self.single.session.drawing_modules) or self.single.session.draws_outside_modules
-        self.trained = trainable(self.single.session.split.all_parameters(), self.single)
+        self.trained = trainable(self.single.session.model_parts.all_parameters(), self.single)
         half_dtypes = (torch.bfloat16, torch.float16)
         matrices = [n for n, p in self.trained.items() if p.requires_grad and p.dim() == 2 and rule.in_place]
         rounding = {name for name in matrices if gradient_dtype(self.trained[name]) in half_dtypes}
@@ -185,7 +185,7 @@ class _ReferenceRunner:
         """Run a batch in evaluation mode; return the results, or the error that the model raised."""
         self._replicas = _replica_pieces(self._pipe, batch)
         try:
-            with evaluating(self.single.session.split, self._loss), torch.no_grad():
+            with evaluating(self.single.session.model_parts, self._loss), torch.no_grad():
                 return self._with_noise(lambda: Expected(self._run(training=False)))
         except Exception as error:  # from the user's code
             return error
@@ -208,7 +208,7 @@ class _ReferenceRunner:
         if trace is not None:
             trace.uses = self._terms.uses
         # A forward may have a buffer require a gradient from then on (vector_quantize_pytorch's VectorQuantize).
-        self.trained |= trainable(self.single.session.split.all_parameters(), self.single)
+        self.trained |= trainable(self.single.session.model_parts.all_parameters(), self.single)
         grads = {("gradient", n): _copy(t.grad) for n, t in (*self.trained.items(), *inputs.items())}
         buffers = {("buffer", name): _copy(buffer) for name, buffer in self.single.named_buffers()}
         terms = {name: size for name, size in sizes.items() if name in self._reordered}
@@ -229,13 +229,13 @@ class _ReferenceRunner:
     def _run(self, *, training: bool, trace: ModuleTrace | None = None) -> dict[Key, Tensor | None]:
         """Return outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
         session, label = self.single.session, "" if training else IN_EVALUATION
-        pieces = session.microbatches(Batch(), session.device)
+        pieces = session.steps.microbatches(Batch(), session.device)
         partitions = self._partitions(training=training)
         weighting = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         values: dict[Key, Tensor | None] = {}
         losses: list[Tensor] = []
         first_buffers: Mapping[str, Tensor] = {}
-        deferring = session.deferring_norms() if training else nullcontext()
+        deferring = session.steps.deferring_norms() if training else nullcontext()
         with session.drawing() as streams, deferring as norms, computing(None, None):
             for k, piece in enumerate(pieces):
                 draws = ReferenceDraws(self.single.model, streams, partitions[k]).drawing if partitions else _no_draws
@@ -246,7 +246,7 @@ class _ReferenceRunner:
                     trace.begin(k)
                 with draws(), norms.forward(k, runs_again=False) if norms and is_first else nullcontext():
                     kwargs = dict(piece.kwargs)
-                    kwargs |= default_kwargs(session.split.model, piece.args, kwargs)
+                    kwargs |= default_kwargs(session.model_parts.model, piece.args, kwargs)
                     output = self.single.model(*piece.args, **kwargs)
                 streams.begin_loss(k)
                 loss = self._loss_of(output, piece.target, training=training)
@@ -270,9 +270,9 @@ class _ReferenceRunner:
         session = self.single.session
         if not training and not self._draws_random:
             return ()  # recording is the slowest part
-        batch = session.cut(Batch(pieces=tuple(self._pieces)), "batch", session.device)
+        batch = session.steps.cutting.cut(Batch(pieces=tuple(self._pieces)), "batch")
         self._states.enter(RECORDING)
-        partitions = session.split.partitions(training=training, outline=Outline.of(batch))
+        partitions = session.model_parts.partitions(training=training, outline=Outline.of(batch))
         self._states.enter(OWNER)
         for partition in partitions:
             session.engine.streams.watch(partition.drawing_modules)
@@ -333,7 +333,7 @@ def _replica_pieces(pipe: Pipeline, batch: Microbatch) -> list[list[Microbatch]]
     """Return the microbatches of each replica. They stay on the device of the batch."""
     leaves = flatten((batch.args, dict(batch.kwargs))).leaves
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    local = pipe.session.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
+    local = pipe.session.steps.microbatches(Batch(batch.args, batch.kwargs, batch.target), device)
     pieces = {0: local} if pipe.world.data_parallel == 1 else dict(pipe.all_gather_object((pipe.world.replica, local)))
     return [pieces[replica] for replica in range(pipe.world.data_parallel)]
 

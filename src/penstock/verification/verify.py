@@ -28,13 +28,14 @@ from penstock.pipe import verified
 from penstock.pipe.build import pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.pipe.result import StepResult
 from penstock.pipe.validation import has_values, validate_inputs
-from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.cut import Cutting, Microbatch
+from penstock.runtime.batch.example import default_count, rotate
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
-from penstock.runtime.gradients.distribution import copy_into, gather_full
+from penstock.runtime.gradients.dtensors import copy_into, gather_full
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import Reduction, check_grad_enabled
+from penstock.runtime.step.results import StepResult
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import resolve_order
 from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merge_rows
@@ -167,7 +168,7 @@ class Verification:
         options = {**self.options, "schedule": schedule, "loss_fn": self.split.loss, "reduction": self.reduction}
         cutting = Cutting.of(*map(options.get, ("batch_dims", "split_fn", "merge_fn")))
         if isinstance(schedule, str) and options.get("microbatches") is None and has_values((args, kwargs)):
-            options["microbatches"] = cutting.default_count((args, kwargs))
+            options["microbatches"] = default_count(cutting, (args, kwargs))
         for model in (self.split, self.unsplit) if self.initial_values else ():
             set_values(model.model, self.initial_values)
         for module, reference_module in zip(self.split.model.modules(), self.unsplit.model.modules(), strict=True):
@@ -282,7 +283,7 @@ def _all_batches(first: Microbatch, later: Batches | None, cutting: Cutting, mic
         if step > 1 and later is not None:
             batch = later(step) if callable(later) else later[(step - 2) % len(later)]
         elif step == 2:
-            batch = cutting.rotate(first, microbatches)
+            batch = rotate(cutting, first, microbatches)
         leaves = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (batch.args, dict(batch.kwargs)))
         yield batch._replace(args=leaves[0], kwargs=leaves[1])
 

@@ -77,7 +77,7 @@ def losses(ranks: int, make: Callable[[int], nn.Module] = Stage, **options: Any)
     given = {"schedule": "1f1b", "microbatches": 2, "loss": squared_error, "seed": 3, **options}
     with pipeline(model, (x,), ranks=ranks, **given) as pipe:
         found = [pipe.step(x, target=y).loss for _ in range(2)]
-        return found, [p.grad for _, p in pipe.session.split.all_parameters() if p.grad is not None]
+        return found, [p.grad for _, p in pipe.session.model_parts.all_parameters() if p.grad is not None]
 
 
 def assert_equal(one: tuple[list[Tensor], list[Tensor]], other: tuple[list[Tensor], list[Tensor]]) -> None:

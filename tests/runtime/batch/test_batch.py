@@ -11,8 +11,8 @@ import torch
 from penstock._base.errors import ArgumentError
 from penstock._base.pytree import flatten
 from penstock.runtime.batch.batch_dims import Microbatches
-from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.microbatches import cut, input_signature, split
+from penstock.runtime.batch.cut import Cutting, Microbatch, cut_along_dims, cut_by_sizes, input_signature
+from penstock.runtime.batch.example import rotate
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 
@@ -36,7 +36,7 @@ def batches() -> dict[str, torch.Tensor]:
 def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(name: str) -> None:
     batch = batches()[name]
     original = batch.clone()
-    parts = split(batch, (3, 2, 2), "batch")
+    parts = cut_by_sizes(batch, (3, 2, 2), "batch")
     addresses = set()
     for part, expected in zip(parts, torch.split(original, [3, 2, 2]), strict=True):
         assert torch.equal(part, expected)
@@ -85,7 +85,7 @@ def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
 def test_floats_travel_without_their_data_and_integers_with_it() -> None:
     image = torch.randn(5, 64, 32, 32).to(memory_format=torch.channels_last)
     mask = torch.tensor([1, 0, 1, 1, 0])
-    given = cut(((image,), {"mask": mask, "flag": True, "text": "word"}), 2, "input")
+    given = cut_along_dims(((image,), {"mask": mask, "flag": True, "text": "word"}), 2, "input")
     sent = pickle.dumps(Outline.of(given))
     assert len(sent) < 10_000
     outline = pickle.loads(sent)
@@ -99,7 +99,7 @@ def test_floats_travel_without_their_data_and_integers_with_it() -> None:
 
 
 def test_what_cannot_travel_is_refused_by_name() -> None:
-    given = cut(((torch.zeros(2, 3),), {"function": lambda x: x}), 2, "input")
+    given = cut_along_dims(((torch.zeros(2, 3),), {"function": lambda x: x}), 2, "input")
     with pytest.raises(ArgumentError, match=r"input kwargs\['function'\] is a function that cannot be pickled"):
         pickle.dumps(Outline.of(given))
 
@@ -108,7 +108,7 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
 def test_all_that_is_cut_along_the_batch_moves_together(microbatches: int, order: list[int]) -> None:
     x = torch.arange(4.0).reshape(4, 1)
     kwargs = {"names": ["a", "b", "c", "d"], "pair": ("a", "b", "c", "d"), "ids": np.arange(4), "size": [7, 8]}
-    found = Cutting.of(None).rotate(Microbatch((x,), kwargs, ["p", "q", "r", "s"]), microbatches)
+    found = rotate(Cutting.of(None), Microbatch((x,), kwargs, ["p", "q", "r", "s"]), microbatches)
     assert torch.equal(found.args[0], x[order])
     assert found.kwargs["names"] == ["abcd"[row] for row in order]
     assert found.kwargs["pair"] == tuple("abcd"[row] for row in order)

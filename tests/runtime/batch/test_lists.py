@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Microbatches, ShapeError, pipeline, verify
-from penstock._base.errors import ArgumentError
 from penstock._base.pytree import leaf_tensors
 from scaffolding.models import squared_error
 from scaffolding.proofs import close
@@ -192,15 +191,6 @@ def test_tensors_that_are_not_dense_are_named(made: Callable[[Tensor], Tensor], 
     inputs = ((random(8, 5),), {"scale": made(random(8, 5))})
     with pytest.raises(ShapeError, match=rf"\['scale'\] is a {kind} tensor; expected a dense one"):
         pipeline(Scaled(), *inputs, loss_fn=squared_error, ranks=2, microbatches=4, batch_dims=batch_dims)
-
-
-def test_a_target_that_is_no_tensor_is_named() -> None:
-    x, labels = random(8, 9), np.arange(8) % 3
-    with (
-        pipeline(mlp(), (x,), loss_fn=F.cross_entropy, ranks=2, microbatches=4) as pipe,
-        pytest.raises(ArgumentError, match=r"type ndarray, .* must be Tensor, not numpy\.ndarray; .*torch.from_numpy"),
-    ):
-        pipe.step(x, target=labels)
 
 
 def test_what_becomes_of_lists_of_plain_values_is_noted() -> None:

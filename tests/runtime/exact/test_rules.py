@@ -280,7 +280,7 @@ def verify_in_place() -> penstock.VerificationReport:
 
 def test_received_leaves_cannot_be_updated_in_place(break_in_step: Break) -> None:
     assert verify_in_place().ok
-    break_in_step(exact, "receive", receive_as_leaf)
+    break_in_step(exact, "as_graph_input", receive_as_leaf)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place"):
         verify_in_place()
 
@@ -299,7 +299,7 @@ def test_gradients_of_received_leaves_lose_their_strides(break_in_step: Break) -
         return verify(model, x, x, 2, loss_fn=lambda y, _: y.square().mean())
 
     assert run().ok
-    break_in_step(exact, "receive", receive_as_leaf)
+    break_in_step(exact, "as_graph_input", receive_as_leaf)
     assert wrong_gradients(run()) == ["0.bias"]
 
 

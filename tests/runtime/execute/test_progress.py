@@ -114,7 +114,7 @@ def events_of_a_step() -> dict[str, int]:
         made = stand_in.calls.copy()
         pipe.step(x, target=x)
         counted: dict[str, Any] = stand_in.calls - made
-        positions = sum(1 + (each.wait is not None) for each in pipe.session._first.bound.actions)
+        positions = sum(1 + (each.wait is not None) for each in pipe.session.steps.first.actions)
         return {"beyond": counted["record"] - positions, "made": counted["Event"], "asked": counted["query"]}
 
 

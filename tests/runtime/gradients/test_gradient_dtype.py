@@ -25,7 +25,7 @@ def pipeline(model: nn.Module | None = None, **options: Any) -> penstock.Pipelin
 
 
 def gradients(pipe: penstock.Pipeline) -> Gradients:
-    return {name: parameter.grad for name, parameter in pipe.session.split.all_parameters()}
+    return {name: parameter.grad for name, parameter in pipe.session.model_parts.all_parameters()}
 
 
 def trained(steps: int = 2, model: nn.Module | None = None, **options: Any) -> Gradients:

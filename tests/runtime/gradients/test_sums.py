@@ -51,11 +51,11 @@ def parameters() -> list[nn.Parameter]:
 
 
 def step(sums: GradientSum, held: Sequence[nn.Parameter], values: Sequence[float | None]) -> None:
-    sums.set_aside()
+    sums.begin_step()
     for parameter, value in zip(held, values, strict=True):
         parameter.grad = None if value is None else torch.full_like(parameter, value)
     sums.start()
-    sums.finish()
+    sums.end_step()
 
 
 class Copies(TorchDispatchMode):
@@ -75,12 +75,12 @@ class Copies(TorchDispatchMode):
 def backwards(sums: GradientSum, held: Sequence[nn.Parameter], terms: Sequence[Sequence[Tensor | None]]) -> int:
     """One step in which autograd adds a term for each microbatch. Returns how many elements were copied."""
     with Copies() as copies:
-        sums.set_aside()
+        sums.begin_step()
         for microbatch in terms:
             used = [(p * term).sum().real for p, term in zip(held, microbatch, strict=True) if term is not None]
             torch.autograd.backward(used)
         sums.start()
-        sums.finish()
+        sums.end_step()
     return copies.elements
 
 
@@ -127,11 +127,11 @@ def test_a_gradient_may_be_taken_away_between_steps() -> None:
     step(sums, held, [1.0, 2.0])
     kept = held[0].grad
     held[1].grad = None
-    sums.set_aside()
+    sums.begin_step()
     for parameter, value in zip(held, (5.0, 6.0), strict=True):
         parameter.grad = torch.full_like(parameter, value)
     sums.start()
-    sums.finish()
+    sums.end_step()
     assert kept is held[0].grad
     assert [parameter.grad is not None and parameter.grad.unique().tolist() for parameter in held] == [[8], [7]]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.exact.rules import SavedTensor
-from penstock.runtime.split_backward.weight_gradients import PLANNERS, Product, evaluate
+from penstock.runtime.split_backward.weight_gradients import PLANNERS, MatrixProduct, evaluate
 from penstock.runtime.split_backward.weight_uses import DeferredGrads, _find_node, parameter_ids
 
 SIZES = st.integers(1, 70)
@@ -72,7 +72,7 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
         grad = evaluate(term)
         assert same_bits(grad, wanted[id(weight)])
         assert grad.stride() == wanted[id(weight)].stride()
-        if isinstance(term, Product):
+        if isinstance(term, MatrixProduct):
             total = torch.randn_like(weight.detach())
             added = total + grad
             term.add_to(total)

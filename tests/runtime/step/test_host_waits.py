@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.batch.microbatches import move_to
+from penstock.runtime.batch.cut import move_to
 from runtime.step.waiting_jobs import odd_devices, steady_step, tokens_that_count
 from scaffolding.ranks import Ranks
 from scaffolding.stand_in import on_the_device

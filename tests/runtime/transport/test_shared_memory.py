@@ -17,7 +17,8 @@ from torch import Tensor
 from penstock._base.stages import Link
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
-from penstock.runtime.transport.shared_memory import _HELLO, SLOTS, Neighbors, _SlotRing
+from penstock.runtime.transport.neighbors import _HELLO, Neighbors
+from penstock.runtime.transport.shared_memory import SLOTS, _SlotRing
 
 pytestmark = pytest.mark.skipif(not Neighbors.supported(), reason="this system has no such shared memory")
 

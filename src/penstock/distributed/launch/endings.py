@@ -2,6 +2,10 @@
 
 A rank notes what failed, wherever it learns of it; an agent notes how each rank's process ended. The first note names
 the culprit, whose exit status is the job's. Ranks are silent about failures that the launcher will name.
+
+If several ranks fail, each place names the first that it can know of: `FailureDetector.judge` the first that is gone;
+`Control.fail` the failure of another rank that becomes known while its own error is in doubt, or else its own error;
+`rank.main` the same outside a pipeline, by the notes; and the launcher the first note (`RankFailure.first`).
 """
 
 from __future__ import annotations
@@ -107,6 +111,11 @@ def write_failure_to_runs(path: Path | str, message: str) -> None:
                 if record["state"]["failure"] is not None or not record["state"]["ended"]:
                     record["state"]["failure"] = message
                     write_json_line(file, record)
+
+
+def is_doubtful(error: BaseException) -> bool:
+    """Whether an error may be the effect of another rank's end, as a wait for that rank raises it."""
+    return isinstance(error, (RuntimeError, OSError))
 
 
 def exit_status(error: BaseException) -> int:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from penstock._base.errors import PlanError, RankFailedError
 from penstock._base.formatting import one_line
-from penstock.distributed.launch.endings import await_culprit, exit_status, first_failure, note_failure
+from penstock.distributed.launch.endings import await_culprit, exit_status, first_failure, is_doubtful, note_failure
 
 _DOUBT_SECONDS = 0.5
 _PLAIN = RankFailedError, PlanError
@@ -42,7 +42,7 @@ def main() -> None:
         status = exit_status(error)
         if status == 0:
             raise
-        if isinstance(error, (RuntimeError, OSError)) and first_failure() is None:
+        if is_doubtful(error) and first_failure() is None:
             time.sleep(_DOUBT_SECONDS)  # another rank may have been killed, and the agent end this one
         sys.last_value = error  # as the interpreter does: a pipeline that is open tells the other ranks at exit
         if isinstance(error, SystemExit) and isinstance(error.code, int):

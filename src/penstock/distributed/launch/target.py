@@ -85,7 +85,7 @@ def load(text: str, *, weights: bool = True) -> Target:
 
 
 def load_function(text: str, label: str = "TARGET") -> Callable[..., Any]:
-    """Return what `module:function` or `file.py:function` names. `what`: the argument, for messages. Raise
+    """Return what `module:function` or `file.py:function` names. `label`: the argument, for messages. Raise
     ArgumentError if there is no such module, file or function, or its module raises."""
     source, colon, name = text.rpartition(":")
     if not colon or not source or not name:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from penstock._base.errors import ArgumentError, ShapeError, is_integer
+from penstock._base.errors import ArgumentError, ShapeError
+from penstock._base.formatting import pluralize
 from penstock._base.pytree import Flat, Leaf, flatten, leaf_tensors
 
 Dim = int | str | None
@@ -117,63 +117,6 @@ FIRST = Dims("input")
 """Every leaf has the batch in its first dimension."""
 
 
-def parse(dims: BatchDims | Mapping[str, Any] | Dim) -> tuple[Dims, Dims, Dims]:
-    """Parse `batch_dims`: return the dimensions of (args, kwargs), of the target and of the output.
-
-    Raises:
-        ArgumentError: it is neither a dimension nor a dict of args, kwargs, target and output, or states something
-            other than dimensions.
-    """
-    if dims is None:
-        return FIRST, Dims("target"), Dims("output")
-    keys = BatchDims.__optional_keys__
-    parts: dict[Any, Any] = dict(dims) if isinstance(dims, Mapping) else dict.fromkeys(keys, dims)
-    named = {key: parts.pop(key) for key in [*parts] if isinstance(key, str) and key not in keys}
-    if named and isinstance(parts.get("kwargs", {}), Mapping):
-        parts["kwargs"] = {**parts.get("kwargs", {}), **named}
-        named = {}
-    if named or not parts.keys() <= keys or (not isinstance(dims, Mapping) and _parse_dim(dims) is ...):
-        raise ArgumentError(
-            f"batch_dims={dims!r}: expected a dimension for all, or a dict with any of 'args', 'kwargs', 'target', "
-            "'output' and names of inputs by keyword, such as {'args': (1, 0), 'mask': None, 'target': 1, 'output': 1}"
-        )
-    inputs = (*_parse_dims(parts, "args", "[0]"), *_parse_dims(parts, "kwargs", "[1]"))
-    return (
-        Dims("input", inputs),
-        Dims("target", _parse_dims(parts, "target")),
-        Dims("output", _parse_dims(parts, "output")),
-    )
-
-
-def _parse_dims(parts: Mapping[str, Any], name: str, prefix: str = "") -> tuple[tuple[str, Dim], ...]:
-    flat = flatten(parts.get(name, {}))
-    stated = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        dim = _parse_dim(leaf)
-        if dim is ... or (isinstance(dim, str) and name != "output"):
-            extra = ", 'mean' or 'sum'" if name == "output" else ""
-            raise ArgumentError(
-                f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
-                f"microbatch{extra}"
-            )
-        stated.append((normalize_path(prefix + path), dim))
-    return tuple(stated)
-
-
-def _parse_dim(leaf: Any) -> Dim | EllipsisType:
-    """Return a stated dimension; `...` for what is none."""
-    if leaf is None or is_integer(leaf) or leaf in REDUCED:
-        return leaf  # type: ignore[no-any-return]
-    torch_module: Any = sys.modules.get(
-        "torch.distributed.pipelining.microbatch"
-    )  # if it is not loaded, the leaf is not torch's: saves an import
-    if torch_module is not None and isinstance(leaf, torch_module.TensorChunkSpec):
-        return int(leaf.split_dim)
-    if torch_module is not None and (leaf is torch_module._Replicate or isinstance(leaf, torch_module._Replicate)):
-        return None
-    return ...
-
-
 def normalize_path(path: str) -> str:
     """Normalize a path so that a dict's keys and an object's fields are written alike, since one may mirror the
     other."""
@@ -232,19 +175,25 @@ def count_rows(
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
     """
-    named_rows = [*tensor_rows(raw or flatten(tree), label, dims)]
+    tensors = [*tensor_rows(raw or flatten(tree), label, dims)]
     names: dict[int, str] = {}
-    for rows, name in named_rows:
+    for rows, name in tensors:
         names.setdefault(rows, name)
-    if len(names) == 1 and named_rows[0][0] != 3 and not dims.entries:
-        return named_rows[0][0]
-    flat = flatten(tree, is_leaf=lambda value, path: may_be_column(value, path, dims))
-    pairs = [*zip(flat.leaves, flat.paths, strict=True)]
-    if len(names) == 1 and not _are_in_entries(pairs, named_rows, label, dims):
-        return named_rows[0][0]
-    lengths = {length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
-    if len(lengths) == 1:
-        return lengths.pop() or 0
+    agreed = tensors[0][0] if len(names) == 1 else None
+    if agreed is not None and agreed != 3 and not dims.entries:
+        return agreed
+    flat = flatten(tree, is_leaf=lambda value, path: may_be_list_of_rows(value, path, dims))
+    leaves = [*zip(flat.leaves, flat.paths, strict=True)]
+    if agreed is not None:
+        lists = [(leaf, path) for leaf, path in leaves if _has_rows_as_entries(leaf, path, agreed, dims)]
+        if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) < len(tensors):
+            _check_positions(leaves if agreed == 3 else (), label, dims)
+            return agreed
+        for leaf, path in lists:
+            _check_stated(leaf, path, f"{label}{path}", dims)
+    counts = {row_count(leaf, path, dims) for leaf, path in leaves if not names or holds_tensors(leaf)} - {None}
+    if len(counts) == 1:
+        return counts.pop() or 0
     if not names:
         raise ShapeError(f"{label}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
     suggestion = suggest_microbatches(max(names), sizes_for(min(names)) if min(names) > 1 else ())
@@ -271,30 +220,23 @@ def _is_image_list(value: Any) -> bool:
     )
 
 
-def _are_in_entries(pairs: Sequence[tuple[Any, str]], rows: Sequence[tuple[int, str]], label: str, dims: Dims) -> bool:
-    """Whether all tensors, of as many `rows`, are in lists with one row of the batch in each entry: those that had in
-    the example, and images [3, H, W].
+def _has_rows_as_entries(value: Any, path: str, rows: int, dims: Dims) -> bool:
+    """Whether this is a list whose tensors, of `rows` rows, may have one row of the batch in each entry: it had in the
+    example, or they are images [3, H, W]."""
+    return type(value) in LIST_TYPES and (normalize_path(path) in dims.entries or (rows == 3 and _is_image_list(value)))
 
-    Raise ShapeError if it does not for images, nor the batch dimension of Qwen2-VL's positions [3, 3, S]."""
-    lists = [
-        (leaf, path)
-        for leaf, path in pairs
-        if type(leaf) in LIST_TYPES
-        and (normalize_path(path) in dims.entries or (rows[0][0] == 3 and _is_image_list(leaf)))
-    ]
-    if sum(len([*tensor_rows(flatten(leaf), label, dims, path)]) for leaf, path in lists) == len(rows):
-        for leaf, path in lists:
-            _check_stated(leaf, path, f"{label}{path}", dims)
-        return True
-    leading_shapes = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
-    for leaf, path in pairs if rows[0][0] == 3 else ():
+
+def _check_positions(leaves: Sequence[tuple[Any, str]], label: str, dims: Dims) -> None:
+    """Raise ShapeError for Qwen2-VL's positions [3, 3, S] in a batch of three rows, if `batch_dims` states no
+    dimension."""
+    leading_shapes = [leaf.shape[:2] for leaf, _ in leaves if isinstance(leaf, Tensor)]
+    for leaf, path in leaves:
         are_positions = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape[:-1] == (3, 3)
         if are_positions and leaf.shape[1:] in leading_shapes and not dims.is_stated(path):
             raise ShapeError(
                 f"{label}{path} {[*leaf.shape]} has the batch's 3 rows in dimension 0 or 1; pass batch_dims= with the "
                 "dimension for it, 1 for positions of 3 kinds"
             )
-    return False
 
 
 def _check_stated(value: Any, path: str, label: str, dims: Dims) -> None:
@@ -328,7 +270,7 @@ def tensor_rows(flat: Flat, label: str, dims: Dims, prefix: str = "") -> Iterato
                 yield leaf.shape[dim], f"{label}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
 
 
-def length(leaf: Any, path: str, dims: Dims) -> int | None:
+def row_count(leaf: Any, path: str, dims: Dims) -> int | None:
     """Return the rows of a tensor or array, or the number of entries of a list; None for anything else."""
     if type(leaf) in LIST_TYPES:
         return len(leaf)
@@ -343,7 +285,7 @@ def holds_tensors(leaf: Any) -> bool:
     return any(isinstance(item, (Tensor, Microbatches)) for item in flatten(leaf).leaves)
 
 
-def may_be_column(value: Any, path: str, dims: Dims) -> bool:
+def may_be_list_of_rows(value: Any, path: str, dims: Dims) -> bool:
     """Whether this is a list or tuple that may have one entry per row. The model's arguments are none, nor is one whose
     entries have dimensions of their own in `batch_dims`."""
     if type(value) not in LIST_TYPES or not value or (dims.label == "input" and path in ("", "[0]")):
@@ -351,7 +293,7 @@ def may_be_column(value: Any, path: str, dims: Dims) -> bool:
     return dims.get(path) is not None and dims.is_stated(path) is not None
 
 
-def is_column(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
+def is_list_of_rows(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
     """Whether this is a list with one entry per row, to be cut between them: it has as many entries, and no tensors, or
     tensors that do not all have the rows. DataLoader makes such lists of texts; torchvision's detection models take
     lists of images and of dicts.
@@ -359,7 +301,7 @@ def is_column(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
     Raises:
         ShapeError: it may as well be something else: up to 3 numbers a size, dicts of tensors with the rows caches.
     """
-    if not may_be_column(value, path, dims):
+    if not may_be_list_of_rows(value, path, dims):
         return False
     if len(value) != rows:
         if rows > 1 and dims.is_stated(path) and not holds_tensors(value):
@@ -371,11 +313,61 @@ def is_column(value: Any, path: str, rows: int, label: str, dims: Dims) -> bool:
         return bool(counts - {1})
     if counts and dims.is_stated(path) and dims.get(path) == 0:
         return True
-    are_numbers = not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value)
-    are_dicts = counts == {rows} and all(isinstance(x, dict) for x in value)
-    are_images = counts == {rows} and _is_image_list(value)
-    if are_numbers or are_dicts or are_images:
+    have_rows = counts == {rows}  # each tensor has as many as there are entries
+    if have_rows and (all(isinstance(x, dict) for x in value) or _is_image_list(value)):
+        _check_stated(value, path, label, dims)
+        return True
+    if not counts and rows <= 3 and dims.label == "input" and all(type(x) in (int, float) for x in value):
         _check_stated(value, path, label, dims)
     same_ndim = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
-    is_container = counts == {rows} or not same_ndim or any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
-    return are_dicts or are_images or not is_container
+    return not have_rows and same_ndim and not any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
+
+
+def split_evenly(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
+    """Return how many rows each microbatch gets: as evenly as possible, larger ones first.
+
+    With too few rows for `min_rows` in each of the microbatches there are fewer of these.
+
+    Raises:
+        ArgumentError: there are fewer rows than pipelines (copies of the model), each of which needs one.
+    """
+    if rows < pipelines:
+        raise ArgumentError(
+            f"the batch has {pluralize(rows, 'row')}, but the schedule needs at least {pipelines}: one for each copy "
+            "of the model"
+            if pipelines > 1
+            else "the batch has no rows; expected at least one"
+        )
+    microbatches = max(min(rows // min_rows, microbatches), pipelines)
+    small, extra = divmod(rows, microbatches)
+    return tuple(small + (index < extra) for index in range(microbatches))
+
+
+def piece_sizes(raw: Flat, microbatches: int, label: str, pipelines: int, dims: Dims) -> tuple[int, ...]:
+    """Return the rows of each microbatch of a batch that is already cut: those of the first tensor in its piece, unless
+    tensors beside it have another number, and are cut evenly."""
+    divided = [pair for pair in zip(raw.leaves, raw.paths, strict=True) if isinstance(pair[0], Microbatches)]
+    lengths = sorted({len(leaf) for leaf, _ in divided})
+    if len(lengths) > 1:
+        raise ShapeError(
+            f"{label}: one Microbatches has {lengths[0]} pieces, another {lengths[-1]}; pass the same number in all"
+        )
+    check_count(lengths[0], microbatches, label, pipelines)
+    pieces = [[flatten(leaf.pieces[k]) for leaf, _ in divided] for k in range(lengths[0])]
+    rows = [
+        [n for flat, (_, path) in zip(flats, divided, strict=True) for n, _ in tensor_rows(flat, label, dims, path)]
+        for flats in pieces
+    ]
+    sizes = tuple(numbers[0] if numbers else 1 for numbers in rows)
+    other_rows = {n for n, _ in tensor_rows(raw, label, dims)}
+    return sizes if other_rows <= {sum(sizes)} else split_evenly(min(other_rows), lengths[0])
+
+
+def check_count(count: int, microbatches: int, label: str, pipelines: int) -> None:
+    """Raise ArgumentError if no schedule for `microbatches` can run this number of pieces."""
+    if not pipelines <= count <= microbatches:
+        raise ArgumentError(
+            f"{label}: {pluralize(count, 'microbatch')} were given, but the schedule is for {microbatches}"
+            + (f", and needs at least {pipelines}" if pipelines > 1 else "")
+            + "; pass at most as many, or make the pipeline with a larger microbatches="
+        )

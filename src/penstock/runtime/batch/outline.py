@@ -20,13 +20,10 @@ from penstock._base.formatting import pluralize
 from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock.partition.nested import input_path
 from penstock.partition.recording import is_readable
-from penstock.runtime.batch.microbatches import CutBatch
+from penstock.runtime.batch.cut import CutBatch, Example
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """Torch's message if batch norm cannot compute a variance."""
-
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword inputs, of one microbatch or of a whole batch."""
 
 
 @dataclass(frozen=True, slots=True)

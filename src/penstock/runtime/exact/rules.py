@@ -27,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, cast
+from math import prod
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Receive(torch.autograd.Function):
         return None, None, None
 
 
-def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
+def as_graph_input(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return a value to compute with, on `buffer`'s memory, and the slot in which its gradient appears after backward.
 
     `anchor` is any tensor that requires a gradient: it makes autograd record the value.
@@ -204,18 +205,18 @@ def allocate(layout: Layout, device: torch.device, *, pinned: bool = False) -> B
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device, pin_memory=pinned)
         return Buffer(tensor, tensor.as_strided((tensor.numel(),), (1,)), packed=False)
     if is_dense(shape, stride):
-        flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device, pin_memory=pinned)
+        flat = torch.empty(prod(shape) + skip, dtype=dtype, device=device, pin_memory=pinned)
         tensor = share_memory(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
     if is_overlapping(narrow, stride):  # such a tensor cannot be written to: use a contiguous one
         return Buffer(
             torch.empty(shape, dtype=dtype, device=device),
-            torch.empty(_numel(shape), dtype=dtype, device=device, pin_memory=pinned),
+            torch.empty(prod(shape), dtype=dtype, device=device, pin_memory=pinned),
             packed=True,
         )
     memory = torch.empty(extent(narrow, stride) + skip, dtype=dtype, device=device)
-    flat = torch.empty(_numel(narrow), dtype=dtype, device=device, pin_memory=pinned)
+    flat = torch.empty(prod(narrow), dtype=dtype, device=device, pin_memory=pinned)
     return Buffer(share_memory(memory, skip, shape, stride), flat, packed=True)
 
 
@@ -233,7 +234,7 @@ def flat_bytes(layout: Layout) -> int:
     if not is_dense(shape, stride):
         narrow = _narrow(shape, stride)
         shape = shape if is_overlapping(narrow, stride) else narrow
-    return _numel(shape) * layout.dtype.itemsize
+    return prod(shape) * layout.dtype.itemsize
 
 
 def unpack(buffer: Buffer) -> Tensor:
@@ -298,13 +299,6 @@ def _narrow(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
-
-
 class Saved(Protocol):
     """A tensor that waits for backward, wherever it is."""
 
@@ -312,6 +306,7 @@ class Saved(Protocol):
         """Return the tensor, on its device. Raise RuntimeError, as autograd does, if it was updated in place since."""
 
 
+@runtime_checkable
 class Keeper(Protocol):
     """Keeps what a forward saves for backward, instead of autograd."""
 
@@ -321,6 +316,9 @@ class Keeper(Protocol):
 
     def save(self, tensor: Tensor) -> Saved:
         """Keep what W needs."""
+
+    def save_argument(self, tensor: Tensor, microbatch: int) -> Saved | None:
+        """Keep what a second run of a microbatch's forward needs; None if it had better stay as it is."""
 
 
 class SavedTensor(NamedTuple):

@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock._base.compat import is_accelerator
 from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
-from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.protocol import Begun, Transport, Waitable
 from penstock.schedule import Action
 
 Moment = tuple[Action, int, int, int]
@@ -145,7 +147,7 @@ class StreamClock:
 
 def has_events(device: torch.device) -> bool:
     """Whether work on this device is queued in streams, and recorded by events."""
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return False
     module = torch.get_device_module(device)
     return all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream", "device"))
@@ -165,7 +167,7 @@ of an action is what that action leaves, however far the device is behind. Askin
 
 def counter(device: torch.device) -> Counter | None:
     """Return the memory counter of a device; None if there is none, as on the CPU."""
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return None
     count: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
     return None if count is None else lambda: int(count(device))
@@ -193,7 +195,7 @@ def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Cl
     noted = [
         (transport, clock)
         for rank, transport in transports.items()
-        if isinstance(transport, Observable) and isinstance(clock := clocks[rank], StreamClock)
+        if isinstance(transport, DistributedTransport) and isinstance(clock := clocks[rank], StreamClock)
     ]
     for transport, clock in noted:
         transport.observer = clock.message

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock._base.compat import default_store
+from penstock._base.compat import default_store, is_accelerator
 from penstock._base.errors import RankFailedError
-from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.failure import OUTSIDE, Failure, Position
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions, Groups, Role
 from penstock.distributed.joining import meeting_store
+from penstock.distributed.launch.endings import is_doubtful
 from penstock.distributed.watchdog import Watchdog
-from penstock.distributed.world import World, backend_for, check_same_backend, is_accelerator
+from penstock.distributed.world import World, backend_for, check_same_backend
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.transport.distributed import all_reduce
-from penstock.runtime.transport.protocol import Message, Pending
+from penstock.runtime.transport.protocol import BROADCASTS_IN_FLIGHT, Message, Pending
 from penstock.runtime.transport.staging import HostOperation, Staging
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Control:
 
     def share(self, value: T, source_rank: int = 0) -> T:
         """Return one rank's object on every rank of the pipeline. Each process calls it once."""
-        return self._share(value, "control", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
+        return self._share(value, "pipeline", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
 
     def _share(self, value: T, role: Role, source: int, peers: tuple[int, ...], group_source: int = 0) -> T:
         if self.groups is None:
@@ -113,7 +113,7 @@ class Control:
         """Return one rank's object on some others. Exactly these ranks call it."""
         if self.groups is None:
             return value
-        group, local_rank, box = self.groups["control"], self.world.rank, [value]
+        group, local_rank, box = self.groups["pipeline"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
         peers = targets if local_rank == source_rank else [source_rank]
         with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in peers)):
@@ -205,7 +205,7 @@ class Control:
             self.watchdog.position = before
 
     @property
-    def control_group(self) -> dist.ProcessGroup | None:
+    def mesh_group(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups["everyone"]
 
@@ -219,7 +219,7 @@ class Control:
 
     def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
         """Like `gather`, for the ranks of this pipeline."""
-        return self._gather(value, "control", activity, self.pipeline_peers)
+        return self._gather(value, "pipeline", activity, self.pipeline_peers)
 
     def _gather(self, value: Any, role: Role, activity: str, peers: tuple[int, ...]) -> list[Any]:
         if self.groups is None:
@@ -253,32 +253,24 @@ class Control:
 
     def fail(self, error: BaseException) -> BaseException:
         """Report to the others that this rank raised, unless they know; return the error to raise: the first cause."""
-        position = self.watchdog.position
-        local_failure = Failure.of(self.world.number, position.action or None, error)
-        # Most likely a neighbor left. But outside a wait it may just as well be the model's own error.
-        is_doubtful = isinstance(error, (RuntimeError, OSError)) and not self.world.is_local
-        self.watchdog.raised(None if is_doubtful else local_failure)
+        position, is_local = self.watchdog.position, self.world.is_local
+        failure = Failure.of(self.world.number, position.action or None, error)
+        in_doubt = is_doubtful(error) and not is_local
+        self.watchdog.on_raise(None if in_doubt else failure)
         if self._agreed:
             return error
-        if isinstance(error, RankFailedError) or self.world.is_local:
+        if is_local or isinstance(error, RankFailedError):
             self.watchdog.position = OUTSIDE
             if position.action and not isinstance(error, RankFailedError):
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if is_doubtful:
-            if self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS) is not None:
-                try:
-                    self.watchdog.check()
-                except RankFailedError as failure:
-                    return failure
-                return error
-            self.watchdog.raised(local_failure)
-        context = [
-            f"on rank {self.world.number}",
-            f"in {position.action}" if position.action else "",
-            self.watchdog.device_lag,
-        ]
-        error.add_note(f"penstock: {', '.join(str(part) for part in context if part)}")
+        if in_doubt:
+            if (cause := self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS)) is not None:
+                return cause
+            self.watchdog.on_raise(failure)
+        where = f"in {position.action}" if position.action else ""
+        context = [f"on rank {self.world.number}", where, str(self.watchdog.device_lag or "")]
+        error.add_note(f"penstock: {', '.join(filter(None, context))}")
         self.watchdog.report(position.action or None, error)
         return error
 

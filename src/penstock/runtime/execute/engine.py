@@ -1,4 +1,4 @@
-"""Drives this process's ranks: holds their transports and watchdog, and runs programs on them."""
+"""Drives this process's ranks: holds their transports and watchdog, and runs bound schedules on them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import autocast_kinds
+from penstock._base.compat import autocast_kinds, is_accelerator
 from penstock._base.errors import PartitionError
 from penstock._base.marks import computing
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GroupOptions
-from penstock.distributed.world import World, is_accelerator
+from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import (
     Marks,
@@ -33,15 +32,21 @@ from penstock.runtime.execute.clock import (
 )
 from penstock.runtime.execute.control import Arrival, Control
 from penstock.runtime.execute.program import (
+    BatchKind,
     BoundAction,
+    BoundSchedule,
     Feed,
-    Program,
+    bind_row,
+    bind_stages,
     is_profiling,
+    model_inputs,
     on_device,
+    ranks_of_ends,
     run_actions,
     run_timed,
     with_profiler_ranges,
 )
+from penstock.runtime.execute.stage import BoundStage
 from penstock.runtime.execute.transport_choice import (
     NOTHING_STAGED,
     TransportChoice,
@@ -49,45 +54,26 @@ from penstock.runtime.execute.transport_choice import (
     make_transport,
     staged_note,
 )
-from penstock.runtime.features.feature import Binding
+from penstock.runtime.features.feature import Binding, Start
 from penstock.runtime.front_end import Partition, Stage
-from penstock.runtime.gradients.replicas import Average, Replicas
-from penstock.runtime.gradients.sums import Tied, TieGroup, TieReducer, check_no_hooks, find_tied
+from penstock.runtime.gradients.replicas import Replicas
+from penstock.runtime.gradients.sums import GradientSum, TieGroup, check_no_hooks, find_tied, tie_sum
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_stages
-from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.protocol import Pending, Transport
 from penstock.runtime.transport.routes import LocalHub, LocalTransport, between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import rank_pairs
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class BoundSchedule:
-    """A schedule bound to partitions, for the ranks of this process."""
-
-    number: int
-    """Tells its programs from those of other schedules; the same on every rank."""
-    partitions: tuple[Partition, ...]
-    """One per microbatch."""
-    actions: tuple[BoundAction, ...]
-    programs: tuple[Program, ...]
-    head: LossHead
-    averages: Mapping[int, Average]
-    """Averages over replicas, by stage; empty without replicas."""
-    updated: tuple[Tensor, ...]
-    """This process's buffers, and parameters if any, that a forward updates."""
-    tied: tuple[Tied, ...]
-    """This process's parameters that several stages hold and train."""
-    schedule: Schedule
-    training: bool
 
 
 class Engine:
     """Runs bound schedules on this process's ranks: all of them (one process), or one of `world.ranks`.
 
     Attributes:
+        ranks: those of this process; `devices`: of all ranks.
+        control: what all processes agree on; `replicas`: what averages gradients over them, if there are any.
+        transports: by rank of this process.
+        streams: the random streams.
         allocated: by rank, the bytes that its device had allocated after each action of the last timed step; empty on
             a CPU.
         held_tensors: the model's tensors on this rank of several processes, by id. (A weak reference could not be
@@ -106,7 +92,7 @@ class Engine:
         self.world = world
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
-        self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
+        self._reducers: dict[int, dict[int, GradientSum]] = {rank: {} for rank in self.ranks}
         self._num_bound = 0
         self._connected: set[tuple[int, int]] = set()
         self.allocated: Mapping[int, Sequence[int]] = {}
@@ -162,15 +148,21 @@ class Engine:
                 if rank in group.ranks:
                     parameters = [parameter(name) for name in group.names]
                     transport, numbers = self.transports[rank], self.world.numbers
-                    self._reducers[rank][index] = TieReducer(index, group, parameters, transport, numbers)
-        reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
-        for act in (TieReducer.start_copies, TieReducer.finish_copies):
-            for reducer in reducers:
-                with self.control.waiting_for("equal tied parameters", reducer.position.peers):
-                    act(reducer)
+                    self._reducers[rank][index] = tie_sum(index, group, parameters, transport, numbers)
+        reducers = [(index, rank, r) for rank in self.ranks for index, r in self._reducers[rank].items()]
+        pending: list[Pending] = []
+        for index, rank, reducer in reducers:
+            with self.control.waiting_for("equal tied parameters", reducer.position.peers):
+                pending.append(reducer.start_copies(is_first=rank == groups[index].ranks[0]))
+        for (_, _, reducer), copies in zip(reducers, pending, strict=True):
+            with self.control.waiting_for("equal tied parameters", reducer.position.peers):
+                copies.wait()
 
-    def bind(self, binding: Binding) -> BoundSchedule:
-        """Bind a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
+    def bind(self, binding: Binding, kind: BatchKind) -> BoundSchedule:
+        """Bind a schedule to the partitions of its microbatches, those of a kind of batch.
+
+        Every rank binds the same ones in the same order.
+        """
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
         stages = merge_stages(partitions)
         with self.agreed_at_first():
@@ -186,33 +178,31 @@ class Engine:
             averages = self._averages(local) if training else {}
             draws = any(part.drawing_modules or draws_outside_modules(part) for part in distinct(partitions))
             streams = self.streams if draws else None
-            programs = {
-                rank: Program(
-                    self._num_bound,
-                    binding,
-                    self.transports[rank],
-                    head,
-                    self._reducers[rank],
-                    streams,
-                    self.devices[rank],
-                    self.world,
-                    averages,
-                )
-                for rank in self.ranks
-            }
-        number, self._num_bound = self._num_bound, self._num_bound + 1
+            number, bound_stages, rows = self._num_bound, list[BoundStage](), dict[int, list[BoundAction]]()
+            for rank in self.ranks:
+                transport, device = self.transports[rank], self.devices[rank]
+                by_index = bind_stages(number, binding, transport, head, streams, device, self.world)
+                bound_stages += by_index.values()
+                rows[rank] = bind_row(rank, binding, by_index, self._reducers[rank], averages, self.world)
+        self._num_bound += 1
         self._check_same_stages(schedule, binding.kinds)
         self._make_pair_groups(schedule.placement, binding.kinds)
         self._connect(schedule)
         return BoundSchedule(
             number=number,
+            kind=kind,
             partitions=tuple(partitions),
-            actions=tuple(self._in_order(schedule, programs)),
-            programs=tuple(programs.values()),
+            positions=tuple(model_inputs(partition.stages[0].meta) for partition in partitions),
+            overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),
+            first_ranks=ranks_of_ends(schedule, schedule.placement.is_first),
+            last_ranks=ranks_of_ends(schedule, schedule.placement.is_last),
+            actions=tuple(self._in_order(schedule, rows)),
+            stages=tuple(bound_stages),
             head=head,
             averages=averages,
             updated=tuple({**s.parameters, **s.buffers}[name] for s in local for name in s.meta.updated),
             tied=tied,
+            reducers=tuple(r for rank in self.ranks for r in self._reducers[rank].values()) if training else (),
             schedule=schedule,
             training=training,
         )
@@ -221,23 +211,17 @@ class Engine:
         """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
         return nullcontext() if self._num_bound else self.control.agreed()
 
-    def _in_order(self, schedule: Schedule, programs: Mapping[int, Program]) -> Iterator[BoundAction]:
-        """Yield the actions of all programs: for one rank, its row; for several, an order that respects
-        dependencies."""
+    def _in_order(self, schedule: Schedule, rows: Mapping[int, Sequence[BoundAction]]) -> Iterator[BoundAction]:
+        """Yield the actions of all rows: for one rank, its row; for several, an order that respects dependencies."""
         if not self.world.is_local:
-            for program in programs.values():
-                yield from program.actions
+            for row in rows.values():
+                yield from row
             return
-        rows = {rank: iter(on_device(program.actions, self.devices[rank])) for rank, program in programs.items()}
+        remaining = {rank: iter(on_device(row, self.devices[rank])) for rank, row in rows.items()}
         for rank, _ in linearize(schedule):
-            yield next(rows[rank])
+            yield next(remaining[rank])
 
-    def release(self, bound: BoundSchedule) -> None:
-        """Release what a schedule holds if it will not run again. Every rank calls it between the same two steps."""
-        for transport in self.transports.values():
-            transport.release(bound.number)
-
-    def _averages(self, local_stages: Sequence[Stage]) -> dict[int, Average]:
+    def _averages(self, local_stages: Sequence[Stage]) -> dict[int, GradientSum]:
         """Return the averages of gradients over the replicas, by stage of this process."""
         if self.replicas is None:
             return {}
@@ -330,30 +314,26 @@ class Engine:
         check_no_hooks(bound.tied)
         self.control.watchdog.step += 1
         self.control.watchdog.check()
-        for program in bound.programs:
-            reduces = self.replicas is None or self.replicas.active
-            program.start(feed, reduces=reduces)
-        bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
+        start = Start(self.replicas is None or self.replicas.active, feed.loss_scale)
+        for stage in bound.stages:
+            stage.begin_step(feed.inputs if stage.is_first else (), start)
+        bound.head.begin_step(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
-        for reducer in self._tie_reducers(bound):
-            reducer.set_aside()
+        for reducer in bound.reducers:
+            reducer.begin_step()
 
     def _end(self, bound: BoundSchedule) -> None:
         """Run after a step's last action: waits for sums, and until everything sent has arrived."""
-        for reducer in self._tie_reducers(bound):
+        for reducer in bound.reducers:
             self._watched.position = reducer.position
-            reducer.finish()
+            reducer.end_step()
         if bound.averages and self.replicas is not None:
             self.replicas.end_step(bound.averages, bound.updated, self._watched)
         self._watched.position = self._sending
         for transport in self.transports.values():
             transport.end_step()
         self._watched.position = OUTSIDE
-
-    def _tie_reducers(self, bound: BoundSchedule) -> list[TieReducer]:
-        """Return the reducers that sum tied gradients in a step of this bound schedule."""
-        return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
         """Return one rank's numbers on every rank of the pipeline, each of which passes as many. That rank does not

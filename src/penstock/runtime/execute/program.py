@@ -1,6 +1,6 @@
 """A schedule bound to the stages of a batch's partitions: for each action of a rank, what to wait for and what to run.
 
-`Program` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
+`bind_row` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
 actions of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 
 A profiler shows a range for each action, `penstock 2F3`, and for its wait, `penstock 2F3 waits`. Only steps that run
@@ -9,7 +9,7 @@ under one have them: torch's own, or `emit_nvtx`, which passes them to nsys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from penstock._base.compat import is_accelerator
 from penstock._base.errors import ScheduleError
 from penstock._base.stages import MODEL_INPUT, StageMeta
 from penstock.distributed.failure import OUTSIDE, Position, Watched
@@ -27,14 +28,14 @@ from penstock.distributed.world import World
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Clock, Counter, Marks
 from penstock.runtime.execute.stage import BoundStage
-from penstock.runtime.features.feature import Binding, Feature, StageContext, Start, calls, contexts, within
-from penstock.runtime.gradients.distribution import Sharded
-from penstock.runtime.gradients.replicas import Average
-from penstock.runtime.gradients.sums import TieReducer
+from penstock.runtime.features.feature import Binding, Feature, StageContext, calls, contexts, within
+from penstock.runtime.front_end import Partition
+from penstock.runtime.gradients.sharding import ShardedStage
+from penstock.runtime.gradients.sums import GradientSum, Tied
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.protocol import Transport
-from penstock.runtime.transport.routes import Route, RouteBuilder, find_route
-from penstock.schedule import Action, Op
+from penstock.runtime.transport.routes import Route, TrafficBuilder, find_route
+from penstock.schedule import Action, Op, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,54 @@ def run_timed(
 
 
 @dataclass(frozen=True, slots=True)
+class BatchKind:
+    """What tells batches of one kind, which one bound schedule runs, from all others.
+
+    Attributes:
+        sizes: the rows of each microbatch.
+        mode: whether it is for training, and what a recording depends on besides inputs.
+        signature: the input signature; None if this process does not look at inputs, or not at the announced ones.
+        plain_values: the plain values of the batch, whose identity may be part of its signature.
+    """
+
+    sizes: tuple[int, ...]
+    mode: tuple[Any, ...]
+    signature: Hashable
+    plain_values: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundSchedule:
+    """A schedule bound to the partitions of one kind of batch, for the ranks of this process."""
+
+    number: int
+    """Tells it from other bound schedules of the pipeline; the same on every rank."""
+    kind: BatchKind
+    partitions: tuple[Partition, ...]
+    """One per microbatch."""
+    positions: tuple[Sequence[int], ...]
+    """Those of the model's inputs among the first stage's, for each microbatch."""
+    overwritten: Set[str]
+    """The paths of the inputs that some microbatch's forward updates in place."""
+    first_ranks: Sequence[int]
+    """The rank of each microbatch's first stage."""
+    last_ranks: Sequence[int]
+    actions: tuple[BoundAction, ...]
+    stages: tuple[BoundStage, ...]
+    head: LossHead
+    averages: Mapping[int, GradientSum]
+    """Averages over replicas, by stage; empty without replicas."""
+    updated: tuple[Tensor, ...]
+    """This process's buffers, and parameters if any, that a forward updates."""
+    tied: tuple[Tied, ...]
+    """This process's parameters that several stages hold and train."""
+    reducers: tuple[GradientSum, ...]
+    """They sum the gradients of tied parameters that several ranks hold."""
+    schedule: Schedule
+    training: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """The data of one step. Ranks without the first or the last stage leave that stage's part empty.
 
@@ -116,103 +165,118 @@ class Feed:
     loss_scale: float = 1.0
 
 
-class Program:
-    """One rank's part of a bound schedule, and how its actions run.
+def ranks_of_ends(schedule: Schedule, is_end: Callable[[int], bool]) -> list[int]:
+    """Return the rank of each microbatch's first or last stage, of which each copy of the model has one."""
+    ends = filter(is_end, range(schedule.placement.stages))
+    ranks = {k: schedule.placement.rank_of[stage] for stage in ends for k in schedule.numbers_on(stage)}
+    return [ranks[k] for k in range(schedule.microbatches)]
+
+
+def bind_stages(
+    number: int,
+    binding: Binding,
+    transport: Transport,
+    head: LossHead,
+    streams: Streams | None,
+    device: torch.device,
+    world: World,
+) -> dict[int, BoundStage]:
+    """Bind one rank's stages: return them by index.
 
     Args:
-        number: tells programs of one pipeline apart; the same on every rank.
-        head: what follows the last stage; used only on that stage's rank.
+        number: tells bound schedules of one pipeline apart; the same on every rank.
+        head: what follows the last stage.
+    """
+    placement, rank = binding.schedule.placement, transport.rank
+    builder = TrafficBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
+    bound: dict[int, BoundStage] = {}
+    for index in placement.stages_on(rank):
+        stages = [partition.stages[index] for partition in binding.partitions]
+        stage_head = head if placement.is_last(index) else None
+        row = binding.schedule.rows[rank]
+        context = StageContext(binding, world.numbers[rank], index, stages, row, device, stage_head, streams)
+        bound[index] = BoundStage(context, builder)
+    return bound
+
+
+def bind_row(
+    rank: int,
+    binding: Binding,
+    stages: Mapping[int, BoundStage],
+    reducers: Mapping[int, GradientSum],
+    averages: Mapping[int, GradientSum],
+    world: World,
+) -> list[BoundAction]:
+    """Bind one rank's actions to its stages.
+
+    Args:
         reducers: one per tie group.
         averages: averages over replicas, by stage.
     """
+    arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
+    placement, actions = binding.schedule.placement, list[BoundAction]()
 
-    def __init__(
-        self,
-        number: int,
-        binding: Binding,
-        transport: Transport,
-        head: LossHead,
-        reducers: Mapping[int, TieReducer],
-        streams: Streams | None,
-        device: torch.device,
-        world: World,
-        averages: Mapping[int, Average],
-    ) -> None:
-        partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
-        row = binding.schedule.rows[rank]
-        builder = RouteBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
-        self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
-        self.stages: dict[int, BoundStage] = {}
-        for index in placement.stages_on(rank):
-            stages = [partition.stages[index] for partition in partitions]
-            stage_head = head if placement.is_last(index) else None
-            context = StageContext(binding, world.numbers[rank], index, stages, row, device, stage_head, streams)
-            self.stages[index] = BoundStage(context, builder)
-        self._reducers = reducers
-        self._averages = averages
-        self._sharded = binding.sharded
-        self._numbers = world.numbers
-        self._placement = placement
-        arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
-        actions: list[BoundAction] = []
-        for action in row:
-            bound = self._bind(rank, action)
-            if action.op is Op.UNSHARD:
-                arriving.add(action.stage)
-            elif action.op.is_compute and action.stage in arriving:
-                arriving.remove(action.stage)
-                bound = _after_unshard(bound, binding.sharded[action.stage], world.partners)
-            actions.append(bound)
-        self.actions = with_neighbors(actions, {index: stage.features for index, stage in self.stages.items()})
-
-    def start(self, feed: Feed, *, reduces: bool) -> None:
-        """Give a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
-        start = Start(reduces, feed.loss_scale)
-        for index, stage in self.stages.items():
-            stage.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
-
-    def _bind(self, rank: int, action: Action) -> BoundAction:
-        text, microbatch, stage = str(action), action.microbatch, self.stages.get(action.stage)
-        running = waiting = Position(text)
-        wait: Callable[[], Any] | None = None
-        work: Callable[..., None]
-        match action.op, stage, microbatch:
-            case Op.REDUCE_GRAD, _, None:
-                work = self._averages[action.stage].start
-            case Op.REDUCE_GRAD, _, int(group):
-                work = self._reducers[group].start
-            case Op.UNSHARD, _, _:
-                work = self._sharded[action.stage].unshard
-            case Op.RESHARD, _, _:
-                work = self._sharded[action.stage].reshard
-            case Op.F, BoundStage() as stage, int(k):
-                wait, work = stage.await_inputs(k), stage.forward(k)
-                waiting = Position(f"{action.stage}RECV_F{k}", self._peers(stage.routes(k).values_in))
-            case Op.B | Op.I, BoundStage() as stage, int(k):
-                wait, work = stage.await_grads(k), stage.backward(k)
-                waiting = Position(f"{action.stage}RECV_B{k}", self._peers(stage.routes(k).grads_in))
-            case Op.W, BoundStage() as stage, int(k):
-                work = stage.weight_backward(k)
-            case Op.SEND_F | Op.SEND_B, BoundStage() as stage, int(k):
-                routes = stage.routes(k)
-                route = find_route(action, routes.values_out if action.op is Op.SEND_F else routes.grads_out)
-                work, running = stage.send(k, route), Position(text, self._peers([route]))
-            case Op.RECV_F | Op.RECV_B, BoundStage() as stage, int(k):
-                routes = stage.routes(k)
-                route = find_route(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
-                work = partial(route.channel.post, k)
-            case _:
-                raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
-        if stage is not None and action.op.is_compute:
-            work = within(contexts(stage.features, "around", action), work)
-        return BoundAction(rank, action, wait, work, waiting, running)
-
-    def _peers(self, routes: Sequence[Route]) -> tuple[int, ...]:
+    def peers(routes: Sequence[Route]) -> tuple[int, ...]:
         """Return the numbers of the other ranks at the ends of these routes."""
-        return tuple(sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote}))
+        return tuple(sorted({world.numbers[placement.rank_of[route.stage]] for route in routes if route.remote}))
+
+    for action in binding.schedule.rows[rank]:
+        if action.op is Op.REDUCE_GRAD:
+            summed = averages[action.stage] if action.microbatch is None else reducers[action.microbatch]
+            bound = _at_once(rank, action, summed.start)
+        elif action.op is Op.UNSHARD:
+            arriving.add(action.stage)
+            bound = _at_once(rank, action, binding.sharded[action.stage].unshard)
+        elif action.op is Op.RESHARD:
+            bound = _at_once(rank, action, binding.sharded[action.stage].reshard)
+        else:
+            bound = _bind_to_stage(rank, action, stages.get(action.stage), peers)
+        if action.op.is_compute and action.stage in arriving:
+            arriving.remove(action.stage)
+            bound = _after_unshard(bound, binding.sharded[action.stage], world.partners)
+        actions.append(bound)
+    return with_neighbors(actions, {index: stage.features for index, stage in stages.items()})
 
 
-def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
+def _at_once(rank: int, action: Action, work: Callable[[], None]) -> BoundAction:
+    """Bind an action that waits for nothing and is not a stage's own."""
+    position = Position(str(action))
+    return BoundAction(rank, action, None, work, position, position)
+
+
+def _bind_to_stage(
+    rank: int, action: Action, stage: BoundStage | None, peers: Callable[[Sequence[Route]], tuple[int, ...]]
+) -> BoundAction:
+    """Bind an action to its stage. `peers`: returns the numbers of the other ranks at the ends of routes."""
+    text = str(action)
+    running = waiting = Position(text)
+    wait: Callable[[], Any] | None = None
+    work: Callable[..., None]
+    match action.op, stage, action.microbatch:
+        case Op.F, BoundStage() as stage, int(k):
+            wait, work = stage.await_inputs(k), stage.forward(k)
+            waiting = Position(f"{action.stage}RECV_F{k}", peers(stage.traffic(k).values_in))
+        case Op.B | Op.I, BoundStage() as stage, int(k):
+            wait, work = stage.await_grads(k), stage.backward(k)
+            waiting = Position(f"{action.stage}RECV_B{k}", peers(stage.traffic(k).grads_in))
+        case Op.W, BoundStage() as stage, int(k):
+            work = stage.weight_backward(k)
+        case Op.SEND_F | Op.SEND_B, BoundStage() as stage, int(k):
+            traffic = stage.traffic(k)
+            route = find_route(action, traffic.values_out if action.op is Op.SEND_F else traffic.grads_out)
+            work, running = stage.send(k, route), Position(text, peers([route]))
+        case Op.RECV_F | Op.RECV_B, BoundStage() as stage, int(k):
+            traffic = stage.traffic(k)
+            route = find_route(action, traffic.values_in if action.op is Op.RECV_F else traffic.grads_in)
+            work = partial(route.channel.post, k)
+        case _:
+            raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
+    if action.op.is_compute:
+        work = within(contexts(stage.features, "around", action), work)
+    return BoundAction(rank, action, wait, work, waiting, running)
+
+
+def _after_unshard(bound: BoundAction, sharded: ShardedStage, partners: Sequence[int]) -> BoundAction:
     """Return the first computation after a gather, which waits for the parameters too."""
     receive, work, waiting = bound.wait, bound.work, bound.waiting
 
@@ -262,7 +326,7 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
 
     Tensors carry their device, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
     """
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return list(actions)
     index = device.index
     return [within_context(bound, lambda _: torch.accelerator.device_index(index)) for bound in actions]

@@ -19,10 +19,11 @@ from torch.autograd.graph import GradientEdge
 from penstock._base.compat import gradient_edge
 from penstock._base.errors import PartitionError
 from penstock._base.marks import NOW
-from penstock._base.stages import MODEL_INPUT, StageMeta, needs_backward
+from penstock._base.stages import needs_backward
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.feature import (
     NOTHING,
+    Context,
     Forward,
     MakeFeature,
     Rerun,
@@ -32,37 +33,18 @@ from penstock.runtime.features.feature import (
     contexts,
     within,
 )
-from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.registry import FEATURES, make_user_feature
-from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtensors import is_distributed
 from penstock.runtime.loss.loss import no_gradient_error
 from penstock.runtime.microbatch_kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward, weight_use_key
-from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
+from penstock.runtime.transport.routes import Route, StageTraffic, TrafficBuilder
 from penstock.schedule import Op
 
 Values = list[Tensor | None]
 
-
-class _Kind:
-    """How microbatches of one kind pass through a stage.
-
-    Attributes:
-        meta, routes: the stage's, for this kind.
-        tracked: the positions of the inputs that take a gradient; `model_inputs`: of those, the model's own inputs.
-        untracked_outputs: the positions of the outputs that take none.
-        root_outputs, root_inputs: the positions of those to which gradients come in.
-    """
-
-    def __init__(self, number: int, meta: StageMeta, builder: RouteBuilder, *, training: bool) -> None:
-        self.meta = meta
-        self.routes = builder.routes(meta.index, number)
-        self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
-        self.model_inputs = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
-        self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
-        roots = builder.roots(meta.index, number).values()
-        self.root_outputs = [root.position for root in roots if root.is_output]
-        self.root_inputs = [root.position for root in roots if not root.is_output]
+Enter = Callable[[], Context]
+"""Makes what some work is wrapped in."""
 
 
 class BoundStage:
@@ -72,7 +54,7 @@ class BoundStage:
 
     Attributes:
         features: the outermost first.
-        splits: what runs the backwards that are split.
+        split_backwards: what runs the backwards that are split.
         batch: the model's inputs by position among the stage's inputs, for each microbatch that has yet to run.
         batch_gradients: the gradients of the model's inputs, by microbatch and position.
 
@@ -81,19 +63,20 @@ class BoundStage:
         PartitionError: the stage does something that the schedule, or a choice, does not allow.
     """
 
-    def __init__(self, stage: StageContext, builder: RouteBuilder) -> None:
+    def __init__(self, stage: StageContext, builder: TrafficBuilder) -> None:
         custom: list[MakeFeature] = [partial(make_user_feature, "features", make) for make in stage.binding.features]
         for make in (*FEATURES, *custom):
             feature = make(stage)
             if feature is not None:
                 stage = replace(stage, stages=feature.rewrite(stage.stages), made=(*stage.made, feature))
         self.index, self.features = stage.index, stage.made
+        self.is_first = stage.binding.schedule.placement.is_first(stage.index)
         self._context = stage
         self._functions = [_stage_function(stage, microbatch) for microbatch in range(len(stage.stages))]
-        self._split = _split_backwards(stage)
-        self.splits = distinct(split for split in self._split if split is not None)
+        self._splits = _split_backwards(stage)
+        self.split_backwards = distinct(split for split in self._splits if split is not None)
         kinds = stage.binding.kinds
-        by_kind = [_Kind(k, metas[self.index], builder, training=stage.training) for k, metas in enumerate(kinds.metas)]
+        by_kind = [builder.traffic(self.index, kind) for kind in range(len(kinds.metas))]
         self._kinds = [by_kind[kind] for kind in kinds.by_microbatch]
         self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
         self._saved: dict[int, tuple[list[GradientEdge | None], dict[int, list[Tensor]]]] = {}
@@ -109,34 +92,40 @@ class BoundStage:
         for leftover in (self.batch, self.batch_gradients, self._saved, self._reruns, self._mail):
             leftover.clear()
         self.batch.update(enumerate(batch))
-        for split in self.splits:
+        for split in self.split_backwards:
             split.begin_step()
         for feature in self.features:
             feature.begin_step(start)
 
-    def routes(self, microbatch: int) -> Routes:
-        """Return where a microbatch's values and gradients come from and go to."""
-        return self._kinds[microbatch].routes
+    def traffic(self, microbatch: int) -> StageTraffic:
+        """Return what passes through the stage with a microbatch."""
+        return self._kinds[microbatch]
 
     def await_inputs(self, microbatch: int) -> Callable[[], list[Any]]:
         """Wait for everything that a microbatch's forward needs."""
         kind = self._kinds[microbatch]
-        return _make_await(microbatch, kind.routes.values_in, len(kind.meta.inputs), self.batch)
+        return _make_await(microbatch, kind.values_in, len(kind.meta.inputs), self.batch)
 
     def await_grads(self, microbatch: int) -> Callable[[], Values]:
         """Wait for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         kind, head, reruns = self._kinds[microbatch], self._context.head, self._reruns
         if head is None:
-            return _make_await(microbatch, kind.routes.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
+            return _make_await(microbatch, kind.grads_in, len(kind.root_outputs) + len(kind.root_inputs), {})
         return lambda: [] if microbatch in reruns else [head.seed(microbatch)]
 
     def forward(self, microbatch: int) -> Callable[[list[Any]], None]:
         """Run the stage, keep what backward starts from, and pass the outputs on."""
-        run, keeping, reruns = self._make_forward(microbatch), calls(self.features, "keep", microbatch), self._reruns
+        head, kind, reruns = self._context.head, self._kinds[microbatch], self._reruns
+        pass_on = self._make_pass_on(microbatch, kind.values_out, len(kind.meta.outputs))
+        keep_output = None if head is None else partial(head.keep, microbatch)
+        enter = contexts(self.features, "forward", microbatch, runs_again=False)
+        run = self._make_forward(microbatch, enter, pass_on or keep_output)
+        keeping = calls(self.features, "keep", microbatch)
         if not keeping:
             return run
-        run_and_drop = self._make_forward(microbatch, drops_graph=True)
-        split = None if self._context.head is None else self._split[microbatch]
+        enter = contexts(self.features, "forward", microbatch, runs_again=True)
+        run_and_drop = self._make_forward(microbatch, enter, pass_on, drops_graph=True)
+        split = None if head is None else self._splits[microbatch]
 
         def forward_or_keep(args: list[Any]) -> None:
             rerun: Rerun | None = None
@@ -152,30 +141,26 @@ class BoundStage:
         return forward_or_keep
 
     def _make_forward(
-        self, microbatch: int, *, drops_graph: bool = False, is_rerun: bool = False
+        self, microbatch: int, enter: Enter | None, finish: Callable[[Values], None] | None, drops_graph: bool = False
     ) -> Callable[[list[Any]], None]:
         """Run the stage's code, and the loss if there is one. Empty the inputs.
 
         Args:
+            enter: makes what this run is wrapped in.
+            finish: passes the outputs on, or keeps them.
             drops_graph: whether backward starts from a later run. Only that one computes the loss, which may count or
                 write into its target.
-            is_rerun: whether this is such a later run, whose outputs have been passed on before.
         """
         stage, kind, index, anchor = self._context, self._kinds[microbatch], self.index, self._anchor
         tracked, root_inputs, root_outputs = kind.tracked, kind.root_inputs, kind.root_outputs
-        untracked_outputs, split = kind.untracked_outputs, self._split[microbatch]
+        untracked_outputs, split = kind.untracked_outputs, self._splits[microbatch]
         code, plain = self._functions[microbatch], [Tensor] * len(kind.meta.outputs)
         if split is not None:
             code = within(partial(split.forward, microbatch, runs_again=drops_graph), code)
         code = within(contexts(self.features, "code", microbatch), code)
-        enter = contexts(self.features, "forward", microbatch, runs_again=drops_graph)
-        enter = contexts(self.features, "again", microbatch) if is_rerun else enter
         begin = self._make_begin(microbatch, stage=index)
         head, saved = None if drops_graph else stage.head, self._saved if stage.training and not drops_graph else None
         learn = None if split is None or (drops_graph and stage.head is not None) else split.learn
-        pass_on = None if is_rerun else self._make_pass_on(microbatch, kind.routes.values_out, len(kind.meta.outputs))
-        if pass_on is None and head is not None:
-            pass_on = partial(head.keep, microbatch)
 
         def run_forward(args: list[Any]) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -184,7 +169,7 @@ class BoundStage:
                     begin()
                 slots: dict[int, list[Tensor]] = {}
                 for position in tracked:
-                    args[position], slots[position] = exact.receive(anchor, args[position])
+                    args[position], slots[position] = exact.as_graph_input(anchor, args[position])
                 input_edges = [gradient_edge(args[position]) for position in root_inputs] if root_inputs else []
                 outputs: list[Any] = [*code(*args)]
                 args.clear()
@@ -200,8 +185,8 @@ class BoundStage:
                     learn(roots)
             if saved is not None:
                 saved[microbatch] = [*roots, *input_edges], slots
-            if pass_on is not None:
-                pass_on(outputs)
+            if finish is not None:
+                finish(outputs)
 
         return run_forward
 
@@ -237,7 +222,7 @@ class BoundStage:
         enter, begin = contexts(self.features, "backward", microbatch), self._make_begin(microbatch, is_rerun=True)
         run_again = self._make_rerun(microbatch) if calls(self.features, "keep", microbatch) else None
         autograd = self._make_autograd(microbatch)
-        pass_on = self._make_pass_on(microbatch, kind.routes.grads_out, inputs)
+        pass_on = self._make_pass_on(microbatch, kind.grads_out, inputs)
 
         def run_backward(grads: Values) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -264,7 +249,8 @@ class BoundStage:
 
     def _make_rerun(self, microbatch: int) -> Callable[[], None]:
         """Run a forward again on the same inputs to get its graph, and drop what was kept for that."""
-        run, reruns = self._make_forward(microbatch, is_rerun=True), self._reruns
+        head, reruns, enter = self._context.head, self._reruns, contexts(self.features, "again", microbatch)
+        run = self._make_forward(microbatch, enter, None if head is None else partial(head.keep, microbatch))
 
         def run_again() -> None:
             rerun = reruns.pop(microbatch)
@@ -275,7 +261,7 @@ class BoundStage:
 
     def _make_autograd(self, microbatch: int) -> Callable[[list[GradientEdge | None], Values], None]:
         """Run backward from the roots that have a gradient. Empty the gradients."""
-        run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._split[microbatch]
+        run, split = within(contexts(self.features, "autograd", microbatch), exact.backward), self._splits[microbatch]
         if split is not None:
             run = within(partial(split.input_gradients, microbatch), run)
 
@@ -289,7 +275,7 @@ class BoundStage:
 
     def weight_backward(self, microbatch: int) -> Callable[[], None]:
         """Run W: the part of a microbatch's backward that the I part put off."""
-        split, index = self._split[microbatch], self.index
+        split, index = self._splits[microbatch], self.index
         assert split is not None
         run = within(contexts(self.features, "weights", microbatch), partial(split.weight_gradients, microbatch))
 
@@ -315,7 +301,7 @@ class BoundStage:
             raise no_gradient_error()
         return [None]
 
-    def _check_outputs(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
+    def _check_outputs(self, kind: StageTraffic, outputs: Sequence[Tensor]) -> None:
         """Raise PartitionError for outputs that other stages could not take."""
         if len(outputs) != len(kind.meta.outputs):  # a single tensor has its rows
             names = ", ".join(value.name for value in kind.meta.outputs)
@@ -331,7 +317,7 @@ class BoundStage:
                     "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
                 )
 
-    def _unexpected_gradient(self, kind: _Kind, position: int) -> PartitionError:
+    def _unexpected_gradient(self, kind: StageTraffic, position: int) -> PartitionError:
         return PartitionError(
             f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
             "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
@@ -391,6 +377,6 @@ def _make_split(stage: StageContext, microbatch: int, *, is_uniform: bool) -> Sp
         stage.binding.partitions[microbatch].stages[stage.index].module,
         stage.device,
         in_order=in_order and is_uniform,
-        keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
+        keeper=stage.keeper,
         compiled=stage.binding.compile is not None,
     )

@@ -10,13 +10,14 @@ from typing import Any, Literal, cast
 
 import torch
 
+from penstock._base.compat import is_accelerator
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import named
 from penstock._base.process import Process
 from penstock.distributed.groups import Groups
-from penstock.distributed.world import is_accelerator
 from penstock.runtime.execute.control import Control
 from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.neighbors import Neighbors
 from penstock.runtime.transport.protocol import (
     COLLECTIVES,
     POINT_TO_POINT,
@@ -27,7 +28,7 @@ from penstock.runtime.transport.protocol import (
     TransportFactory,
     missing_methods,
 )
-from penstock.runtime.transport.shared_memory import Neighbors, SharedMemoryTransport
+from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 from penstock.runtime.transport.staging import HOST, StagedTransport
 
 TransportName = Literal["auto", "distributed", "staged"]
@@ -84,17 +85,21 @@ def make_transport(
         if spec.factory is None and not spec.staged:
             check_distinct_accelerators([accelerator for _, _, accelerator in gathered])
             check_queues(len(groups.members) if device.type == "cuda" and staging is None else 1)
-    plain = DistributedTransport(rank, groups, device if staging is None else HOST, pinned=staging is not None)
-    neighbors = None
+    carried, pinned = device if staging is None else HOST, staging is not None
+    transport: Transport = DistributedTransport(rank, groups, carried, pinned=pinned)
     if all(gathered[number][1] for number in control.world.numbers):
         with control.waiting_for("a connection", control.pipeline_peers):
             neighbors = Neighbors(rank, control.gather_pipeline)
-    transport: Transport = SharedMemoryTransport(plain, neighbors) if neighbors and neighbors.ranks else plain
+        if neighbors.ranks:
+            transport = SharedMemoryTransport(rank, groups, carried, neighbors, pinned=pinned)
     transport = transport if staging is None else StagedTransport(transport, staging)
     if spec.factory is not None:
         custom = _make_custom(spec.factory, rank, device, control)
         return Combined(
-            rank, plain.ranks, custom, transport if missing_methods(custom, COLLECTIVES) else cast(Transport, custom)
+            rank,
+            transport.ranks,
+            custom,
+            transport if missing_methods(custom, COLLECTIVES) else cast(Transport, custom),
         )
     return transport
 

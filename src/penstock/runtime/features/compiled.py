@@ -82,7 +82,7 @@ def schedule_arguments(compile: Compile, schedule: Schedule) -> dict[str, Any] |
     """Return the arguments of `torch.compile` for a stage of a schedule: if that splits backwards, the backend does,
     too."""
     arguments = compile_arguments(compile)
-    return arguments if arguments is None or not _splits(schedule) else _configure(arguments, SplittingBackend)
+    return arguments if arguments is None or not schedule.splits else _configure(arguments, SplittingBackend)
 
 
 def _configure(arguments: dict[str, Any], wrap: Callable[[_ConfiguredBackend], Any]) -> dict[str, Any]:
@@ -116,10 +116,6 @@ def _settings(
         return {key: value for key, value in arguments.items() if value}
     patches = {**(inductor_options(mode, dynamic) if mode else {}), **(options or {})}
     return {"config_patches": {key.replace("-", "_"): value for key, value in patches.items()}}
-
-
-def _splits(schedule: Schedule) -> bool:
-    return any(action.op is Op.I for row in schedule.rows for action in row)
 
 
 def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
@@ -209,7 +205,7 @@ class Compiled(Feature):
 def _recompile(block: nn.Module, schedule: Schedule) -> None:
     """Compile a block that the model compiled itself, as `compile=` compiles stages: if the schedule splits backwards,
     or if there are hooks in the block, which code that was compiled before would not call."""
-    call, splits = compiled(block), _splits(schedule)
+    call, splits = compiled(block), schedule.splits
     assert call is not None
     _check_no_cuda_graphs(call.arguments, f"torch.compile(...) of a block, {type(block).__name__},")
     hooked = any(m._forward_pre_hooks or m._forward_hooks for m in block.modules())
@@ -245,8 +241,7 @@ class SeparateGradients(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> SeparateGradients | None:
         """Build the feature if anything in the stage is compiled."""
-        compiled = stage.binding.compile is not None or any_compiled(stage.modules())
-        return cls(stage.recorded.parameters.values()) if stage.training and compiled else None
+        return cls(stage.recorded.parameters.values()) if stage.training and stage.is_compiled else None
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from penstock._base.compat_compiler import compiled
 from penstock._base.errors import ArgumentError, PartitionError
 from penstock.runtime.exact.rules import NOTHING as NOTHING
+from penstock.runtime.exact.rules import Keeper
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition, Stage
-from penstock.runtime.gradients.distribution import Sharded
+from penstock.runtime.gradients.sharding import ShardedStage
 from penstock.runtime.loss.functions import Loss
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct, merge_kinds
@@ -220,7 +222,7 @@ class Binding:
     recompute: Sequence[Recompute] = ("never",)
     offload: Sequence[bool] = (False,)
     norms: BatchNorms | None = None
-    sharded: Mapping[int, Sharded] = field(default_factory=dict)
+    sharded: Mapping[int, ShardedStage] = field(default_factory=dict)
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
     features: Sequence[MakeFeature] = ()
@@ -273,6 +275,16 @@ class StageContext:
         norms = self.binding.norms
         return set() if norms is None else {id(buffer) for buffer in norms.buffers()}
 
+    @property
+    def keeper(self) -> Keeper | None:
+        """The feature made earlier that keeps what a forward saves, if one does."""
+        return next((feature for feature in self.made if isinstance(feature, Keeper)), None)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether anything in the stage is compiled."""
+        return self.binding.compile is not None or any(map(compiled, self.modules()))
+
     def modules(self) -> list[nn.Module]:
         """Return every module in the stage's code, for any microbatch."""
         return list(dict.fromkeys(module for stage in distinct(self.stages) for module in stage.module.modules()))
@@ -302,12 +314,12 @@ class StageContext:
         return self.binding.offload[self.index % len(self.binding.offload)]
 
     @property
-    def sharded(self) -> Sharded | None:
+    def sharded(self) -> ShardedStage | None:
         """The parts of this stage that `fully_shard` was applied to, if any."""
         return self.binding.sharded.get(self.index)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that the stage's forward uses now. Sharded ones are new after each gathering."""
+        """Return the parameters that the stage's forward uses now. ShardedStage ones are new after each gathering."""
         return self.recorded.parameters if self.sharded is None else self.sharded.parameters()
 
     def held(self) -> tuple[Tensor, ...]:

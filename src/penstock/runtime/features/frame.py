@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Forward, StageContext, Start, recorded_code
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import Sharded, is_sharded, parallelized_by
+from penstock.runtime.gradients.sharding import ShardedStage, is_sharded, parallelized_by
 from penstock.schedule import Op
 
 Parallelize = Callable[[nn.Module], nn.Module | None]
@@ -76,7 +76,7 @@ class Frames:
         for index, frame in self._by_stage.items():
             self._apply(index, frame, parallelize)
         self.sharded = {
-            index: Sharded(frame)
+            index: ShardedStage(frame)
             for index, frame in self._by_stage.items()
             if any(is_sharded(module) for module in frame.modules())
         }
@@ -172,7 +172,7 @@ class ShardedReduction(Feature):
         backwards = stage.microbatches(Op.B, Op.I)
         return cls(stage.sharded, backwards[-1] if backwards else None)
 
-    def __init__(self, sharded: Sharded, last: int | None) -> None:
+    def __init__(self, sharded: ShardedStage, last: int | None) -> None:
         self._sharded = sharded
         self._last = last
         self._reduces = True

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock._base.compat import WeakStorage, storage_id
+from penstock._base.compat import WeakStorage, is_accelerator, storage_id
 from penstock._base.errors import ArgumentError
 from penstock._base.formatting import collapse_ranges
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
-from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.feature import Feature, StageContext, Start
-from penstock.runtime.gradients.distribution import local
+from penstock.runtime.gradients.dtensors import local
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.activations import NEAR, OffloadTrips, offload_trips
 
@@ -75,30 +74,20 @@ class CopyStreams:
 @cache
 def copy_streams_for(device: torch.device) -> CopyStreams | None:
     """Return the copy streams of a device, for all stages on it; None for the host, which copies at once."""
-    return None if device.type in ("cpu", "meta") else CopyStreams(device)
+    return CopyStreams(device) if is_accelerator(device) else None
 
 
 class HostCopy:
     """A tensor on the host, and what it takes to bring it back with the same elements, strides and misalignment.
 
-    It is on its way there until `free`. `start_fetch` may be called ahead of `get`, so that the copy overlaps with
-    computation.
+    It is on its way there until `release_source`. `start_fetch` may be called ahead of `get`, so that the copy overlaps
+    with computation.
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_buffer",
-            "_device",
-            "_fetched",
-            "_tensor",
-            "_tensor_version",
-            "_host",
-            "_streams",
-            "_layout",
-        ),
-        *("_sent", "_source", "_version", "_witness"),
-    )
+        "__weakref__", "_buffer", "_device", "_fetched", "_host", "_layout", "_sent", "_source", "_streams", "_tensor",
+        "_tensor_version", "_version", "_witness",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, streams: CopyStreams | None) -> None:
         self._buffer: exact.Buffer | None = None
@@ -118,14 +107,14 @@ class HostCopy:
             self._source = flat
 
     def __del__(self) -> None:
-        self.drop()
+        self.release_fetched()
 
     def wait_until_sent(self) -> None:
         """Let the device's computation wait for the copy to the host, and for all earlier ones."""
         if self._streams is not None:
             self._streams.wait(self._sent)
 
-    def free(self) -> None:
+    def release_source(self) -> None:
         """Let go of the memory from which it was copied."""
         self._source = None
 
@@ -158,7 +147,7 @@ class HostCopy:
         check_unchanged(tensor, self._tensor_version, self._layout.shape)
         return tensor
 
-    def drop(self) -> None:
+    def release_fetched(self) -> None:
         """Let go of the memory on the device. The tensor may be brought again."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and self._streams is not None and self._tensor is None:
@@ -195,7 +184,8 @@ class Offload(Feature):
 
     @classmethod
     def of(cls, stage: StageContext) -> Offload | None:
-        """Build the feature if `offload=` asks for it. Raise ArgumentError if something in the stage excludes it."""
+        """Build the feature if `offload=` asks for it. Raise ArgumentError if something in the stage excludes it:
+        `nn.RReLU`, an activation that mmcv builds by name."""
         if not stage.training or not stage.offload:
             return None
         if any(isinstance(part, nn.RReLU) and part.training for part in stage.modules()):
@@ -203,8 +193,8 @@ class Offload(Feature):
                 "offload: torch saves the noise of nn.RReLU for backward before it has drawn that noise, so other "
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
-        compiled = stage.binding.compile is not None or any_compiled(stage.modules())
-        return cls(stage.index, stage.device, stage.held, offload_trips(stage.row, stage.index), compiled=compiled)
+        trips = offload_trips(stage.row, stage.index)
+        return cls(stage.index, stage.device, stage.held, trips, compiled=stage.is_compiled)
 
     def __init__(
         self,
@@ -275,7 +265,7 @@ class Offload(Feature):
         yield
         if microbatch in self._trips.twice:
             for host_copy in _alive(self._for_weights.get(microbatch, ())):
-                host_copy.drop()
+                host_copy.release_fetched()
 
     @contextmanager
     def weights(self, microbatch: int) -> Iterator[None]:
@@ -294,13 +284,10 @@ class Offload(Feature):
             return SavedTensor.of(tensor)
         return self._send_once(tensor, self._microbatch, self._for_weights)
 
-    def accepts(self, tensor: Tensor, microbatch: int) -> bool:
-        """Whether `send` sends a tensor to the host: it can go, and is away for long enough."""
-        return microbatch in self._trips.for_backward and self._can_offload(tensor)
-
-    def send(self, tensor: Tensor, microbatch: int) -> HostCopy:
-        """Send a tensor to the host until the backward of a microbatch."""
-        return self._send(tensor, microbatch, self._for_backward)
+    def save_argument(self, tensor: Tensor, microbatch: int) -> HostCopy | None:
+        """Send a tensor to the host until the backward of a microbatch, if it can go and is away for long enough."""
+        goes = microbatch in self._trips.for_backward and self._can_offload(tensor)
+        return self._send(tensor, microbatch, self._for_backward) if goes else None
 
     def _send_once(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> HostCopy:
         """Send a tensor unless the running forward has sent it before: several calls may save one tensor."""
@@ -328,7 +315,7 @@ class Offload(Feature):
         if leaving:
             leaving[-1].wait_until_sent()
         for host_copy in leaving:
-            host_copy.free()
+            host_copy.release_source()
 
     def _must_stay(self, tensor: Tensor) -> bool:
         return not self._can_offload(tensor) or storage_id(tensor) in self._resident_storages

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -27,9 +28,8 @@ from penstock._base.stages import StageMeta
 from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.block_state import refuse_again
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.exact.rules import SavedTensor
+from penstock.runtime.exact.rules import Keeper, SavedTensor
 from penstock.runtime.features.feature import Feature, MakeFeature, Recompute, Rerun, StageContext, recorded_code
-from penstock.runtime.features.offload import HostCopy, Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.microbatch_kinds import merge_kinds
 from penstock.schedule import Action, Op, Schedule
@@ -144,22 +144,21 @@ class RecomputedStage(Feature):
             overwritten_inputs(microbatch_stage.meta, [s.meta for s in partition.stages])
             for microbatch_stage, partition in zip(stage.stages, stage.binding.partitions, strict=True)
         ]
-        offload = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
-        return cls(stage.stages, microbatches, changed, offload)
+        return cls(stage.stages, microbatches, changed, stage.keeper)
 
     def __init__(
         self,
         stages: Sequence[Stage],
         microbatches: Collection[int],
         overwritten: Sequence[Collection[int]],
-        offload: Offload | None,
+        keeper: Keeper | None,
     ) -> None:
         modules = {stage.module: None for stage in stages}
         use = merge_kinds(stages)
         refuse_again(use.meta.index, use.remembered)
         self._microbatches = frozenset(microbatches)
         self._overwritten = overwritten
-        self._offload = offload
+        self._keeper = keeper
         self._buffers = Buffers(modules, updated_buffers(use))
 
     def applies(self, hook: str, at: int | Action) -> bool:
@@ -171,36 +170,32 @@ class RecomputedStage(Feature):
         saved = [self._keep(microbatch, *arg) for arg in enumerate(args)]
         return _StageRerun(saved, self._buffers.copy())
 
-    def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
+    def _keep(self, microbatch: int, position: int, arg: Any) -> Callable[[], Any]:
+        """Return what gives the argument again."""
         if not isinstance(arg, Tensor):
-            return arg
+            return lambda: arg
         if position in self._overwritten[microbatch]:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
-        if self._offload is not None and self._offload.accepts(arg, microbatch):
-            return self._offload.send(arg, microbatch)
-        return SavedTensor.of(arg)
+        saved = None if self._keeper is None else self._keeper.save_argument(arg, microbatch)
+        return partial(_share, SavedTensor.of(arg)) if saved is None else saved.get
 
 
 class _StageRerun(NamedTuple):
     """One forward to run again: its arguments, and the earlier state of the buffers it updates."""
 
-    saved: Sequence[Any]
+    saved: Sequence[Callable[[], Any]]
     buffers: BufferCopies
 
     def args(self) -> list[Any]:
-        return [_restore_argument(arg) for arg in self.saved]
+        return [get() for get in self.saved]
 
     def as_before(self) -> AbstractContextManager[None]:
         return self.buffers.in_place()
 
 
-def _restore_argument(arg: Any) -> Any:
-    """Return a kept argument, in the form that the forward takes."""
-    if not isinstance(arg, (HostCopy, SavedTensor)):
-        return arg
-    tensor = arg.get()
-    if isinstance(arg, HostCopy):
-        return tensor
+def _share(saved: SavedTensor) -> Tensor:
+    """Return a kept tensor in the form that the forward takes: another one, in the same memory."""
+    tensor = saved.get()
     return exact.share_memory(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
@@ -362,4 +357,4 @@ def as_graph_value(value: Tensor, takes_gradient: bool) -> Tensor:
     if not takes_gradient:
         return value
     anchor = torch.empty(0, device=value.device, requires_grad=True)
-    return exact.receive(anchor, value.detach())[0]
+    return exact.as_graph_input(anchor, value.detach())[0]

@@ -4,7 +4,8 @@
   with the new values.
 - Updates of buffers that forwards take or update, as an average does in a checkpoint: in plain training each backward
   directly follows its forward.
-- Random numbers, as hooks that add noise to gradients draw them: in backward the drawing module is unknown.
+- Random numbers, as hooks that add noise to gradients draw them (arXiv:1511.06807): in backward the drawing module is
+  unknown.
 
 A sum over microbatches in a buffer that no forward takes is fine, since backwards run in order.
 """
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from penstock._base.compat import device_generator
 from penstock._base.errors import PartitionError
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
-from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtensors import is_distributed
 from penstock.schedule import Action, Op
 
 

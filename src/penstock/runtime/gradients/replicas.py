@@ -15,64 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
-from penstock._base.gradients import buckets
+from penstock._base.gradients import BUCKET_BYTES
 from penstock.distributed.failure import OUTSIDE, Position, Watched
 from penstock.distributed.groups import Groups
 from penstock.distributed.world import World
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import mesh_dimensions
+from penstock.runtime.gradients.dtensors import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
-from penstock.runtime.transport.protocol import Pending
 from penstock.runtime.transport.staging import Staging
 
 SHARED = -1
 """Used instead of a stage index: the parameters that several stages hold, averaged once their own sum is complete."""
-
-
-class Average:
-    """Averages the gradients of some parameters over the replicas.
-
-    Args:
-        parameters: the parameters, in the same order on each replica.
-        groups: the pipeline's process groups.
-        staging: see `Control`.
-        position: the name of this wait, and the peers that it waits for.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], groups: Groups, staging: Staging | None, position: Position
-    ) -> None:
-        def reduce(tensors: Sequence[Tensor]) -> Pending:
-            return all_reduce(tensors, groups["replicas"])
-
-        self.position = position
-        self.parameters = tuple(parameters)
-        self._open = False
-        start = reduce if staging is None else staging.around(reduce)
-        count = dist.get_world_size(groups["replicas"])
-        self._sums = [GradientSum(bucket, start, count) for bucket in buckets(parameters)]
-
-    def begin_step(self, *, set_aside: bool) -> None:
-        """Called before a step that averages.
-
-        Args:
-            set_aside: whether `.grad` was already averaged, and so is set aside.
-        """
-        self._open = True
-        for total in self._sums if set_aside else ():
-            total.set_aside()
-
-    def start(self) -> None:
-        """Start averaging, once the gradients are complete. Does nothing in a step that does not average."""
-        for total in self._sums if self._open else ():
-            total.start()
-
-    def end_step(self) -> None:
-        """Wait for the averages."""
-        self._open = False
-        for total in self._sums:
-            total.finish()
 
 
 class Replicas:
@@ -94,7 +48,7 @@ class Replicas:
         self.behind = False
         self._unaveraged: dict[int, nn.Parameter] = {}
 
-    def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, Average]:
+    def averages(self, stages: Iterable[Stage], tied: Iterable[nn.Parameter]) -> dict[int, GradientSum]:
         """Return the averages of the gradients of this process's stages, by stage.
 
         Args:
@@ -111,20 +65,22 @@ class Replicas:
         by_stage[SHARED] = list({id(p): p for group in trained.values() for p in group if id(p) in shared}.values())
         return {stage: self._average(group, stage) for stage, group in by_stage.items()}
 
-    def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> Average:
+    def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> GradientSum:
         position = Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others)
-        return Average(parameters, self._groups, self._staging, position)
+        reduce = partial(all_reduce, group=self._groups["replicas"])
+        start = reduce if self._staging is None else self._staging.around(reduce)
+        return GradientSum(parameters, start, position, divisor=self._count, bucket_bytes=BUCKET_BYTES)
 
     def _is_sharded(self, parameter: Tensor) -> bool:
         """Whether `fully_shard` itself averages the parameter's gradient."""
         return bool(set(self._divided) & set(mesh_dimensions(parameter)))
 
-    def begin_step(self, averages: Mapping[int, Average]) -> None:
+    def begin_step(self, averages: Mapping[int, GradientSum]) -> None:
         """Called before a step. Gradients not yet averaged stay in `.grad`, to be averaged with the step's own."""
         for average in averages.values() if self.active else ():
             average.begin_step(set_aside=not self.behind)
 
-    def end_step(self, averages: Mapping[int, Average], buffers: Sequence[Tensor], watched: Watched) -> None:
+    def end_step(self, averages: Mapping[int, GradientSum], buffers: Sequence[Tensor], watched: Watched) -> None:
         """Called after a step: waits for the averages, and gives every replica the first one's `buffers`, like DDP."""
         self.behind = not self.active
         trained = {id(parameter): parameter for average in averages.values() for parameter in average.parameters}
@@ -144,7 +100,7 @@ class Replicas:
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
         """Average gradients left by steps that did not average, for parameters that this step does not train.
 
-        They were frozen since then, or this kind of batch does not use them.
+        They were frozen since then, as layers are in turn, or this kind of batch does not use them.
         """
         average = self._average(parameters, SHARED)
         watched.position = average.position

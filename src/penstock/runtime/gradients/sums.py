@@ -11,9 +11,10 @@ its own microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -21,149 +22,172 @@ from torch import Tensor, nn
 
 from penstock._base.compat import has_accumulation_hooks, has_gradient_hooks
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock._base.gradients import gradient_dtype, group_by_gradient_dtype, slot_elements
+from penstock._base.gradients import buckets, gradient_dtype, slot_elements
 from penstock._base.stages import ties, ties_across_ranks
-from penstock.distributed.failure import Position
+from penstock.distributed.failure import OUTSIDE, Position
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
-from penstock.runtime.transport.protocol import Pending, Transport
-
-Reduce = Callable[[Sequence[Tensor]], Pending]
-"""Starts to sum tensors, in place, over some processes, with the same bits on each of them."""
+from penstock.runtime.gradients.dtensors import is_distributed, local, local_gradient
+from penstock.runtime.transport.protocol import Pending, Reduce, Transport
 
 
 class GradientSum:
     """Sums the gradients of some parameters over all processes that hold them.
 
-    Only the step's own contribution is summed: what earlier steps accumulated is already the same everywhere. There is
-    one buffer per dtype: the gradients, then for each gradient the number of processes that have it. These numbers are
-    read only if this process lacks a gradient, since reading them waits for the device.
-
-    From the second step on, the gradients that the step before had accumulate in the buffer: `.grad` are views of it,
-    and nothing is copied before the sum, nor after it. A gradient that is new, or that someone replaced, is copied into
-    the buffer; a gradient that was not computed is recognized by its view, which was never written to.
+    Only the step's own contribution is summed: what earlier steps accumulated is already the same everywhere.
 
     Args:
         parameters: the same parameters, in the same order, on each process.
         reduce: starts the sum of the buffers.
+        position: the name of the wait for the sum, and the peers that it waits for.
         divisor: divides the sum.
+        bucket_bytes: the size of the buffers, each of which is reduced by itself; None: one buffer per dtype, all
+            reduced together.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], reduce: Reduce, divisor: int = 1) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        reduce: Reduce,
+        position: Position = OUTSIDE,
+        *,
+        divisor: int = 1,
+        bucket_bytes: int | None = None,
+    ) -> None:
         self.parameters = tuple(parameters)
+        self.position = position
         self._reduce = reduce
         self._divisor = divisor
-        self._before: list[Tensor | None] = []
-        self._buffers: list[Tensor] = []
-        self._prepared: dict[torch.dtype, Tensor] = {}
-        self._views: dict[nn.Parameter, Tensor] = {}
-        self._present: dict[torch.dtype, tuple[list[bool], Tensor]] = {}
-        self._pending: Pending | None = None
+        self._bucket_bytes = bucket_bytes
+        self._dtypes: list[torch.dtype] = []
+        self._buffers: list[GradientBuffer] = []
+        self._open = False
+        self._pending: list[Pending] = []
 
-    def set_aside(self) -> None:
-        """Set aside what earlier steps accumulated, until `finish`."""
-        self._before = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        for members in group_by_gradient_dtype(self.parameters).values():
-            self._prepare(members)
+    def begin_step(self, *, set_aside: bool = True) -> None:
+        """Called before a step that sums.
+
+        Args:
+            set_aside: whether `.grad` was already summed, and so is set aside until `end_step`.
+        """
+        self._open = True
+        dtypes = [gradient_dtype(parameter) for parameter in self.parameters]
+        if dtypes != self._dtypes:
+            max_bytes = inf if self._bucket_bytes is None else self._bucket_bytes
+            self._dtypes, self._buffers = dtypes, list(map(GradientBuffer, buckets(self.parameters, max_bytes)))
+        for buffer in self._buffers if set_aside else ():
+            buffer.set_aside()
 
     def start(self) -> None:
-        """Start the sum."""
-        self._buffers = [self._fill_buffer(members) for members in group_by_gradient_dtype(self.parameters).values()]
-        self._pending = self._reduce(self._buffers)
+        """Start the sum, once the gradients are complete. Does nothing in a step that does not sum."""
+        if self._open:
+            together = [self._buffers] if self._bucket_bytes is None else [[buffer] for buffer in self._buffers]
+            self._pending = [self._reduce([buffer.fill() for buffer in buffers]) for buffers in together]
 
-    def finish(self) -> None:
-        """Wait for the sum, if one was started, and add it to what was set aside."""
-        before = dict(zip(self.parameters, self._before or [None] * len(self.parameters), strict=True))
-        if self._pending is not None:
-            self._pending.wait()
-            for parameter, total in self._totals():
-                parameter.grad = _add(before[parameter], total)
-        elif self._before:  # nothing was added
-            for parameter, grad in before.items():
-                parameter.grad = _add(grad, self._step_gradient(parameter))
-        self._before, self._buffers, self._pending = [], [], None
-        self._prepared.clear()
-        self._views.clear()
+    def end_step(self) -> None:
+        """Wait for the sum, if it was started, and add it to what was set aside."""
+        for pending in self._pending:
+            pending.wait()
+        for buffer in self._buffers:
+            buffer.empty(self._divisor, was_summed=bool(self._pending))
+        self._open, self._pending = False, []
 
-    def _prepare(self, members: Sequence[nn.Parameter]) -> None:
-        """Make the buffer of the coming step, in which the gradients that the last one had accumulate."""
-        flags, _ = self._present.get(gradient_dtype(members[0]), ([], None))
-        if len(flags) != len(members):
-            return
-        for parameter, flag, slot in zip(members, flags, _slots(self._new_buffer(members), members), strict=False):
-            if flag and _is_flat(parameter):
-                view = slot.view(parameter.shape).data  # counts its own writes
-                parameter.grad = self._views[parameter] = view
+    def start_copies(self, *, is_first: bool) -> Pending:
+        """Start to copy the first process's parameters to the others: a sum in which the others contribute -0.0."""
+        for parameter in self.parameters if not is_first else ():
+            parameter.data.zero_().neg_()  # 0.0 would change the sign of the first process's -0.0
+        return self._reduce([parameter.data for parameter in self.parameters])
 
-    def _new_buffer(self, members: Sequence[nn.Parameter]) -> Tensor:
-        """Return a buffer of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
-        dtype, size = gradient_dtype(members[0]), sum(_slot_sizes(members)) + len(members)
-        negative_zero = complex(-0.0, -0.0) if dtype.is_complex else -0.0
-        self._prepared[dtype] = torch.full((size,), negative_zero, dtype=dtype, device=members[0].device)
-        return self._prepared[dtype]
 
-    def _step_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of this step."""
-        grad = parameter.grad
-        is_untouched = grad is not None and grad is self._views.get(parameter) and grad._version == 0
-        return None if is_untouched else grad
+class GradientBuffer:
+    """The gradients of parameters in flat memory, all of one dtype, and then for each the number of processes that have
+    it. These numbers are read only if this process lacks a gradient, since reading them waits for the device.
 
-    def _fill_buffer(self, members: Sequence[nn.Parameter]) -> Tensor:
-        for parameter in members:
+    From the second step on, the gradients that the step before had accumulate in the buffer: `.grad` are views of it,
+    and nothing is copied before the sum, nor after it. A gradient that is new, or that someone replaced, is copied into
+    the buffer; a gradient that was not computed is recognized by its view, which was never written to.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._dtype = gradient_dtype(parameters[0])
+        self._before: list[Tensor | None] = []
+        self._views: list[Tensor | None] = [None] * len(parameters)
+        self._present: list[bool] = []
+        self._flags: Tensor | None = None  # `_present`, as numbers on the device
+        self._memory: Tensor | None = None
+
+    def set_aside(self) -> None:
+        """Set aside what earlier steps accumulated, and let gradients that the last step had accumulate in the buffer,
+        which is made here."""
+        self._before = [parameter.grad for parameter in self._parameters]
+        if self._present:
+            *slots, _ = self._slots()
+            self._views = [
+                slot.view(parameter.shape).data if was_present and _is_flat(parameter) else None
+                for parameter, slot, was_present in zip(self._parameters, slots, self._present, strict=True)
+            ]
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def fill(self) -> Tensor:
+        """Return the memory, with the step's gradients in it."""
+        for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ArgumentError(
                     f"a gradient of shape {list(parameter.shape)} is sparse, and several processes hold its parameter; "
                     "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
                 )
-        dtype = gradient_dtype(members[0])
-        flags = self._presence(members, dtype)
-        buffer = self._prepared.get(dtype)
-        if buffer is None:
-            buffer = self._new_buffer(members)
-        *slots, counts = _slots(buffer, members)
-        counts.copy_(flags)
-        for parameter, slot in zip(members, slots, strict=True):
-            if parameter.grad is not self._views.get(parameter):
+        present = [grad is not None for grad in self._step_gradients()]
+        sample = local(self._parameters[0].detach())
+        if self._flags is None or present != self._present or self._flags.device != sample.device:
+            self._present = present
+            self._flags = sample.new_tensor([float(flag) for flag in present], dtype=self._dtype)
+        *slots, counts = self._slots()
+        counts.copy_(self._flags)
+        for parameter, slot, view in zip(self._parameters, slots, self._views, strict=True):
+            if parameter.grad is not view:
                 grad = local_gradient(parameter)
                 slot.copy_(torch.zeros_like(slot) if grad is None else grad.reshape(-1))
-        return buffer
+        assert self._memory is not None
+        return self._memory
 
-    def _presence(self, members: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
-        """Return which gradients are here, as numbers on the device: those of the last step if the same ones are."""
-        present = [self._step_gradient(p) is not None for p in members]
-        cached, sample = self._present.get(dtype), local(members[0].detach())
-        if cached is None or cached[0] != present or cached[1].device != sample.device:
-            cached = self._present[dtype] = (present, sample.new_tensor([float(flag) for flag in present], dtype=dtype))
-        return cached[1]
+    def empty(self, divisor: int, *, was_summed: bool) -> None:
+        """Give each parameter its gradient, added to what was set aside, and forget the memory. Without a sum, that is
+        the step's own gradient."""
+        before = self._before or [None] * len(self._parameters)
+        if was_summed:
+            for parameter, earlier, total in zip(self._parameters, before, self._totals(divisor), strict=True):
+                parameter.grad = _add(earlier, total)
+        elif self._before:
+            for parameter, earlier, grad in zip(self._parameters, before, self._step_gradients(), strict=True):
+                parameter.grad = _add(earlier, grad)
+        self._before, self._views, self._memory = [], [None] * len(self._parameters), None
 
-    def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    def _slots(self) -> list[Tensor]:
+        """Return where each gradient is in the memory, and then the numbers of processes that have them. New memory is
+        of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
+        lengths = [local(parameter.detach()).numel() for parameter in self._parameters]
+        sizes = [*(slot_elements(length, self._dtype) for length in lengths), len(lengths)]
+        if self._memory is None:
+            value, device = complex(-0.0, -0.0) if self._dtype.is_complex else -0.0, self._parameters[0].device
+            self._memory = torch.full((sum(sizes),), value, dtype=self._dtype, device=device)
+        *slots, counts = torch.split(self._memory, sizes)
+        return [*(slot[:length] for slot, length in zip(slots, lengths, strict=True)), counts]
+
+    def _step_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of this step."""
+        grads = [parameter.grad for parameter in self._parameters]
+        untouched = [g is not None and g is v and g._version == 0 for g, v in zip(grads, self._views, strict=True)]
+        return [None if skip else grad for grad, skip in zip(grads, untouched, strict=True)]
+
+    def _totals(self, divisor: int) -> Iterator[Tensor | None]:
         """Yield each parameter's sum; None if no process has a gradient."""
-        for members, buffer in zip(group_by_gradient_dtype(self.parameters).values(), self._buffers, strict=True):
-            *sums, count_slot = _slots(buffer, members)
-            present, _ = self._present[buffer.dtype]
-            counts: Sequence[float] = present if all(present) else count_slot.cpu().tolist()
-            if self._divisor > 1:
-                buffer /= self._divisor
-            for parameter, total, count in zip(members, sums, counts, strict=True):
-                yield parameter, self._gradient_view(parameter, total) if count else None
-
-    def _gradient_view(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
-        view = self._views.get(parameter)
-        return _gradient_in_buffer(total, parameter) if view is None else view
-
-
-def _slot_sizes(members: Sequence[nn.Parameter]) -> list[int]:
-    """Return the number of elements of each gradient in a buffer."""
-    dtype = gradient_dtype(members[0])
-    return [slot_elements(local(parameter.detach()).numel(), dtype) for parameter in members]
-
-
-def _slots(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:
-    """Return where each gradient is in a buffer, and then the numbers of processes that have them."""
-    *slots, counts = torch.split(buffer, [*_slot_sizes(members), len(members)])
-    return [*(slot[: local(p.detach()).numel()] for slot, p in zip(slots, members, strict=True)), counts]
+        *sums, counts_here = self._slots()
+        counts: Sequence[float] = self._present if all(self._present) else counts_here.cpu().tolist()
+        if divisor > 1 and self._memory is not None:
+            self._memory /= divisor
+        for parameter, total, count, view in zip(self._parameters, sums, counts, self._views, strict=True):
+            yield (_gradient_in_buffer(total, parameter) if view is None else view) if count else None
 
 
 def _is_flat(parameter: nn.Parameter) -> bool:
@@ -205,39 +229,13 @@ def tie_groups(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> tup
     )
 
 
-class TieReducer(GradientSum):
-    """One rank's part in the reduction of a group: the sum of its parameters' gradients.
-
-    Args:
-        numbers: the ranks' numbers in messages.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        group: TieGroup,
-        parameters: Sequence[nn.Parameter],
-        transport: Transport,
-        numbers: Sequence[int],
-    ) -> None:
-        super().__init__(parameters, partial(transport.reduce, index, group.ranks))
-        self._is_first = transport.rank == group.ranks[0]
-        peers = tuple(numbers[rank] for rank in group.ranks if rank != transport.rank)
-        self.position = Position(f"REDUCE_GRAD{index}", peers)
-        """The rank's position while it waits for the sum."""
-
-    def start_copies(self) -> None:
-        """Start to copy the first rank's parameters to the others: a sum in which the others contribute zeros."""
-        for parameter in self.parameters:
-            if not self._is_first:
-                parameter.data.zero_()
-        self._pending = self._reduce([parameter.data for parameter in self.parameters])
-
-    def finish_copies(self) -> None:
-        """Wait for the copies."""
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
+def tie_sum(
+    index: int, group: TieGroup, parameters: Sequence[nn.Parameter], transport: Transport, numbers: Sequence[int]
+) -> GradientSum:
+    """Return one rank's part in the reduction of a group. `numbers`: the ranks' numbers in messages."""
+    peers = tuple(numbers[rank] for rank in group.ranks if rank != transport.rank)
+    position = Position(f"REDUCE_GRAD{index}", peers)
+    return GradientSum(parameters, partial(transport.reduce, index, group.ranks), position)
 
 
 class Tied(NamedTuple):
@@ -274,7 +272,8 @@ def find_tied(stages: Sequence[Stage], local_stages: Iterable[Stage], pipelines:
 
 
 def check_no_hooks(tied: Iterable[Tied]) -> None:
-    """Raise PartitionError if one of these parameters has a hook that would see only part of its gradient."""
+    """Raise PartitionError if one of these parameters has a hook that would see only part of its gradient: training
+    scripts clip each gradient so, by `for p in model.parameters(): p.register_hook(lambda g: g.clamp(-1, 1))`."""
     for name, stages, parameter, in_one_backward in tied:
         if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):
             raise PartitionError(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from penstock._base.compat import sums_elements
 from penstock._base.errors import ArgumentError, PenstockError
 from penstock._base.formatting import named, one_line
-from penstock._base.pytree import leaf_tensors
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, target)`, a scalar."""
@@ -67,7 +66,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 
 def explain_missing_target(loss: Loss | None) -> Loss | None:
-    """Wrap the loss with a clear message if it raises because a step has no target, or none of tensors."""
+    """Wrap the loss with a clear message if it raises because a step has no target."""
     if loss is None or not uses_target(loss):
         return loss
 
@@ -75,17 +74,12 @@ def explain_missing_target(loss: Loss | None) -> Loss | None:
         try:
             return loss(output, target)
         except Exception as error:
-            if isinstance(error, PenstockError):
+            if target is not None or isinstance(error, PenstockError):
                 raise
-            if target is None:
-                problem = "target=None, but this rank runs the last stage, and loss_fn(output, None)"
-                remedy = "pass target=... where pipe.needs_targets is true"
-            elif isinstance(error, TypeError) and not leaf_tensors(target):
-                problem = f"target is of type {type(target).__name__}, and loss_fn"
-                remedy = "if it expects a tensor, pass target=torch.from_numpy(target) (a list: torch.as_tensor)"
-            else:
-                raise
-            raise ArgumentError(f"{problem} raised {one_line(error)}; {remedy}") from error
+            raise ArgumentError(
+                f"target=None, but this rank runs the last stage, and loss_fn(output, None) raised {one_line(error)}; "
+                "pass target=... where pipe.needs_targets is true"
+            ) from error
 
     update_wrapper(call, loss, updated=())  # for code that inspects what the loss reads
     return call

@@ -14,7 +14,7 @@ from penstock._base.errors import ArgumentError, is_number
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
-from penstock.runtime.loss.functions import Loss, adds_up, is_torch_loss, may_draw
+from penstock.runtime.loss.functions import Loss, adds_up, is_torch_loss, may_draw, uses_target
 from penstock.runtime.loss.loss_tensors import LossGuard, check_graph
 from penstock.runtime.microbatch_kinds import distinct
 
@@ -59,6 +59,17 @@ def weights(
             "expected non-negative numbers that are not all zero (a batch in which no token counts has no mean)"
         )
     return exact.seeds(raw, total)
+
+
+def check_sums(loss: Loss | None, reduction: Reduction, kwargs: Mapping[str, Any], microbatches: int) -> None:
+    """Raise ArgumentError if losses that add up would be averaged: those of a model that divides by
+    `num_items_in_batch`, as the Trainer of transformers has them."""
+    adds_up = microbatches > 1 and kwargs.get("num_items_in_batch") is not None and not uses_target(loss)
+    if adds_up and reduction != "sum":
+        raise ArgumentError(
+            "num_items_in_batch, but reduction is not 'sum': the losses that a model divides by it add up to the "
+            "batch's; pass reduction='sum' to penstock.pipeline, or no such number if the model ignores it"
+        )
 
 
 def no_loss_error(output: object) -> ArgumentError:
@@ -110,7 +121,7 @@ def check_grad_enabled(call: str) -> None:
 class LossHead:
     """What follows the last stage: the model's output, its loss, and the seed of backward.
 
-    `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
+    `begin_step` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
 
     Args:
         loss: the user's loss; None if the model computes its own.
@@ -139,7 +150,8 @@ class LossHead:
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
-        self._draws = self._draws_foreign = True
+        self._draws = may_draw(loss)
+        self._draws_foreign = self._draws and not is_torch_loss(loss)
         last_stages = [stage for partition in variants for stage in partition.stages[-1:]]
         last_ids = {id(t) for stage in last_stages for t in (*stage.parameters.values(), *stage.buffers.values())}
         elsewhere = {id(tensor): name for partition in variants for name, tensor in partition.elsewhere.items()}
@@ -156,7 +168,7 @@ class LossHead:
         """The parts that `terms` and `totals` have."""
         self.outputs: list[Any] = []
 
-    def start(
+    def begin_step(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
     ) -> None:
         """Begin a step. Without targets (in evaluation) only a model that computes its own loss has one.
@@ -164,8 +176,6 @@ class LossHead:
         All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
         self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
-        self._draws = may_draw(self._loss)
-        self._draws_foreign = self._draws and not is_torch_loss(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
         self.parts = [{} for _ in weights]
@@ -240,7 +250,7 @@ class LossHead:
         """Whether a microbatch's loss counts in the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
-    def terms(self, microbatches: range) -> Sequence[Tensor | None]:
+    def terms(self, microbatches: Sequence[int]) -> Sequence[Tensor | None]:
         """Return what some microbatches add to the batch's loss, in order, each followed by what it adds to the parts;
         None for a loss that is elsewhere."""
         if not self.losses:

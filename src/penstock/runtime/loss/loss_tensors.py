@@ -125,7 +125,8 @@ def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator
 
 
 class LossGuard(TorchFunctionMode):
-    """Wraps the loss function: raises ArgumentError if it reads a tensor that is not on the last stage.
+    """Wraps the loss function: raises ArgumentError if it reads a tensor that is not on the last stage, as the L1
+    penalty of many published training scripts does (`sum(p.abs().sum() for p in model.parameters())`).
 
     Args:
         elsewhere: `id` -> name of the model's parameters and updated buffers that are not on the last stage.

@@ -213,7 +213,8 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, T
 
 
 def check_no_overlaps(stages: Sequence[Stage], location: Callable[[int], Hashable]) -> None:
-    """Raise ArgumentError if two parameters overlap, one is trained, and they are in different processes.
+    """Raise ArgumentError if two parameters overlap, one is trained, and they are in different processes: language
+    models tie so by `head.weight.data = embedding.weight.data`.
 
     A parameter with two names is a tie, and is kept equal. Parameters next to each other in one allocation share
     nothing, nor do columns of one matrix.

@@ -87,7 +87,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _fills_randomly(func: Any) -> bool:
-    """Whether a function fills its tensor with random numbers."""
+    """Whether a function fills its tensor with random numbers, as PyTorch's DCGAN example does once the model is
+    wrapped: `netG.apply(weights_init)`."""
     name = getattr(func, "__name__", "")
     if getattr(func, "__module__", "") == "torch.nn.init":
         return name not in ("constant_", "ones_", "zeros_", "eye_", "dirac_")

@@ -18,10 +18,11 @@ from penstock._base.stages import ties
 from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.names import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
-from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.program import BoundSchedule
 from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
-from penstock.runtime.gradients.distribution import Sharded, check_sharding
+from penstock.runtime.gradients.sharding import ShardedStage, check_sharding
 from penstock.runtime.gradients.sums import tie_groups
 from penstock.runtime.loss.loss_tensors import PREFIXES, add_loss_tensors, collect_tensors, is_trained, notes
 from penstock.runtime.microbatch_kinds import merge_stages, with_copies
@@ -128,6 +129,16 @@ class SplitModel:
                 del cache[next(iter(cache))]
         return placed
 
+    def look(self) -> tuple[Any, ...]:
+        """Look at the model before a step: return its `signature`.
+
+        Raises:
+            ArgumentError: it no longer holds the parameters that the pipeline was made with.
+        """
+        if self._frames is None:  # sharding replaces the parameters
+            self._originals.check_unchanged()
+        return self.signature()
+
     def signature(self) -> tuple[Any, ...]:
         """Return what a recording depends on besides its inputs: each module's mode, which parameters are trained,
         autocast, and the plain attributes of modules whose forwards were recorded call by call."""
@@ -139,11 +150,6 @@ class SplitModel:
             tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
-
-    def check_unchanged(self) -> None:
-        """Raise ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
-        if self._frames is None:  # sharding replaces the parameters
-            self._originals.check_unchanged()
 
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
@@ -203,7 +209,7 @@ class SplitModel:
         return self._partitioner.names()
 
     @property
-    def sharded(self) -> Mapping[int, Sharded]:
+    def sharded(self) -> Mapping[int, ShardedStage]:
         """The stages of this process that `fully_shard` was applied to."""
         return {} if self._frames is None else self._frames.sharded
 
@@ -283,6 +289,7 @@ class SplitModel:
                     )
 
     def _warn_about_new_parameters(self, partition: Partition) -> None:
+        """Warn of parameters that the example did not need, as with layer drop (51 files of transformers)."""
         used = {name: p for stage in partition.stages for name, p in stage.parameters.items()}
         known_names = self._known_parameters
         new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known_names]
@@ -366,7 +373,8 @@ _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 def _check_same_parameters(used: Sequence[Stage], first_stages: Sequence[Stage]) -> None:
-    """Raise PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not."""
+    """Raise PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not, as
+    with layer drop."""
     for merged, stage in zip(used, first_stages, strict=True):
         for name in merged.parameters:
             if name not in stage.parameters:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
-from penstock.runtime.gradients.distribution import copy_into
+from penstock.runtime.gradients.dtensors import copy_into
 from penstock.runtime.model.split_model import SplitModel
 
 

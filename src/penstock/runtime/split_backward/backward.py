@@ -29,8 +29,8 @@ from penstock._base.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Keeper
-from penstock.runtime.gradients.distribution import is_distributed
-from penstock.runtime.split_backward.weight_gradients import Product, Term, evaluate, sum_terms
+from penstock.runtime.gradients.dtensors import is_distributed
+from penstock.runtime.split_backward.weight_gradients import MatrixProduct, Term, evaluate, sum_terms
 from penstock.runtime.split_backward.weight_uses import DeferredGrads, WeightUses, get_base
 
 
@@ -195,7 +195,7 @@ class SplitBackward:
 
 def _adds_in_place(weight: Tensor, term: Term) -> bool:
     """Add a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
-    if exact.computes_apart(weight.device) or not isinstance(term, Product) or _needs_autograd(weight):
+    if exact.computes_apart(weight.device) or not isinstance(term, MatrixProduct) or _needs_autograd(weight):
         return False
     grad = weight.grad
     if grad is None or grad.dtype != term.first.dtype:

@@ -87,7 +87,7 @@ class Source(NamedTuple):
     number: int
 
 
-class Product(NamedTuple):
+class TappedCall(NamedTuple):
     """A tapped product.
 
     Attributes:
@@ -122,7 +122,7 @@ class TappedCode:
     """
 
     compiled: Callable[..., Any]
-    products: tuple[Product, ...]
+    products: tuple[TappedCall, ...]
     weights: tuple[int, ...]
     taps: tuple[Tap, ...]
     results: int
@@ -336,7 +336,7 @@ class _Tapping:
         self._extras: list[fx.Node] = []
         self._tapped: dict[fx.Node, fx.Node] = {}
 
-    def tap(self, node: fx.Node, product: _Candidate) -> Product:
+    def tap(self, node: fx.Node, product: _Candidate) -> TappedCall:
         """Tap a product."""
         result: Tensor = node.meta["example_value"]
         result_source, result_tap = self._new(result.shape, result)
@@ -354,11 +354,11 @@ class _Tapping:
         with self._graph.inserting_after(node):
             self._tapped[node] = self._graph.call_function(tapped, (node, *taps))
         weights = tuple(self._indices[weight] for weight in product.weights)
-        return Product(
+        return TappedCall(
             product.plan.gradients, weights, result_source.number, tuple(sources), product.plan.input.is_contiguous()
         )
 
-    def end(self, products: Sequence[Product]) -> tuple[tuple[int, ...], int]:
+    def end(self, products: Sequence[TappedCall]) -> tuple[tuple[int, ...], int]:
         """Put what is tapped in place, take the weights' graph from the examples, and let the graph return integers.
 
         Returns the places of the weights, and the number of results that the graph had before.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock._base.gradients import gradient_dtype
 from penstock.runtime.exact import rules as exact
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Schedule
 
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
 _GROUPED_MM = frozenset({"GroupedMmBackward0"})
@@ -23,7 +23,7 @@ _CONVOLUTION = frozenset({"ConvolutionBackward0"})
 _EMBEDDING = frozenset({"EmbeddingBackward0"})
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A matrix product, not yet computed; `transposed`: its transpose is meant."""
 
     first: Tensor
@@ -40,19 +40,18 @@ class Product(NamedTuple):
         (total.t() if self.transposed else total).addmm_(self.first, self.second)
 
 
-Term = Tensor | Product
+Term = Tensor | MatrixProduct
 """A term of a weight's gradient."""
 
 
 def evaluate(term: Term) -> Tensor:
     """Return a term's value."""
-    return term.value() if isinstance(term, Product) else term
+    return term.value() if isinstance(term, MatrixProduct) else term
 
 
 def adds_in_place(devices: Iterable[torch.device], schedule: Schedule) -> bool:
     """Whether W adds a product to `.grad` without rounding it first, on one of these devices."""
-    splits = any(action.op is Op.W for row in schedule.rows for action in row)
-    return splits and not all(map(exact.computes_apart, devices))
+    return schedule.splits and not all(map(exact.computes_apart, devices))
 
 
 def notes(devices: Iterable[torch.device], schedule: Schedule) -> tuple[str, ...]:
@@ -95,7 +94,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options:
     def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
         first = _rows(x)
         grad = _rows_of_gradient(grad, first)
-        return (Product(grad.t(), first) if by_rows else Product(first.t(), grad, transposed=True),)
+        return (MatrixProduct(grad.t(), first) if by_rows else MatrixProduct(first.t(), grad, transposed=True),)
 
     return DeferredCall(input, (input,), (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
@@ -286,10 +285,12 @@ def _rows_of_gradient(grad: Tensor, first: Tensor) -> Tensor:
     return grad if grad.dim() == 2 else grad.reshape(len(first), grad.shape[-1])
 
 
-def _second_matrix_gradient(grad: Tensor, first: Tensor, second: Tensor) -> Product:
+def _second_matrix_gradient(grad: Tensor, first: Tensor, second: Tensor) -> MatrixProduct:
     """Return the gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
     grad = _rows_of_gradient(grad, first)
-    return Product(grad.t(), first, transposed=True) if _is_column_major(second) else Product(first.t(), grad)
+    if _is_column_major(second):
+        return MatrixProduct(grad.t(), first, transposed=True)
+    return MatrixProduct(first.t(), grad)
 
 
 def _is_column_major(matrix: Tensor) -> bool:

@@ -181,29 +181,34 @@ class WeightUses(AbstractContextManager[None]):
         plan = planner(*args, **kwargs) if planner is not None else None
         if planner is None or plan is None or not self._is_recorded():
             return self._watch_views(func(*args, **kwargs))
-        lowers = _is_lowered(func, plan)
+        if self._noted is not None:
+            return self._note(func, plan, args, kwargs, self._noted)
         if self._waiting is not None and all(map(self.waits, plan.weights)):
-            deferred = self._lowered_once(func, plan, args, kwargs) if lowers else plan
+            deferred = self._lowered_once(func, plan, args, kwargs) if _is_lowered(func, plan) else plan
             result = None if deferred is None else self._put_off(deferred, self._waiting)
             if result is not None:
                 return result
-        result = func(*args, **kwargs)
-        if self._noted is not None and (node := _find_node(result, plan)) is not None:
-            if lowers and not self._notes_casts(func, plan, args, kwargs, result, node):
-                return result
-            self._noted.append(plan.weights)
-            node.register_prehook(self.note_backward)
-        return result
+        return func(*args, **kwargs)
 
-    def _notes_casts(
-        self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any], result: Tensor, node: Node
-    ) -> bool:
-        """Whether autocast cast the call's weights as `lower_call` does, and no other use can share their casts."""
-        if result.dtype != torch.get_autocast_dtype(result.device.type):
-            return False
-        self._lowered.add(func)
-        self._casts |= set(_casts_below(node))
-        return self._lowered_once(func, plan, args, kwargs) is not None
+    def _note(
+        self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any], noted: list[tuple[Tensor, ...]]
+    ) -> Any:
+        """Run a call of an ordinary forward, and note it if its weight gradients could wait: if autocast casts its
+        weights, only as `lower_call` does, in casts that no other use can share."""
+        result = func(*args, **kwargs)
+        node = _find_node(result, plan)
+        if node is None:
+            return result
+        if _is_lowered(func, plan):
+            if result.dtype != torch.get_autocast_dtype(result.device.type):
+                return result
+            self._lowered.add(func)
+            self._casts |= set(_casts_below(node))
+            if self._lowered_once(func, plan, args, kwargs) is None:
+                return result
+        noted.append(plan.weights)
+        node.register_prehook(self.note_backward)
+        return result
 
     def _lowered_once(self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
         """Return the call as autocast runs it, if it ran such calls that way in the noted forward.

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -20,20 +19,19 @@ from penstock._base.compat import gradient_edge
 from penstock._base.errors import ArgumentError, ShapeError, warn
 from penstock._base.pytree import flatten
 from penstock.partition.state.block_state import refuse_samples
-from penstock.runtime.batch.microbatches import CutBatch, input_signature
+from penstock.runtime.batch.cut import CutBatch, input_signature
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.execute.engine import BoundSchedule, Engine
-from penstock.runtime.execute.program import model_inputs
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.program import BatchKind, BoundSchedule
 from penstock.runtime.features.compiled import Compile, effective_compile, schedule_arguments
 from penstock.runtime.features.deferred_norm import DeferredNorms, check_deferrable
 from penstock.runtime.features.feature import Binding
 from penstock.runtime.front_end import Partition
 from penstock.runtime.microbatch_kinds import MicrobatchKinds, distinct
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.step.results import describe_outputs
 from penstock.schedule import Schedule, truncate_microbatches
-from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
+from penstock.schedule.lowering import GatherPlan, lower_evaluation, lower_training
 
 CACHED_SCHEDULES = 32
 """How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
@@ -41,34 +39,41 @@ CACHED_SCHEDULES = 32
 _NEW = -1
 
 
+OutputsOption = bool | int | Literal["all"]
+"""Who gets a step's outputs: True, the rank of the last stage; "all" ranks; or the rank with that number."""
+
+_IN_PLACE, _ALL, _FIRST_RANK = range(3)
+_OUTPUTS = {_IN_PLACE: "True or False", _ALL: "'all'"}
+
+
 class Call(NamedTuple):
-    """What all ranks must agree on in a step. Numbers only, since it is sent."""
+    """What all ranks must agree on in a step. Numbers only, since it is sent.
+
+    Attributes:
+        outputs: who gets the outputs: 0 where they stay in place, with True and with False; 1: all ranks; 2: rank 0,
+            and so on.
+    """
 
     training: bool
     outputs: int
     timeline: bool
 
+    @classmethod
+    def of(cls, training: bool, outputs: OutputsOption, timeline: bool, ranks: int) -> Call:
+        """Return the call for a user's arguments. Raise ArgumentError if `outputs` is none of the choices."""
+        if isinstance(outputs, bool):
+            return cls(training, _IN_PLACE, timeline)
+        if outputs == "all":
+            return cls(training, _ALL, timeline)
+        if isinstance(outputs, int) and 0 <= outputs < ranks:
+            return cls(training, _FIRST_RANK + outputs, timeline)
+        raise ArgumentError(f"outputs={outputs!r}: expected True, False, 'all' or a rank from 0 to {ranks - 1}")
 
-@dataclass(frozen=True, slots=True)
-class CachedSchedule:
-    """A bound schedule, and what it was made for.
-
-    Attributes:
-        sizes: the rows of each microbatch.
-        mode: whether it is for training, and what a recording depends on besides inputs.
-        signature: the input signature; None if this process does not look at inputs, or not at the announced ones.
-        plain_values: the plain values of the batch, whose identity may be part of its signature.
-        positions: those of the model's inputs among the first stage's, for each microbatch.
-        overwritten: the paths of the inputs that some microbatch's forward updates in place.
-    """
-
-    bound: BoundSchedule
-    sizes: tuple[int, ...]
-    mode: tuple[Any, ...]
-    signature: Hashable
-    plain_values: Sequence[Any]
-    positions: Sequence[Sequence[int]]
-    overwritten: Set[str]
+    def output_ranks(self, ranks: int) -> range | None:
+        """Return the ranks that get the outputs; None if these stay in place."""
+        if self.outputs == _IN_PLACE:
+            return None
+        return range(ranks) if self.outputs == _ALL else range(self.outputs - _FIRST_RANK, self.outputs - _ALL)
 
 
 class BoundSchedules:
@@ -89,71 +94,70 @@ class BoundSchedules:
         order: Schedule,
         binding: Callable[..., Binding],
         compile: Compile,
-        sharded: Sharded,
+        sharded: GatherPlan,
         norms: DeferredNorms | None,
     ) -> None:
-        self._engine, self._split, self._order = engine, split, order
-        self._binding, self._compile, self._sharded, self._norms = binding, compile, sharded, norms
+        self.engine, self.model_parts, self.order = engine, split, order
+        self._binding, self._compile, self._sharded, self.norms = binding, compile, sharded, norms
         self._source = order.placement.rank_of[0]  # the first stage's rank announces
         self._announcer = engine.world.numbers[self._source]
         self._announces = self._source in engine.ranks
-        self._cached: OrderedDict[int, CachedSchedule] = OrderedDict()
+        self._bound: OrderedDict[int, BoundSchedule] = OrderedDict()
         self._digest: tuple[Hashable, int] = (None, 0)
 
     def __iter__(self) -> Iterator[BoundSchedule]:
         """Iterate over the bound schedules, the most recently used one last."""
-        return iter([cached.bound for cached in self._cached.values()])
+        return iter([*self._bound.values()])
 
-    def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> CachedSchedule:
+    def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> BoundSchedule:
         """Record microbatches, and bind a schedule to them. `cut` is None on ranks that do not look at inputs."""
-        partitions = self._split.partitions(training=training, outline=outline)
+        partitions = self.model_parts.partitions(training=training, outline=outline)
         stages = [stage for partition in distinct(partitions) for stage in partition.stages]
         refuse_samples([memory for stage in stages for memory in stage.remembered], outline.sizes)
         recorded = [input_signature(flatten(example)) for example in outline.examples]
         as_announced = self._announces or cut is None or [input_signature(piece) for piece in cut.pieces] == recorded
         leaves = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
-        cached = CachedSchedule(
-            bound=self._bind(partitions, training),
+        kind = BatchKind(
             sizes=outline.sizes,
-            mode=(training, *self._split.signature()),
+            mode=(training, *self.model_parts.signature()),
             signature=cut.signature if cut is not None and as_announced else None,
             plain_values=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
-            positions=[model_inputs(partition.stages[0].meta) for partition in partitions],
-            overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),
         )
-        self._cached[cached.bound.number] = cached
-        if len(self._cached) > CACHED_SCHEDULES:
-            evaluations = (n for n, entry in self._cached.items() if not entry.bound.training and entry is not cached)
-            evicted = self._cached.pop(next(evaluations, next(iter(self._cached))))
-            self._engine.release(evicted.bound)
-            if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
+        added = self._bind(partitions, kind, training)
+        self._bound[added.number] = added
+        if len(self._bound) > CACHED_SCHEDULES:
+            evaluations = (n for n, bound in self._bound.items() if not bound.training and bound is not added)
+            evicted = self._bound.pop(next(evaluations, next(iter(self._bound))))
+            for transport in self.engine.transports.values():
+                transport.release(evicted.number)  # all ranks, between the same two steps
+            if added.number == CACHED_SCHEDULES:  # numbers start at 0
                 warn(_TOO_MANY)
-        return cached
+        return added
 
-    def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
-        order, split = truncate_microbatches(self._order, len(partitions)), self._split
-        kinds, norms = MicrobatchKinds.from_partitions(partitions).metas, self._norms if training else None
-        reference = self._order if self._engine.world.data_parallel > 1 else None
-        with self._engine.agreed_at_first():
+    def _bind(self, partitions: Sequence[Partition], kind: BatchKind, training: bool) -> BoundSchedule:
+        order, split = truncate_microbatches(self.order, len(partitions)), self.model_parts
+        kinds = MicrobatchKinds.from_partitions(partitions).metas
+        reference = self.order if self.engine.world.data_parallel > 1 else None
+        with self.engine.agreed_at_first():
             if training:
                 ties = [group.stages for group in split.tie_groups]
                 order = lower_training(order, kinds, ties, self._sharded, reference)
             else:
                 order = lower_evaluation(order, kinds, self._sharded, reference)
-            if norms is not None:
+            if training and self.norms is not None:
                 check_deferrable(partitions, split.model)
             compile = effective_compile(self._compile, split.model, partitions[0].stages)
             binding = self._binding(
                 partitions,
                 order,
                 training=training,
-                norms=norms,
+                norms=self.norms if training else None,
                 sharded=split.sharded,
-                compile=schedule_arguments(compile, self._order),
+                compile=schedule_arguments(compile, self.order),
             )
-        return self._engine.bind(binding)
+        return self.engine.bind(binding, kind)
 
-    def next(self, cut: CutBatch | None, call: Call) -> CachedSchedule:
+    def next(self, cut: CutBatch | None, call: Call) -> BoundSchedule:
         """Return the bound schedule for this step.
 
         Args:
@@ -163,76 +167,70 @@ class BoundSchedules:
             ArgumentError: this rank asks for something other than the announcing rank.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
-        self._split.check_unchanged()
-        signature = self._split.signature()
+        signature = self.model_parts.look()
         mode = (call.training, *signature)
         match = self._find(cut, mode) if cut is not None and self._announces else None
-        number = self._announce(_NEW if match is None else match.bound.number, call, signature[:-1])
+        number = self._announce(_NEW if match is None else match.number, call, signature[:-1])
         if number == _NEW:
             local_outline = Outline.of(cut) if cut is not None and self._announces else None
-            outline = self._engine.control.share(local_outline, self._source)
+            outline = self.engine.control.share(local_outline, self._source)
             assert outline is not None
             return self.add(cut, outline, training=call.training)
-        cached = self._cached[number]
-        if cached.mode != mode:
+        bound = self._bound[number]
+        if bound.kind.mode != mode:
             raise ArgumentError(
                 "a plain attribute of the model has changed on this rank, but not on the one that has the inputs; "
                 "change it on every rank alike"
             )
-        self._cached.move_to_end(number)
-        return cached
+        self._bound.move_to_end(number)
+        return bound
 
-    def settings(self) -> int:
-        """Return a number that stands for this process's modes, requires_grad flags and autocast."""
-        return self._compute_digest(self._split.signature()[:-1])
-
-    def inputs(self, cached: CachedSchedule, cut: CutBatch) -> list[list[Tensor]]:
+    def inputs(self, bound: BoundSchedule, cut: CutBatch) -> list[list[Tensor]]:
         """Return the tensors that the first stage receives for each microbatch, in its order.
 
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
         """
         is_same_batch = self._announces or (
-            (cut.sizes, cut.signature) == (cached.sizes, cached.signature) and _reads_same_values(cached.bound, cut)
+            (cut.sizes, cut.signature) == (bound.kind.sizes, bound.kind.signature) and _reads_same_values(bound, cut)
         )
         if not is_same_batch:
             raise ShapeError(
-                f"rank {self._engine.world.number} got another batch than rank {self._announcer}: microbatches of "
-                f"{list(cut.sizes)} rows, there of {list(cached.sizes)}, or other shapes, dtypes, plain values, or "
+                f"rank {self.engine.world.number} got another batch than rank {self._announcer}: microbatches of "
+                f"{list(cut.sizes)} rows, there of {list(bound.kind.sizes)}, or other shapes, dtypes, plain values, or "
                 "values that the forward branches on; give both the same batch"
             )
-        pairs = zip(cached.bound.partitions, cut.pieces, strict=True)
+        pairs = zip(bound.partitions, cut.pieces, strict=True)
         return [partition.arrange(piece.leaves) for partition, piece in pairs]
 
-    def backward_to_batch(self, cached: CachedSchedule, cut: CutBatch | None) -> None:
+    def backward_to_batch(self, bound: BoundSchedule, cut: CutBatch | None) -> None:
         """Give the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
-        stages = [stage for program in cached.bound.programs for stage in program.stages.values()]
-        gradients = dict(ChainMap(*(stage.batch_gradients for stage in stages)))
-        first_metas = (partition.stages[0].meta for partition in cached.bound.partitions)
-        has_copies = cached.bound.schedule.placement.pipelines > 1
+        gradients = dict(ChainMap(*(stage.batch_gradients for stage in bound.stages)))
+        first_metas = (partition.stages[0].meta for partition in bound.partitions)
+        has_copies = bound.schedule.placement.pipelines > 1
         if has_copies and any(value.meta.requires_grad for meta in first_metas for value in meta.inputs):
             # Each first stage has those of some microbatches.
-            gradients = dict(ChainMap(*self._engine.control.gather_pipeline(gradients)))
+            gradients = dict(ChainMap(*self.engine.control.gather_pipeline(gradients)))
         if cut is None or not gradients:
             return
-        numbered = enumerate(zip(cached.positions, self.inputs(cached, cut), strict=True))
+        numbered = enumerate(zip(bound.positions, self.inputs(bound, cut), strict=True))
         tensors = {
             (k, position): x for k, (positions, xs) in numbered for position, x in zip(positions, xs, strict=True)
         }
         edges = [gradient_edge(tensors[key]) for key in gradients]
         exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in gradients.items()])
 
-    def _find(self, cut: CutBatch, mode: Hashable) -> CachedSchedule | None:
-        for cached in reversed(self._cached.values()):
-            key = cached.sizes, cached.signature, cached.mode
-            if key == (cut.sizes, cut.signature, mode) and _reads_same_values(cached.bound, cut):
-                return cached
+    def _find(self, cut: CutBatch, mode: Hashable) -> BoundSchedule | None:
+        for bound in reversed(self._bound.values()):
+            key = bound.kind.sizes, bound.kind.signature, bound.kind.mode
+            if key == (cut.sizes, cut.signature, mode) and _reads_same_values(bound, cut):
+                return bound
         return None
 
     def _announce(self, number: int, call: Call, settings: Hashable) -> int:
         """Return the announced number. Raise ArgumentError unless this rank asks for the same."""
-        local_numbers = [*map(int, call), self._compute_digest(settings)]
-        number, *announced = self._engine.announce([number, *local_numbers], self._source)
+        local_numbers = [*map(int, call), self.compute_digest(settings)]
+        number, *announced = self.engine.announce([number, *local_numbers], self._source)
         if announced == local_numbers:
             return number
         differing = next(
@@ -240,12 +238,12 @@ class BoundSchedules:
         )
         theirs, ours = (_DESCRIPTIONS[differing](values[differing]) for values in (announced, local_numbers))
         raise ArgumentError(
-            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.number}) {ours}; every rank must "
+            f"rank {self._announcer} runs {theirs}, this rank ({self.engine.world.number}) {ours}; every rank must "
             "make the same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and "
             "autocast alike"
         )
 
-    def _compute_digest(self, settings: Hashable) -> int:
+    def compute_digest(self, settings: Hashable) -> int:
         """Return a number for the settings that all processes must share, small enough for exact sums in float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
@@ -261,7 +259,7 @@ def _reads_same_values(bound: BoundSchedule, cut: CutBatch) -> bool:
 
 _DESCRIPTIONS: tuple[Callable[[int], str], ...] = (
     lambda training: "a training step" if training else "an evaluation",
-    lambda outputs: f"with {describe_outputs(outputs)}",
+    lambda outputs: f"with outputs={_OUTPUTS.get(outputs, outputs - _FIRST_RANK)}",
     lambda timeline: "with a timeline" if timeline else "without a timeline",
     lambda _: "with different modes, requires_grad flags or autocast",
 )

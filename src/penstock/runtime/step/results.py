@@ -1,4 +1,4 @@
-"""What ranks receive of a step: the outputs if requested, the batch's loss, and the timeline.
+"""What a step gives back, and what ranks get for that: the outputs if requested, the batch's loss, and the timeline.
 
 The loss goes to every rank: a step starts that, and only those who read the loss wait for it. On the CPU it is there at
 the end of a step, and travels as other small values do. A device computes it later, so it travels once it has been
@@ -11,9 +11,9 @@ pickled took longer than noting the times, and a tensor takes longer than an arr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,98 +21,56 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError
 from penstock._base.process import cores
-from penstock._base.pytree import map_tensors
-from penstock.runtime.exact import rules as exact
+from penstock._base.pytree import Leaf, flatten, map_tensors, unflatten
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arrival
-from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.program import BoundSchedule
+from penstock.runtime.transport.agreement import from_bytes, to_bytes
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 
-OutputsOption = bool | int | Literal["all"]
-"""Who gets a step's outputs: True, the rank of the last stage; "all" ranks; or the rank with that number."""
-
-_ALL = 1
-
-
-def encode_outputs(outputs: OutputsOption, ranks: int) -> int:
-    """Encode the choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in
-    place.
-
-    Raises:
-        ArgumentError: this is not a valid choice.
-    """
-    if isinstance(outputs, bool):
-        return 0
-    if outputs == "all":
-        return _ALL
-    if isinstance(outputs, int) and 0 <= outputs < ranks:
-        return _ALL + 1 + outputs
-    raise ArgumentError(f"outputs={outputs!r}: expected True, False, 'all' or a rank from 0 to {ranks - 1}")
-
-
-def describe_outputs(code: int) -> str:
-    """Return the argument that a code stands for."""
-    return {0: "outputs=True or False", _ALL: "outputs='all'"}.get(code, f"outputs={code - _ALL - 1}")
-
 
 def collect_outputs(
-    engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, code: int
+    engine: Engine, owners: Sequence[int], outputs: Sequence[Any] | None, targets: range
 ) -> tuple[Any, ...] | None:
     """Bring each microbatch's output, in order, to the ranks that requested it; return None on the others.
 
     Every rank calls it.
 
     Args:
+        owners: the rank that has each microbatch's output.
         outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
-        code: the choice, from `encode_outputs`; not 0.
+        targets: the ranks that requested them.
     """
     local_rank = engine.world.rank
     if local_rank is None:
         return None if outputs is None else tuple(outputs)
-    targets = range(engine.world.ranks) if code == _ALL else range(code - _ALL - 1, code - _ALL)
-    owners = _output_ranks(schedule)
-    local_outputs = {} if outputs is None else {k: outputs[k] for k, owner in owners.items() if owner == local_rank}
+    local_outputs = {} if outputs is None else {k: outputs[k] for k, owner in enumerate(owners) if owner == local_rank}
     collected = dict(local_outputs)
-    for k, owner in owners.items():
+    for k, owner in enumerate(owners):
         if local_rank == owner and any(rank != owner for rank in targets):
-            engine.control.transfer(_pack_output(local_outputs[k]), owner, targets)
+            engine.control.transfer(map_tensors(_Packed.of, local_outputs[k]), owner, targets)
         elif local_rank in targets and local_rank != owner:
-            packed, layouts = engine.control.transfer(_EMPTY, owner, targets)
-            collected[k] = map_tensors(partial(_unpack_tensor, iter(layouts), engine.devices[engine.ranks[0]]), packed)
-    return tuple(collected[k] for k in owners) if local_rank in targets else None
+            packed, device = flatten(engine.control.transfer(None, owner, targets)), engine.devices[engine.ranks[0]]
+            leaves = [from_bytes(x.data, x.layout, device) if isinstance(x, _Packed) else x for x in packed.leaves]
+            collected[k] = unflatten(leaves, packed.structure)
+    return tuple(collected[k] for k in range(len(owners))) if local_rank in targets else None
 
 
-def _output_ranks(schedule: Schedule) -> dict[int, int]:
-    """Return the rank that has each microbatch's output, ascending by microbatch."""
-    placement = schedule.placement
-    last_stages = [stage for stage in range(placement.stages) if placement.is_last(stage)]
-    owners = {k: placement.rank_of[stage] for stage in last_stages for k in schedule.numbers_on(stage)}
-    return dict(sorted(owners.items()))
+@dataclass(frozen=True, slots=True)
+class _Packed(Leaf):
+    """A tensor as its bytes on the host: not every dtype can be pickled, and a slice would travel with the memory
+    between its elements."""
 
+    data: bytes
+    layout: Layout
 
-_Packed = tuple[Any, list[Layout]]
-_EMPTY: _Packed = None, []
-
-
-def _pack_output(output: Any) -> _Packed:
-    """Return an output with its tensors as bytes on the host, and their layouts in order: not every dtype can be
-    pickled, and a slice would travel with the memory between its elements."""
-    layouts = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        layouts.append(Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
-        return exact.pack(tensor).cpu().view(torch.uint8).clone()
-
-    return map_tensors(pack, output), layouts
-
-
-def _unpack_tensor(layouts: Iterator[Layout], device: torch.device, data: Tensor) -> Tensor:
-    buffer = exact.allocate(next(layouts), device)
-    buffer.flat.view(torch.uint8).copy_(data)
-    return exact.unpack(buffer)
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Packed:
+        return cls(to_bytes(tensor), Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -238,16 +196,16 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, broad
         microbatches: of each replica.
         broadcast: whether every rank is to have the loss; otherwise it stays where it was computed.
     """
-    world, control, schedule, head = engine.world, engine.control, bound.schedule, bound.head
-    last_stages = [stage for stage in range(schedule.placement.stages) if schedule.placement.is_last(stage)]
-    microbatches_on = {schedule.placement.rank_of[stage]: schedule.numbers_on(stage) for stage in last_stages}
+    world, control, head = engine.world, engine.control, bound.head
+    owners = bound.last_ranks
+    microbatches_on = {rank: [k for k, owner in enumerate(owners) if owner == rank] for rank in dict.fromkeys(owners)}
     replicas, terms_per_loss = world.data_parallel if broadcast else 1, 1 + len(head.names)
     terms: list[Tensor | None] = [None] * terms_per_loss
     lengths = [terms_per_loss]
     if replicas > 1:  # each microbatch has its own place in a sum over all processes
         terms *= microbatches * replicas
         for owned in (owned for rank, owned in microbatches_on.items() if rank in engine.ranks and world.tp_rank == 0):
-            start = (world.replica * microbatches + owned.start) * terms_per_loss
+            start = (world.replica * microbatches + owned[0]) * terms_per_loss
             terms[start : start + len(owned) * terms_per_loss] = head.terms(owned)
     elif len(microbatches_on) > 1 and not world.is_local:
         terms = [term for owned in microbatches_on.values() for term in head.terms(owned)]
@@ -282,3 +240,64 @@ def share_timeline(
     crowded = on_cpu and local_ranks * torch.get_num_threads() > cores()
     gathered = engine.control.gather_pipeline(np.array(times[engine.ranks[0]], dtype=np.int64), "the timeline")
     return Timeline.from_rows(schedule.rows, [rank_times.tolist() for rank_times in gathered], crowded=crowded)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepResult:
+    """What one `step` or `evaluate` gives back. Printing it shows the loss only if that takes no waiting.
+
+    Attributes:
+        losses: each microbatch's own loss, unweighted, in order of microbatch; empty except on the last stage's rank.
+        timeline: what every rank did when, if it was asked for.
+        sizes: the rows of each microbatch; on every rank.
+    """
+
+    losses: tuple[Tensor, ...] = ()
+    timeline: Timeline | None = None
+    sizes: tuple[int, ...] = ()
+    _loss: SharedLoss | None = field(default=None, repr=False)
+    _outputs: tuple[Any, ...] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        loss_text = "under way" if self._loss is not None and not self._loss.is_ready else "none here"
+        if self._loss is not None and self._loss.is_ready and (loss := self._loss.read()) is not None:
+            loss_text = f"{float(loss):.6g}"
+        return f"{type(self).__name__}(loss={loss_text}, sizes={self.sizes})"
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the whole batch: a scalar on the CPU, the same on every rank.
+
+        Raises:
+            ArgumentError: there is none here (no loss was computed, or `broadcast_loss=False` on another rank).
+        """
+        loss = None if self._loss is None else self._loss.read()
+        if loss is None:
+            raise ArgumentError(
+                "result.loss: there is no loss on this rank; pass loss_fn=..., and keep broadcast_loss=True"
+            )
+        return loss
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """What else the loss function returned, by name, or the scalars in the output of a model that computes its own
+        loss: averaged like the loss, and where that is. See docs/guides/batches.md.
+        """
+        return {} if self._loss is None else self._loss.read_parts()
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The model's output for each microbatch, in order; on the rank of the last stage, or the ranks that asked.
+
+        A schedule with two copies of the model has two last stages; with `outputs=True` each one's rank has None for
+        the other's.
+
+        Raises:
+            ArgumentError: they were not asked for, or are on another rank.
+        """
+        if self._outputs is None:
+            raise ArgumentError(
+                "result.outputs: not kept here; pass outputs=True, and read them where pipe.has_outputs is true, or "
+                "outputs='all', or the number of the rank that is to have them"
+            )
+        return self._outputs

@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._base.stages import Link
-from penstock.distributed.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.distributed.groups import Groups
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.transport.agreement import Agreement, Layouts
-from penstock.runtime.transport.protocol import Begun, Message, Observer, Pending
+from penstock.runtime.transport.protocol import BROADCASTS_IN_FLIGHT, Begun, Message, Observer, Pending
 from penstock.schedule import Action, Op
 
 SENDS_IN_FLIGHT = 2
@@ -44,7 +43,8 @@ HEADER_BYTES = 2048
 class DistributedTransport:
     """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks.
 
-    `pinned`: what arrives goes on to another device, so it is put into pinned memory.
+    `pinned`: what arrives goes on to another device, so it is put into pinned memory. `observer`: called for each
+    message; None: no one.
     """
 
     def __init__(self, rank: int, groups: Groups, device: torch.device, *, pinned: bool = False) -> None:
@@ -75,9 +75,14 @@ class DistributedTransport:
         group = partial(self._groups.way, source_rank, target_rank)
         observe = self._observation(link, (source_rank, target_rank), backward=backward)
         global_rank = self._groups.members[peer]
-        channel = DistributedChannel(link, group, global_rank, order, self.device, observe, pinned=self._pinned)
+        make = self.channel_to(peer, (program, link, backward))
+        channel = make(link, group, global_rank, order, self.device, observe, pinned=self._pinned)
         self._channels.setdefault(program, []).append(channel)
         return channel
+
+    def channel_to(self, peer: int, key: tuple[int, Link, bool]) -> Callable[..., DistributedChannel]:
+        """Return what makes the channels to and from a rank; `key`: see `PointToPoint.channel`."""
+        return DistributedChannel
 
     def _observation(self, link: Link, ranks: tuple[int, int], *, backward: bool) -> Callable[[int], Begun | None]:
         """Return what a channel calls before each of its messages, to notify the observer, if there is one."""
@@ -97,12 +102,12 @@ class DistributedTransport:
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
             self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
-        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups["control"]))
+        self._broadcasts.append(broadcast_from([source_rank], [value], self._groups["pipeline"]))
         return self._broadcasts[-1]
 
     def release(self, program: int) -> None:
         for channel in self._channels.pop(program, ()):
-            channel.drain()
+            channel.close()
 
     def drop_step(self) -> None:
         """Do nothing: between processes no step follows one that raised."""
@@ -192,6 +197,10 @@ class DistributedChannel:
         """Wait until every send has arrived."""
         while self._sends:
             self._finish_send()
+
+    def close(self) -> None:
+        """Free everything, once every send has arrived."""
+        self.drain()
 
     def _start_send(self, tensors: list[Tensor]) -> None:
         works = [dist.isend(t, self._peer, group=self._group()) for t in tensors]

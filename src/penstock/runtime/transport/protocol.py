@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock._base.stages import Link
 from penstock.schedule import Action
+
+BROADCASTS_IN_FLIGHT = 4
+"""How many values from one rank may be in flight: two steps' losses and announcements. The next one waits for the first
+to arrive, so that unread values do not pile up."""
 
 Message = Sequence[Tensor | None]
 """What is sent for one microbatch: a tensor or None for each value of the link."""
@@ -55,6 +59,10 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Wait until the tensors that it was started with hold the result."""
+
+
+Reduce = Callable[[Sequence[Tensor]], Pending]
+"""Starts something that several processes do with tensors, in place, such as their sum, with the same bits on each."""
 
 
 class PointToPoint(Protocol):
@@ -132,17 +140,6 @@ Begun = Callable[[Sequence[Waitable]], None]
 
 Observer = Callable[[Action, tuple[int, int]], Begun]
 """Called when a message is about to begin, with its `SEND` or `RECV`, and its source and target rank."""
-
-
-@runtime_checkable
-class Observable(Protocol):
-    """A transport whose messages travel on a device's own streams, and which reports when they begin.
-
-    Attributes:
-        observer: called for each; None: no one.
-    """
-
-    observer: Observer | None
 
 
 @dataclass(frozen=True, slots=True)

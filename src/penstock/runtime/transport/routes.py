@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock._base.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, merge_links
+from penstock._base.stages import (
+    MODEL_INPUT,
+    Link,
+    StageMeta,
+    backward_links,
+    forward_links,
+    gradient_routes,
+    merge_links,
+)
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.protocol import Channel, Message, Transport
@@ -58,24 +65,33 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
-    """All links of one stage."""
+class StageTraffic:
+    """What passes through a stage with microbatches of one kind.
 
+    Attributes:
+        meta: the stage's, for this kind.
+        values_in, values_out, grads_in, grads_out: its links.
+        tracked: the positions of the inputs that take a gradient; `model_inputs`: of those, the model's own inputs.
+        untracked_outputs: the positions of the outputs that take none.
+        root_outputs: the positions of the outputs to which gradients come in.
+        root_inputs: the positions of the inputs to which they do, too, since later stages use them as well. `grads_in`
+            has those of the outputs first.
+    """
+
+    meta: StageMeta
     values_in: tuple[Route, ...]
     values_out: tuple[Route, ...]
     grads_in: tuple[Route, ...]
     grads_out: tuple[Route, ...]
+    tracked: tuple[int, ...]
+    model_inputs: tuple[int, ...]
+    untracked_outputs: tuple[int, ...]
+    root_outputs: tuple[int, ...]
+    root_inputs: tuple[int, ...]
 
 
-class Root(NamedTuple):
-    """Where a gradient comes in: an output of the stage, or an input that later stages use too."""
-
-    is_output: bool
-    position: int
-
-
-class RouteBuilder:
-    """Builds the routes of all stages of one rank within one program.
+class TrafficBuilder:
+    """Builds the traffic of all stages of one rank within one program.
 
     Args:
         kinds: all stages, as each kind of microbatch goes through them. A link has one channel for all kinds.
@@ -95,41 +111,43 @@ class RouteBuilder:
         self._placement = placement
         self._transport = transport
         self._training = training
-        self._forward = merge_links(kinds, forward_links)
-        self._backward = merge_links(kinds, backward_links) if training else ()
+        self._links = merge_links(kinds, forward_links), merge_links(kinds, backward_links) if training else ()
+        self._carried = [
+            tuple({(link.source, link.target): link.values for link in links(metas)} for links in _LINK_FUNCTIONS)
+            for metas in kinds
+        ]
+        self._gradients = [gradient_routes(metas) if training else {} for metas in kinds]
         self._channels: dict[tuple[Link, bool], Channel] = {}
 
-    def roots(self, stage: int, kind: int) -> dict[Value, Root]:
-        """Return where gradients come in: first all outputs that take one, then inputs that later stages use too."""
-        if not self._training:
-            return {}
-        inputs, outputs = _ends(self._kinds[kind][stage])
-        routes = gradient_routes(self._kinds[kind])
-        output_roots = {value: Root(True, outputs[value]) for value in routes if value[0] == stage}
-        return output_roots | {
-            value: Root(False, inputs[value]) for value, holders in routes.items() if stage in holders[1:-1]
-        }
+    def traffic(self, stage: int, kind: int) -> StageTraffic:
+        """Return what passes through a stage."""
+        meta, gradients, training = self._kinds[kind][stage], self._gradients[kind], self._training
+        inputs = {(i.source, i.name): position for position, i in enumerate(meta.inputs)}
+        outputs = {(meta.index, o.name): position for position, o in enumerate(meta.outputs)}
+        root_outputs = {value: outputs[value] for value in gradients if value[0] == stage}
+        root_inputs = {value: inputs[value] for value, holders in gradients.items() if stage in holders[1:-1]}
+        roots = {value: index for index, value in enumerate((*root_outputs, *root_inputs))}
 
-    def routes(self, stage: int, kind: int) -> Routes:
-        """Return the links that begin or end on a stage."""
-        metas = self._kinds[kind]
-        inputs, outputs = _ends(metas[stage])
-        roots = {value: index for index, value in enumerate(self.roots(stage, kind))}
-        carried = [{(link.source, link.target): link.values for link in links(metas)} for links in _LINK_FUNCTIONS]
-
-        def build(ends: Mapping[Value, int], *, backward: bool, arriving: bool) -> Iterator[Route]:
-            for link in self._backward if backward else self._forward:
+        def routes(ends: Mapping[Value, int], *, backward: bool, arriving: bool) -> Iterator[Route]:
+            for link in self._links[backward]:
                 local, peer = (link.target, link.source) if arriving else (link.source, link.target)
                 if local == stage:
-                    values = carried[backward].get((link.source, link.target), ())
+                    values = self._carried[kind][backward].get((link.source, link.target), ())
                     positions = tuple(ends[value] if value in values else None for value in link.values)
                     yield self._route(link, peer, positions, backward=backward)
 
-        return Routes(
-            tuple(build(inputs, backward=False, arriving=True)),
-            tuple(build(outputs, backward=False, arriving=False)),
-            tuple(build(roots, backward=True, arriving=True)),
-            tuple(build(inputs, backward=True, arriving=False)),
+        tracked = [position for position, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
+        return StageTraffic(
+            meta,
+            values_in=tuple(routes(inputs, backward=False, arriving=True)),
+            values_out=tuple(routes(outputs, backward=False, arriving=False)),
+            grads_in=tuple(routes(roots, backward=True, arriving=True)),
+            grads_out=tuple(routes(inputs, backward=True, arriving=False)),
+            tracked=tuple(tracked),
+            model_inputs=tuple(position for position in tracked if meta.inputs[position].source == MODEL_INPUT),
+            untracked_outputs=tuple(p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad),
+            root_outputs=tuple(root_outputs.values()),
+            root_inputs=tuple(root_inputs.values()),
         )
 
     def _route(self, link: Link, peer: int, positions: tuple[int | None, ...], *, backward: bool) -> Route:
@@ -142,12 +160,6 @@ class RouteBuilder:
 
 
 _LINK_FUNCTIONS = (forward_links, backward_links)
-
-
-def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
-    """Return the positions of a stage's inputs and of its outputs."""
-    inputs = {(i.source, i.name): position for position, i in enumerate(meta.inputs)}
-    return inputs, {(meta.index, o.name): position for position, o in enumerate(meta.outputs)}
 
 
 def between_ranks(kinds: Sequence[Sequence[StageMeta]], placement: Placement) -> set[tuple[int, int]]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hmac
 import mmap
 import os
-import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock._base.process import Process
 from penstock._base.stages import Link
-from penstock.distributed.broadcasts import Broadcasts, receive_exactly
-from penstock.distributed.failure import notify
+from penstock.distributed.groups import Groups
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
-from penstock.runtime.transport.protocol import Channel, Combined, Message, Pending
+from penstock.runtime.transport.neighbors import KEY, Broadcasts, Neighbors
+from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule.communication import BUFFERS_PER_LINK
 
 SLOTS = BUFFERS_PER_LINK
@@ -41,185 +37,50 @@ A lowered schedule keeps at most this many receives posted and unused, so a send
 where it waits until its receive is posted.
 """
 
-JOIN_SECONDS = 60.0
-"""How long the ranks of one machine may take to connect with each other."""
-
 _ALIGN = 64
-_KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
 _MESSAGE = struct.Struct("<i")  # microbatch
-_HELLO = struct.Struct("<2i16s")  # rank, kind of connection, secret
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
-
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank each rank's object; every rank calls it."""
 
 
-class Neighbors:
-    """Connections to the other ranks on this machine, over which channels hand over their memory.
+class SharedMemoryTransport(DistributedTransport):
+    """One rank's side, whose channels to ranks of this machine go through shared memory."""
 
-    All ranks of a pipeline create them together. `ranks`: the ranks that can be reached.
-
-    Every user of the machine sees the names of their sockets and can connect. So the kernel reports the process at the
-    other end, and a rank shows the secret of the one that it connects to.
-    """
-
-    def __init__(self, rank: int, gather: Gather) -> None:
-        self._rank = rank
-        self._connections: dict[int, socket.socket] = {}
-        self.lines: dict[int, socket.socket] = {}
-        """A second socket to each neighbor, for `Broadcasts`."""
-        self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
-        name, secret, this = f"\0penstock-{secrets.token_hex(16)}", secrets.token_bytes(16), Process.here()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.settimeout(JOIN_SECONDS)
-            # An abstract name: visible in this network namespace only, and gone with the socket.
-            listener.bind(name)
-            listener.listen()
-            gathered = gather((rank, (this.machine, this.pid, name, secret)))  # a barrier, too: now everyone listens
-            endpoints = [endpoint for _, endpoint in sorted(gathered)]  # a mesh may have its processes in another order
-            peers = [peer for peer, (machine, *_) in enumerate(endpoints) if machine == this.machine and peer != rank]
-            pids = {
-                this.pid,
-                *(endpoints[peer][1] for peer in peers),
-            }  # a sandbox may show this process instead
-            kinds = (self._connections, self.lines)
-            for peer in peers:
-                for kind, sockets in enumerate(kinds if peer < rank else ()):
-                    connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    connection.connect(endpoints[peer][2])
-                    if _peer_process(connection)[0] not in pids:
-                        self.close()
-                        raise ConnectionError(f"rank {peer} has ended, and another process has taken its socket's name")
-                    connection.sendall(_HELLO.pack(rank, kind, endpoints[peer][3]))
-            awaited = {(peer, kind) for peer in peers if peer > rank for kind in range(len(kinds))}
-            strangers: set[int] = set()
-            deadline = time.monotonic() + JOIN_SECONDS
-            while awaited:
-                listener.settimeout(max(1e-3, deadline - time.monotonic()))
-                connection, _ = listener.accept()
-                pid, user = _peer_process(connection)
-                hello = _read_hello(connection, secret) if pid in pids and user == os.geteuid() else None
-                if hello in awaited:
-                    awaited.remove(hello)
-                    kinds[hello[1]][hello[0]] = connection
-                    continue
-                connection.close()
-                if user not in strangers:
-                    strangers.add(user)
-                    notify(
-                        f"rank {rank} ignores connections from process {pid} of user {user}, which is none of its peers"
-                    )
-
-    @staticmethod
-    def supported() -> bool:
-        """Whether this system supports it (Linux does)."""
-        return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(socket, "SO_PEERCRED")
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """The other ranks on this machine."""
-        return frozenset(self._connections)
-
-    def hand_over(self, peer: int, key: bytes, memory: int, signals: socket.socket) -> None:
-        """Give a neighbor a channel's memory (a file descriptor) and socket."""
-        socket.send_fds(self._connections[peer], [key], [memory, signals.fileno()])
-
-    def take_over(self, peer: int, prefix: bytes) -> tuple[bytes, int, socket.socket]:
-        """Wait for a neighbor's hand-over under a key that begins with `prefix`."""
-        while True:
-            for (sender, key), (memory, signals) in list(self._arrived.items()):
-                if sender == peer and key.startswith(prefix):
-                    del self._arrived[sender, key]
-                    return key, memory, signals
-            key, descriptors, _, _ = socket.recv_fds(self._connections[peer], _KEY.size, 2)
-            if len(key) < _KEY.size or len(descriptors) < 2:
-                raise ConnectionError(f"rank {peer} closed its connection")
-            self._arrived[peer, key] = descriptors[0], socket.socket(fileno=descriptors[1])
-
-    def close(self) -> None:
-        """Close the connections."""
-        for memory, signals in self._arrived.values():
-            os.close(memory)
-            signals.close()
-        for connection in (*self._connections.values(), *self.lines.values()):
-            connection.close()
-
-
-def _peer_process(connection: socket.socket) -> tuple[int, int]:
-    """Return the process that connected, or listens, and its user, as the kernel reports them."""
-    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, user
-
-
-def _read_hello(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
-    """Return the rank that has connected and the kind of its connection; None without the secret."""
-    connection.settimeout(JOIN_SECONDS)
-    try:
-        peer, kind, shown = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
-    except OSError:
-        return None
-    connection.settimeout(None)
-    return (peer, kind) if hmac.compare_digest(shown, secret) else None
-
-
-class SharedMemoryTransport(Combined):
-    """A `DistributedTransport` whose channels to ranks of this machine go through shared memory."""
-
-    def __init__(self, inner: DistributedTransport, neighbors: Neighbors) -> None:
-        super().__init__(inner.rank, inner.ranks, inner, inner)
-        self._inner = inner
+    def __init__(
+        self, rank: int, groups: Groups, device: torch.device, neighbors: Neighbors, *, pinned: bool = False
+    ) -> None:
+        super().__init__(rank, groups, device, pinned=pinned)
         self._neighbors = neighbors
         all_local = len(neighbors.ranks) == self.ranks - 1
-        self._broadcasts = Broadcasts(self.rank, neighbors.lines) if all_local else None
-        self._channels: dict[int, list[SharedMemoryChannel]] = {}
+        self._small_values = Broadcasts(rank, neighbors.lines) if all_local else None
 
-    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
-        inner = self._inner.channel(program, link, source_rank, target_rank, backward=backward)
-        peer = target_rank if source_rank == self.rank else source_rank
+    def channel_to(self, peer: int, key: tuple[int, Link, bool]) -> Callable[..., DistributedChannel]:
         if peer not in self._neighbors.ranks:
-            return inner
-        channel = SharedMemoryChannel(inner, self._neighbors, peer, (program, link, backward))
-        self._channels.setdefault(program, []).append(channel)
-        return channel
+            return DistributedChannel
+        return partial(SharedMemoryChannel, self._neighbors, peer, key)
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
-        return (self._broadcasts.start if self._broadcasts else super().broadcast)(value, source_rank)
-
-    def release(self, program: int) -> None:
-        super().release(program)
-        for channel in self._channels.pop(program, ()):
-            channel.close()
+        return (self._small_values.start if self._small_values else super().broadcast)(value, source_rank)
 
     def close(self) -> None:
         super().close()
-        if self._broadcasts:
-            self._broadcasts.close()
-        for program in list(self._channels):
-            self.release(program)
+        if self._small_values:
+            self._small_values.close()
         self._neighbors.close()
 
 
-class SharedMemoryChannel:
+class SharedMemoryChannel(DistributedChannel):
     """One link's messages to, or from, a rank of this machine."""
 
-    def __init__(
-        self,
-        inner: DistributedChannel,
-        neighbors: Neighbors,
-        peer: int,
-        key: tuple[int, Link, bool],
-    ) -> None:
-        self._inner = inner
+    def __init__(self, neighbors: Neighbors, neighbor: int, key: tuple[int, Link, bool], *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self._neighbors = neighbors
-        self._peer = peer
+        self._neighbor = neighbor
         program, link, backward = key
         self._key = (program, link.source, link.target, int(backward))
         self._ring: _SlotRing | None = None
-        self.agreement = inner.agreement
 
     def send(self, microbatch: int, message: Message) -> None:
         if self.agreement.learning:
-            self._inner.send(microbatch, message)
+            super().send(microbatch, message)
             return
         self.agreement.check(microbatch, message)
         if self._ring is None:
@@ -229,15 +90,15 @@ class SharedMemoryChannel:
     def post(self, microbatch: int) -> None:
         """Post in the first step only: later messages wait in shared memory."""
         if self.agreement.learning:
-            self._inner.post(microbatch)
+            super().post(microbatch)
 
     def receive(self, microbatch: int) -> list[Tensor | None]:
         if self.agreement.learning:
-            return self._inner.receive(microbatch)
+            return super().receive(microbatch)
         if self._ring is None:
-            prefix = _KEY.pack(*self._key, 0)[:-4]
-            key, memory, signals = self._neighbors.take_over(self._peer, prefix)
-            self._ring = _SlotRing(memory, signals, _KEY.unpack(key)[4], self.agreement, pinned=self._inner.pinned)
+            prefix = KEY.pack(*self._key, 0)[:-4]
+            key, memory, signals = self._neighbors.take_over(self._neighbor, prefix)
+            self._ring = _SlotRing(memory, signals, KEY.unpack(key)[4], self.agreement, pinned=self.pinned)
         return self._ring.take(microbatch)
 
     def _open(self) -> _SlotRing:
@@ -248,11 +109,11 @@ class SharedMemoryChannel:
         os.ftruncate(memory, max(1, size) * SLOTS)
         local_end, remote_end = socket.socketpair()
         with remote_end, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a receiver may have closed
-            self._neighbors.hand_over(self._peer, _KEY.pack(*self._key, size), memory, remote_end)
+            self._neighbors.hand_over(self._neighbor, KEY.pack(*self._key, size), memory, remote_end)
         return _SlotRing(memory, local_end, size, self.agreement)
 
     def close(self) -> None:
-        """Give the memory back."""
+        super().close()
         if self._ring is not None:
             self._ring.close()
             self._ring = None

@@ -27,12 +27,9 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.agreement import Agreement
 from penstock.runtime.transport.distributed import SENDS_IN_FLIGHT
-from penstock.runtime.transport.protocol import Channel, Combined, Message, Pending, Transport
+from penstock.runtime.transport.protocol import Channel, Combined, Message, Pending, Reduce, Transport
 
 HOST = torch.device("cpu")
-
-Reduce = Callable[[Sequence[Tensor]], Pending]
-"""Starts something that several processes do with tensors, in place."""
 
 
 class Staging:
@@ -46,7 +43,7 @@ class Staging:
         self._worker.issue(partial(self._module.set_device, device))  # a thread begins on the first one
 
     def copy_to_host(self, message: Message, deliver_to: Callable[[list[Tensor | None]], object]) -> Operation:
-        """Start to copy tensors to the host, and call `then` with them, laid out alike, once they are there.
+        """Start to copy tensors to the host, and call `deliver_to` with them, laid out alike, once they are there.
 
         What was to leave earlier is done with by then: everything leaves in one order. If there is no tensor, nothing
         waits for the device.
@@ -233,7 +230,7 @@ class StagedChannel:
         self._leaving: deque[Operation] = deque()
 
     def send(self, microbatch: int, message: Message) -> None:
-        self.agreement.check(microbatch, message)
+        self.agreement.check(microbatch, message)  # raises here; the inner channel's, in its thread, then cannot
         while len(self._leaving) >= SENDS_IN_FLIGHT:
             self._leaving.popleft().wait()
         self._leaving.append(self._staging.copy_to_host(message, partial(self._inner.send, microbatch)))

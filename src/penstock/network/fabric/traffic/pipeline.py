@@ -29,7 +29,7 @@ from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.traffic.layers import TrainingJob, sharded_bytes, type_name
 from penstock.network.fabric.workload import Transfer
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
+from penstock.schedule.lowering import UNSHARDED, GatherPlan, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
 
 Seconds = tuple[float, float]
@@ -51,7 +51,7 @@ def lowered(job: TrainingJob) -> Schedule:
     """Return the schedule as a pipeline runs it: with messages, reductions and gathers. Raise ScheduleError if it is
     illegal."""
     order = job.order
-    sharded = Sharded(set(range(order.stages))) if job.sharded else UNSHARDED
+    sharded = GatherPlan(set(range(order.stages))) if job.sharded else UNSHARDED
     return lower_training(order, [_metas(job)], _tie_groups(job), sharded, order if job.replicas > 1 else None)
 
 
