@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock import VerificationReport, verify
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.split_backward.weight_gradients import Product
+from penstock.runtime.split_backward.weight_gradients import MatrixProduct
 from penstock.verification.comparison import compare
 from penstock.verification.rounding_bounds import RoundingBounds
 
@@ -51,34 +51,34 @@ def test_nothing_is_allowed_for_where_nothing_is_added_in_place(options: dict[st
     assert report.ok, report.summary()
 
 
-Add = Callable[[Product, Tensor], None]
+Add = Callable[[MatrixProduct, Tensor], None]
 
 
-def missing(add: Add, product: Product, total: Tensor, before: Product) -> None:
+def missing(add: Add, product: MatrixProduct, total: Tensor, before: MatrixProduct) -> None:
     pass
 
 
-def doubled(add: Add, product: Product, total: Tensor, before: Product) -> None:
+def doubled(add: Add, product: MatrixProduct, total: Tensor, before: MatrixProduct) -> None:
     add(product, total)
     add(product, total)
 
 
-def stale(add: Add, product: Product, total: Tensor, before: Product) -> None:
+def stale(add: Add, product: MatrixProduct, total: Tensor, before: MatrixProduct) -> None:
     add(before, total)
 
 
 @pytest.mark.parametrize("wrong", [missing, doubled, stale])
 def test_one_term_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., None]) -> None:
-    add, calls, befores = Product.add_to, itertools.count(), list[Product]()
+    add, calls, befores = MatrixProduct.add_to, itertools.count(), list[MatrixProduct]()
 
-    def planted(self: Product, total: Tensor) -> None:
+    def planted(self: MatrixProduct, total: Tensor) -> None:
         if next(calls) == 20:  # of 28 in the first step
             wrong(add, self, total, befores[-1])
         else:
             add(self, total)
-        befores.append(Product(self.first.clone(), self.second.clone(), self.transposed))
+        befores.append(MatrixProduct(self.first.clone(), self.second.clone(), self.transposed))
 
-    monkeypatch.setattr(Product, "add_to", planted)
+    monkeypatch.setattr(MatrixProduct, "add_to", planted)
     report = proof()
     (row,) = report.failures
     assert row.name in WEIGHTS

@@ -369,13 +369,11 @@ class Watchdog:
             self._failure_known.set()
 
     def _send(self, **message: Any) -> bool:
-        connection = self._connection
-        try:
-            if connection is not None:
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):
                 connection.send(message)
-        except OSError:
-            return False
-        return connection is not None
+                return True
+        return False
 
     def _stop(self, failure: Failure) -> None:
         if FAILURES not in os.environ:  # otherwise the launcher will
