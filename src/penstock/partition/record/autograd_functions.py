@@ -61,7 +61,7 @@ def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[
         torch_apply: torch's `apply`: a class method in Python, since torch 2.15 in C.
     """
     attributes = (vars(module) for module in recorder.model.modules())
-    for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
+    for names in (*attributes, *recorder.reach.files):
         for name, value in list(names.items()):
             if type(value) in (MethodType, BuiltinMethodType) and _is_apply(value, torch_apply):
                 yield names, name, value
