@@ -22,9 +22,10 @@ from penstock.partition.units import NO_SPEC, NOTHING, Opening, UnitSpec
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
-Pattern = tuple[tuple[str, str, Any], ...]
+PatternLeaf = tuple[str, str, Any]
+Pattern = tuple[PatternLeaf, ...]
 """Of each leaf of a result: its path, and `"tensor", shape or None`, `"value", v`, `"text", text of a value` or
-`"any", None`."""
+`"any", name of its class`."""
 
 
 @dataclass(frozen=True, slots=True)
