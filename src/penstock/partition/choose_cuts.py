@@ -21,7 +21,7 @@ from penstock.partition.cut.candidates import Candidate, candidates, check_enoug
 from penstock.partition.cut.names import module_at
 from penstock.partition.measure.clock import measure_undisturbed
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.pieces import Units, UnmeasurableError, compute_fingerprint
+from penstock.partition.measure.pieces import Pieces, UnmeasurableError, compute_fingerprint
 from penstock.partition.recording import Recording
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -38,7 +38,7 @@ UNEVEN_RATIO = 1.15
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ChosenCuts:
     """Where to cut, and what is known about it."""
 
     cuts: tuple[str, ...]
@@ -93,7 +93,7 @@ def decide(
     choice: BalanceChoice,
     budget: StageBudget = NO_LIMIT,
     units: Sequence[Candidate] | None = None,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts by what is known without running anything. `units`: the candidates; None: all.
 
     Raises:
@@ -112,15 +112,15 @@ def decide(
         units = _filter_by_class(units, model, choice)
     check_enough(recording, model, stages, choice.by, units)
     if not units:
-        return Decision(())
+        return ChosenCuts(())
     if choice.weight is None and not choice.memory and not budget.is_limited:
-        return Decision(tuple(units[start].name for start in even_starts([u.weight for u in units], stages)[1:]))
+        return ChosenCuts(tuple(units[start].name for start in even_starts([u.weight for u in units], stages)[1:]))
     weights = [float(unit.weight) for unit in units]
     if choice.weight is not None:
         weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in units]
     problem, notes = _problem(recording, model, units, weights, budget, by_bytes=choice.memory)
     starts = _find_starts(problem, stages, budget)
-    return Decision(tuple(units[start].name for start in starts[1:]), notes=notes)
+    return ChosenCuts(tuple(units[start].name for start in starts[1:]), notes=notes)
 
 
 def _problem(
@@ -138,7 +138,7 @@ def _problem(
     if not (budget.is_limited or by_bytes):
         return plain, ()
     try:
-        cut = Units.from_recording(recording, model, pieces)
+        cut = Pieces.from_recording(recording, model, pieces)
     except UnmeasurableError as error:
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
@@ -175,20 +175,20 @@ def decide_by_measuring(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     budget: StageBudget = NO_LIMIT,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts by measured times; keep the cuts by work where these do as well, or nothing can be
     measured."""
     unchanged = tuple(by_work)
     if sum(fact.work for fact in recording.facts.values()) < MIN_MEASURED_WORK:
-        return Decision(unchanged)
+        return ChosenCuts(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
         profile = measure_undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
     except UnmeasurableError as error:
-        return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
+        return ChosenCuts(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
     names = [unit.name for unit in profile.units]
     if len(names) <= len(by_work):
-        return Decision(unchanged)
+        return ChosenCuts(unchanged)
     units = [unit for unit in units if unit.name in names]
     decision = _decide_by_times(
         recording, model, units, [[unit] for unit in profile.units], profile, budget, len(by_work) + 1, by_work
@@ -205,7 +205,7 @@ def _decide_by_times(
     budget: StageBudget,
     stages: int,
     usual_cuts: Sequence[str] | None = None,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts at these units by a profile's times; keep the usual ones where these do as well.
 
     Args:
@@ -224,7 +224,7 @@ def _decide_by_times(
     notes += _imbalance_notes(loads, names, stage_units, times)
     cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
     costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
-    return Decision(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
+    return ChosenCuts(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
 
 
 def _imbalance_notes(
@@ -255,7 +255,7 @@ def _imbalance_notes(
     return (f"{text}; {remedy}",)
 
 
-def collect_notes(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
+def collect_notes(decision: ChosenCuts, work: Sequence[int]) -> tuple[str, ...]:
     """Return the notes on a split for the user: what was decided, or that it is uneven by its stages' work."""
     if decision.seconds or sum(work) < MIN_MEASURED_WORK:
         return decision.notes
@@ -278,7 +278,7 @@ def _decide_by_profile(
     profile: Profile,
     budget: StageBudget,
     units: Sequence[Candidate] | None,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts for a profile, at those of its units that are candidates here; the others join the one
     before."""
     profile.check_for(compute_fingerprint(model, recording.device.type))

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import flatten
-from penstock.partition.recording import Fact, Pattern, PatternLeaf
-from penstock.partition.units import Opening, RecordAgain
+from penstock.partition.recording import NodeInfo, Pattern, PatternLeaf
+from penstock.partition.units import Lesson, Opening
 
 LITERALS = (bool, int, float, str, type(None))
 VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
@@ -50,20 +50,20 @@ class ResultChecks:
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
         self.shapes_read: list[tuple[fx.Node, str, str]] = []
-        self._ran_for_real: list[Fact] = []
+        self._ran_for_real: list[NodeInfo] = []
 
-    def note(self, fact: Fact, result: Any) -> None:
+    def note(self, fact: NodeInfo, result: Any) -> None:
         """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
         ran_for_real = fact.depends_on_values
         pattern = make_pattern(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (opened := self._opening.around(fact.scope)):
-            raise RecordAgain(keep_whole=opened)  # a module that stays whole has no such constants
+            raise Lesson(keep_whole=opened)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
             fact.pattern = pattern
 
-    def settle(self, facts: Mapping[fx.Node, Fact], sized: Collection[fx.Node]) -> Collection[fx.Node]:
+    def settle(self, facts: Mapping[fx.Node, NodeInfo], sized: Collection[fx.Node]) -> Collection[fx.Node]:
         """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
 
         Returns the nodes whose shapes matter. Those of `sized` nodes follow from inputs alone, and have guards.

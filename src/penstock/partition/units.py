@@ -39,11 +39,11 @@ STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # torch
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that runs as a whole. `block`: a child of a list or sequence of modules."""
+    """A module that runs as a whole. `repeated`: a child of a list or sequence of modules."""
 
     name: str
     module: nn.Module
-    block: bool
+    repeated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class UnitSpec:
     """What was learned about a model's units by running its forward, beyond what follows from its structure.
 
     Attributes:
-        exposed: classes of modules whose results are used outside the block that they are in.
+        used_outside: classes of modules whose results are used outside the block that they are in.
         opened: names of modules that are not units, since they take or leave tensors other than as arguments and
             results; their contents are units.
-        whole: names of modules that are units because a call in them uses modules that it was given as constants.
-        shut: names of units that are not opened for what they leave behind: they cannot be recorded call by call.
-        carried: names of the places whose contents are carried to the last stage for the loss function.
-        taken: names of attributes that are read after the calls of units that depend on values; see `Attribute`.
+        run_whole: names of modules that are units because a call in them uses modules as constants.
+        stay_whole: names of units that cannot be recorded call by call: not opened for what they leave.
+        for_loss: names of the places whose contents are carried to the last stage for the loss function.
+        attributes_read: names of attributes that are read after calls of units that depend on values.
         functions: functions that are recorded as one call each, since they draw from Python's or numpy's generators.
     """
 
-    exposed: frozenset[type[nn.Module]] = frozenset()
+    used_outside: frozenset[type[nn.Module]] = frozenset()
     opened: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    shut: frozenset[str] = frozenset()
-    carried: frozenset[str] = frozenset()
-    taken: frozenset[str] = frozenset()
+    run_whole: frozenset[str] = frozenset()
+    stay_whole: frozenset[str] = frozenset()
+    for_loss: frozenset[str] = frozenset()
+    attributes_read: frozenset[str] = frozenset()
     functions: frozenset[FunctionType] = frozenset()
 
     def __or__(self, more: UnitSpec) -> UnitSpec:
@@ -76,7 +76,7 @@ class UnitSpec:
 NO_SPEC = UnitSpec()
 
 
-class RecordAgain(BaseException):
+class Lesson(BaseException):
     """The forward has shown what must be recorded otherwise: record again.
 
     Not an Exception, so that the model's own `except` clauses do not catch it.
@@ -119,7 +119,7 @@ def find_units(
     Raises PartitionError for a name in `leaves` that is not a module.
     """
     opened_ids = {id(model.get_submodule(name)) for name in apart}
-    leaf_ids = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(spec.whole))}
+    leaf_ids = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(spec.run_whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
@@ -133,10 +133,10 @@ def find_units(
             is_torch_layer = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             is_whole = (in_block or container or is_torch_layer) and not _is_opened(child, parent)
             is_opened = id(child) in opened_ids or name in spec.opened
-            if spec.exposed:
-                is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
+            if spec.used_outside:
+                is_opened |= any(type(inner) in spec.used_outside for inner in child.modules() if inner is not child)
             if id(child) in leaf_ids or (is_whole and not is_opened):
-                units[id(child)] = Unit(name, child, block=container)
+                units[id(child)] = Unit(name, child, repeated=container)
             else:
                 descend(child, name + ".", in_block=is_whole)
 
@@ -198,27 +198,28 @@ class Opening:
     Attributes:
         asked: opened because the user asked for it.
         for_cuts: opened because a cut lies inside.
-        tried: opened for balance; they stay whole if they cannot be recorded call by call.
-        whole: tried, but could not be recorded call by call.
+        for_balance: opened for balance; they stay whole if they cannot be recorded call by call.
+        cannot_open: so opened once, but could not be recorded call by call.
     """
 
     asked: frozenset[str] = frozenset()
     for_cuts: frozenset[str] = frozenset()
-    tried: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
+    for_balance: frozenset[str] = frozenset()
+    cannot_open: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
-        return self.asked | self.for_cuts | self.tried
+        return self.asked | self.for_cuts | self.for_balance
 
     def without(self, names: Collection[str]) -> Opening:
         """Return the same, but with these tried modules left whole."""
-        return replace(self, tried=self.tried - set(names), whole=self.whole | (self.tried & set(names)))
+        closed = self.for_balance & set(names)
+        return replace(self, for_balance=self.for_balance - closed, cannot_open=self.cannot_open | closed)
 
     def around(self, scope: str) -> str:
         """Return the outermost module that was tried and is, or encloses, the one named `scope`; empty if there is
         none."""
-        return min((name for name in self.tried if f"{scope}.".startswith(f"{name}.")), key=len, default="")
+        return min((name for name in self.for_balance if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
     def cut_inside(self, scope: str) -> str:
         """Return the same for modules that are opened because a cut lies inside."""
@@ -234,7 +235,7 @@ class Opening:
     def refuse_draw(self, scope: str, source_line: str) -> None:
         """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
-            raise RecordAgain(keep_whole=name)
+            raise Lesson(keep_whole=name)
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "

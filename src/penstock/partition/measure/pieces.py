@@ -52,7 +52,7 @@ class NoStreams:
 
 
 @dataclass(frozen=True)
-class Units:
+class Pieces:
     """A recording cut before every unit.
 
     Attributes:
@@ -65,11 +65,11 @@ class Units:
     split: CutRecording
 
     @classmethod
-    def from_recording(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Units:
+    def from_recording(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Pieces:
         """Cut at every candidate at which it can be; the others join the one before. Raise UnmeasurableError if the
         units cannot be run alone."""
 
-        def cut_at_units(units: Sequence[Candidate]) -> Units:
+        def cut_at_units(units: Sequence[Candidate]) -> Pieces:
             return cls(model, units, cut_at(recording, model, [unit.name for unit in units[1:]]))
 
         try:

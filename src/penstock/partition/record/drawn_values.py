@@ -28,8 +28,8 @@ from penstock.partition.nested import NodeValue
 from penstock.partition.record import python_draws
 from penstock.partition.record.graph_writer import Writer
 from penstock.partition.record.known_values import KnownValues, compare_drawn
-from penstock.partition.recording import Ask, walk
-from penstock.partition.units import RecordAgain
+from penstock.partition.recording import RandomBranch, walk
+from penstock.partition.units import Lesson
 
 REMEDY = (
     "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaf_modules=[...] names, or "
@@ -139,7 +139,7 @@ class Chance:
         self._generators = python_draws.generator_states()
         self._drew_in_unit = False
         self._answers: dict[fx.Node, bool] = {}
-        self.asks: list[Ask] = []
+        self.asks: list[RandomBranch] = []
         self.has_drawn = False
         """Whether a `Drawn` was handed out and so may come back as an argument."""
         self.is_foreign = False
@@ -169,7 +169,7 @@ class Chance:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
         if node not in self._answers:
             self._answers[node] = self._choices.get(len(self.asks), False)
-            self.asks.append(Ask(node, writer.observer.position, user_code.current_line(), writer.scope))
+            self.asks.append(RandomBranch(node, writer.observer.position, user_code.current_line(), writer.scope))
         return self._answers[node]
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:
@@ -264,7 +264,7 @@ class Chance:
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is python_draws.draw and (function := python_draws.enclosing_function()) is not None:
-            raise RecordAgain(f"{self._writer.current_position()} draws an array", functions=[function])
+            raise Lesson(f"{self._writer.current_position()} draws an array", functions=[function])
         if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._writer.write_number("call_function", target, args, kwargs, draws=True)
@@ -273,7 +273,7 @@ class Chance:
     def refuse(self, subject: str) -> NoReturn:
         refusal = f"{self._writer.current_position()} uses {subject}, which a recording cannot follow. {REMEDY}"
         if (function := python_draws.enclosing_function()) is not None and not self._writer.is_paused:
-            raise RecordAgain(refusal, functions=[function])
+            raise Lesson(refusal, functions=[function])
         raise PartitionError(refusal)
 
 

@@ -37,9 +37,9 @@ from penstock.partition.record.fakes import Loan
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.record.side_effects import SideEffects
-from penstock.partition.recording import EntryModes, Fact, Kind, tensor_meta
+from penstock.partition.recording import EntryModes, Kind, NodeInfo, tensor_meta
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import Opening, RecordAgain, Unit
+from penstock.partition.units import Lesson, Opening, Unit
 
 Seen = tuple[Tensor, fx.Node]
 """A tensor that the forward handles (kept alive so that its id is not reused), and its node."""
@@ -56,7 +56,7 @@ class Writer:
         self.observer = Observer(self.module_names, names, frozenset(map(storage_id, loan.originals.values())))
         self.side_effects = SideEffects(model, units, reach, self.observer)
         self.graph = fx.Graph()
-        self.facts: dict[fx.Node, Fact] = {}
+        self.facts: dict[fx.Node, NodeInfo] = {}
         self.constants: dict[str, object] = {}
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
         self.is_paused = False
@@ -115,14 +115,14 @@ class Writer:
         """Write a call that returns a random number or array. Every stage that needs it makes the call itself."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
-        fact.draws, fact.is_anywhere = draws, True
+        fact.draws, fact.on_every_stage = draws, True
         if draws:
             fact.stream = self._stream(fact)
         return node
 
-    def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
+    def _fact(self, node: fx.Node, kind: Kind, result: Any) -> NodeInfo:
         tensors = leaf_tensors(result)
-        fact = self.facts[node] = Fact(
+        fact = self.facts[node] = NodeInfo(
             index=self.observer.position,
             kind=kind,
             scope=self.scope,
@@ -137,7 +137,7 @@ class Writer:
         self.observer.work = 0
         return fact
 
-    def _stream(self, fact: Fact) -> str:
+    def _stream(self, fact: NodeInfo) -> str:
         """Return the stream for a draw in a module's own forward. Numbered per module, so the opening does not affect
         it."""
         self.opening.refuse_draw(fact.scope, fact.source_line)
@@ -272,9 +272,9 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise RecordAgain(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
+                raise Lesson(refusal, used_outside=[type(self.observer.returned[id(tensor)][1])])
             if maker is not None and maker.call.unit:
-                raise RecordAgain(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
+                raise Lesson(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(

@@ -26,7 +26,7 @@ from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.op_work import (
     RUNNING,
     OpCall,
-    Traits,
+    OpTraits,
     argument_names,
     count_work,
     get_traits,
@@ -168,7 +168,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what is drawn and written ----------------------------------------------------------------------------------
 
-    def _effects(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> list[Tensor]:
+    def _effects(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> list[Tensor]:
         """Note that an operator draws, and return the tensors that it writes to."""
         writing: list[Tensor] = []
         names = argument_names(func)
@@ -293,7 +293,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin to note anew whose contents are taken."""
         self.contents_read, self._overwritten = set(), set()
 
-    def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
+    def _note_made(self, operator: Any, traits: OpTraits, roots: list[int], results: Iterable[Tensor]) -> None:
         """Note what an operator that took `roots` returned."""
         fixed = not traits.draws and self._fixed.issuperset(roots)
         known = (self.is_steady(root) or root in self.held or root in self._real for root in roots)

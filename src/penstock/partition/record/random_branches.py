@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from penstock.partition.obstacles import Obstacle
-from penstock.partition.recording import Branch, Fact, Recording
+from penstock.partition.recording import Branch, NodeInfo, Recording
 
 Answers = tuple[bool, ...]
 
@@ -124,7 +124,7 @@ class _Merger:
         self.fallback: dict[fx.Node, fx.Node] = {}
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.facts: dict[fx.Node, Fact] = {}
+        self.facts: dict[fx.Node, NodeInfo] = {}
         self._compare(paths)
 
     # -- comparing --------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class _Merger:
         arguments = (base.asks[number].node, *(self.fallback[n] for n in outputs), *inputs)
         name = f"branch_by_chance_{number}"
         node = self.graph.create_node("call_module", name, tuple(self.new[a] for a in arguments), {}, name)
-        self.facts[node] = Fact(
+        self.facts[node] = NodeInfo(
             index=len(self.facts),
             kind="unit" if units else "call",
             scope=next((u for u in units if u in base.blocks), units[0]) if units else facts[nodes[0]].scope,
@@ -292,8 +292,8 @@ class _Merger:
     def _repeat_on_stages(self, node: fx.Node) -> None:
         """Make a decision again in each stage that needs it, from the same stream."""
         fact = self.facts[node]
-        if fact.kind == "call" and not fact.is_anywhere:
-            fact.is_anywhere = True
+        if fact.kind == "call" and not fact.on_every_stage:
+            fact.on_every_stage = True
             for argument in node.all_input_nodes:
                 self._repeat_on_stages(argument)
 
@@ -311,7 +311,7 @@ def _find_region_start(nodes: Sequence[fx.Node], others: Sequence[fx.Node], surp
     return next(starts, None)
 
 
-def _check_same_call(node: fx.Node, fact: Fact, other: fx.Node, other_fact: Fact, number: int) -> None:
+def _check_same_call(node: fx.Node, fact: NodeInfo, other: fx.Node, other_fact: NodeInfo, number: int) -> None:
     call, other_call = (
         (node.op, node.target, fact.kind, fact.scope),
         (other.op, other.target, other_fact.kind, other_fact.scope),
@@ -326,7 +326,7 @@ def _check_same_call(node: fx.Node, fact: Fact, other: fx.Node, other_fact: Fact
         raise MismatchError(f"{node.name!r} takes a gradient only where something is left out", number)
 
 
-def _layout(fact: Fact) -> object:
+def _layout(fact: NodeInfo) -> object:
     return fact.meta and (fact.meta.shape, fact.meta.stride, fact.meta.dtype)
 
 

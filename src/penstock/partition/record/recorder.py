@@ -34,14 +34,13 @@ from penstock.partition.record.drawn_values import Chance, holds_drawn, replace_
 from penstock.partition.record.fakes import Loan
 from penstock.partition.record.graph_writer import Writer
 from penstock.partition.record.known_values import CallResult, KnownValues
-from penstock.partition.record.left_attributes import find_attributes, taken
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Call
-from penstock.partition.record.run_for_real import find_drawing_modules, run_for_real
+from penstock.partition.record.run_for_real import find_attributes, find_drawing_modules, run_for_real, taken
 from penstock.partition.recording import Guard, walk
 from penstock.partition.result_checks import ResultChecks
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import Opening, RecordAgain, Unit, UnitCall, UnitSpec
+from penstock.partition.units import Lesson, Opening, Unit, UnitCall, UnitSpec
 
 Blanks = dict[fx.Node, list[fx.Node]]
 """Nodes whose values do not matter, only their shapes, each with an earlier value that has as many rows, if any."""
@@ -93,7 +92,9 @@ class Recorder(Writer, TorchFunctionMode):
         self.reads: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
-        self.taken_names = {*attempt.unit_spec.taken}  # names of attributes that are read after the calls of such units
+        self.attributes_read = {
+            *attempt.unit_spec.attributes_read
+        }  # names of attributes that are read after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
         self.result_checks = ResultChecks(attempt.opening)
         self._thread = threading.get_ident()
@@ -262,7 +263,7 @@ class Recorder(Writer, TorchFunctionMode):
                     parent = unit.name.rpartition(".")[0]
                     siblings = (u for u in self.units.values() if u.name.rpartition(".")[0] == parent)
                     opened = [u.name for u in siblings if type(u.module) is type(module)]  # they would be next
-                    raise RecordAgain(refusal, opened=[unit.name], likely=opened)
+                    raise Lesson(refusal, opened=[unit.name], likely=opened)
             self.known_values.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             mutable = MutableArguments(args, kwargs, self._model_objects)
             self.chance.check_generators()
@@ -303,14 +304,14 @@ class Recorder(Writer, TorchFunctionMode):
                 reason, self.scope, alternative="Call it in a module of its own, and name that in leaf_modules=[...]"
             )
         if unit:
-            raise RecordAgain(f"{user_code.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+            raise Lesson(f"{user_code.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
         self._write(call_targets.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _extract_attributes(self, node: fx.Node, unit: Unit) -> None:
         """Write a node that reads what a unit that cannot be opened left in attributes."""
-        for attribute, value in find_attributes(unit.module, unit.name, self.taken_names):
+        for attribute, value in find_attributes(unit.module, unit.name, self.attributes_read):
             if self._is_new(value):
-                self.taken_names.add(attribute.name)
+                self.attributes_read.add(attribute.name)
                 attribute_node = self._constant(attribute, attribute.key)
                 child = self.graph.call_function(taken, (node, attribute_node))
                 self._fact(child, "call", value)
@@ -367,7 +368,7 @@ class Recorder(Writer, TorchFunctionMode):
             rollback()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             result, drew, writes = run_for_real(
-                call, unit, args, kwargs, self.loan, self.observer, error, self.taken_names
+                call, unit, args, kwargs, self.loan, self.observer, error, self.attributes_read
             )
             self.ran_for_real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
