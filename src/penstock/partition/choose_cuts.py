@@ -56,7 +56,7 @@ class ChosenCuts:
     @property
     def is_uneven(self) -> bool:
         """Whether the slowest stage takes more than `UNEVEN_RATIO` times the mean."""
-        return bool(self.seconds) and max(self.seconds) > UNEVEN_RATIO * sum(self.seconds) / len(self.seconds)
+        return bool(self.seconds) and _find_slowest(self.seconds) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ def decide(
     weights = [float(unit.weight) for unit in units]
     if choice.weight is not None:
         weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in units]
-    problem, notes = _problem(recording, model, units, weights, budget, by_bytes=choice.memory)
+    problem, notes = _build_problem(recording, model, units, weights, budget, by_bytes=choice.memory)
     starts = _find_starts(problem, stages, budget)
     return ChosenCuts(tuple(units[start].name for start in starts[1:]), notes=notes)
 
 
-def _problem(
+def _build_problem(
     recording: Recording,
     model: nn.Module,
     pieces: Sequence[Candidate],
@@ -212,7 +212,7 @@ def _decide_by_times(
         pieces: for each unit, those of the profile that begin there.
     """
     names, times = [unit.name for unit in units], [sum(unit.seconds for unit in piece) for piece in pieces]
-    problem, notes = _problem(recording, model, units, times, budget)
+    problem, notes = _build_problem(recording, model, units, times, budget)
     link = budget.link or link_for(profile)
     problem = replace(problem, crossing_seconds=[crossing_seconds(piece[0], link) for piece in pieces])
     starts = _find_starts(problem, stages, budget)
@@ -220,53 +220,39 @@ def _decide_by_times(
         usual_starts = [0, *map(names.index, usual_cuts)]
         if max(stage_loads(problem, usual_starts)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = usual_starts
-    loads, stage_units = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
-    notes += _imbalance_notes(loads, names, stage_units, times)
+    loads = stage_loads(problem, starts)
+    if (slowest := _find_slowest(loads)) is not None:
+        stage, ratio = slowest
+        heaviest = max(range(starts[stage], [*starts, len(names)][stage + 1]), key=times.__getitem__)
+        notes += (_imbalance_note(stage, ratio, names[heaviest], times[heaviest] * len(loads) / sum(loads)),)
     cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
     costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
     return ChosenCuts(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
 
 
-def _imbalance_notes(
-    loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
-) -> tuple[str, ...]:
-    """Return the notes on a slowest stage above `UNEVEN_RATIO` times the mean; none if there is none.
+def _find_slowest(loads: Sequence[float]) -> tuple[int, float] | None:
+    """Return the slowest stage and how many times the mean it takes; None if that is no more than `UNEVEN_RATIO`."""
+    mean, slowest = sum(loads) / len(loads), max(range(len(loads)), key=loads.__getitem__)
+    return (slowest, loads[slowest] / mean) if loads[slowest] > UNEVEN_RATIO * mean else None
 
-    Args:
-        loads: of each stage.
-        names, seconds: of each unit.
-        stages: the units of each stage.
-    """
-    mean = sum(loads) / len(loads)
-    slowest = max(range(len(loads)), key=loads.__getitem__)
-    if loads[slowest] <= UNEVEN_RATIO * mean:
-        return ()
-    heaviest = max(stages[slowest], key=seconds.__getitem__)
-    ratio = seconds[heaviest] / mean
-    text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean stage time, and limits throughput"
-    if ratio > UNEVEN_RATIO:
-        remedy = (
-            f"{names[heaviest]!r} alone takes {ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
-        )
-    else:
-        remedy = (
-            "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
-        )
-    return (f"{text}; {remedy}",)
+
+def _imbalance_note(stage: int, ratio: float, unit: str, unit_ratio: float) -> str:
+    """Return the note on a stage that takes so many times the mean; `unit` is its heaviest."""
+    remedy = "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
+    if unit_ratio > UNEVEN_RATIO:
+        remedy = f"{unit!r} alone takes {unit_ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
+    return f"stage {stage} takes {ratio:.2f} times the mean stage time, and limits throughput; {remedy}"
 
 
 def collect_notes(decision: ChosenCuts, work: Sequence[int]) -> tuple[str, ...]:
     """Return the notes on a split for the user: what was decided, or that it is uneven by its stages' work."""
-    if decision.seconds or sum(work) < MIN_MEASURED_WORK:
-        return decision.notes
-    mean = sum(work) / len(work)
-    slowest = max(range(len(work)), key=work.__getitem__)
-    if work[slowest] <= UNEVEN_RATIO * mean:
+    slowest = None if decision.seconds or sum(work) < MIN_MEASURED_WORK else _find_slowest(work)
+    if slowest is None:
         return decision.notes
     return (
         *decision.notes,
-        f"stage {slowest} does {work[slowest] / mean:.2f}x the mean work per stage (estimated), and all others wait "
-        "for it; change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
+        f"stage {slowest[0]} does {slowest[1]:.2f}x the mean work per stage (estimated), and all others wait for it; "
+        "change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
         "split_inside=[...]",
     )
 

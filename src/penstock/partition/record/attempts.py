@@ -38,7 +38,6 @@ from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, i
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.autograd_functions import following_functions
 from penstock.partition.record.fakes import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.record.interception import intercept, replaced
 from penstock.partition.record.operator_effects import SEED
 from penstock.partition.record.random_branches import merge_branches
 from penstock.partition.record.recorder import Attempt, Recorder
@@ -46,7 +45,7 @@ from penstock.partition.recording import Constant, Recording, is_readable
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import ALL_UNITS, Left
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import NO_SPEC, NOTHING, Lesson, Opening, Unit, UnitSpec, find_units
+from penstock.partition.units import NO_SPEC, NOTHING, Lesson, Opening, Unit, UnitSpec, find_units, intercept, replaced
 from penstock.partition.user_code import raising_line
 
 

@@ -20,8 +20,8 @@ from penstock._base.compat import flex_attention
 from penstock._base.errors import PartitionError
 from penstock.partition import user_code
 from penstock.partition.record.call_targets import called
-from penstock.partition.record.interception import replaced
 from penstock.partition.record.recorder import Recorder
+from penstock.partition.units import replaced
 
 
 @contextmanager
