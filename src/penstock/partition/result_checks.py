@@ -116,11 +116,11 @@ def check_returned(result: Any, unit: str, pattern: Sequence[PatternLeaf], read_
     )
     location = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
-        f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
-        if scope
-        else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
-        "name that in leaf_modules=[...], so that it runs as a whole"
+        "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and name "
+        "that in leaf_modules=[...], so that it runs as a whole"
     )
+    if scope:
+        remedy = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
     difference = f"returned {_describe(actual)} where the recording has {_describe(pattern)}"
     raise PartitionError(f"{unit!r} {difference}: {reason}{location}. {remedy}")
 

@@ -35,7 +35,7 @@ from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.given_model import Chain
 from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
-from penstock.partition.obstacles import Obstacle
+from penstock.partition.obstacles import Obstacle, depends_on_values, describe_scope
 from penstock.partition.record.autograd_functions import following_functions
 from penstock.partition.record.fakes import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.record.operator_effects import SEED
@@ -248,25 +248,15 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
                 with calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
-        raise _depends_on_values(recorder, error) from error
+        raise depends_on_values(error, recorder.scope) from error
     except UNSUPPORTED as error:
-        reason = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        reason = f"{raising_line(error)} in {describe_scope(recorder.scope)} cannot run on fake tensors: {error}"
         raise Obstacle(reason, recorder.scope) from error
     except RuntimeError as error:
-        if any(
-            word in str(error).lower() for word in ("subclasses", "fake tensor", "allocated")
-        ):  # .numpy(), .data_ptr()
-            raise _depends_on_values(recorder, error) from error
+        words = ("subclasses", "fake tensor", "allocated")  # of .numpy(), .data_ptr()
+        if any(word in str(error).lower() for word in words):
+            raise depends_on_values(error, recorder.scope) from error
         raise
-
-
-def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
-    text = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{text}, which a recording cannot follow", recorder.scope)
-
-
-def _module(recorder: Recorder) -> str:
-    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
 
 
 def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
@@ -331,10 +321,8 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _positions_by_module(recorder)
     if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.reads), None)) is not None:
-        reason = (
-            f"the forward branches on a buffer and updates it at {writer.source_line}, which a recording cannot follow"
-        )
-        raise Obstacle(reason, writer.scope)
+        reason = f"the forward branches on a buffer and updates it at {writer.source_line}"
+        raise Obstacle(f"{reason}, which a recording cannot follow", writer.scope)
     shape_nodes = recorder.result_checks.settle(recorder.facts, recorder.sized)
     free = {number for node, number in recorder.sized.items() if node not in shape_nodes}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]

@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 from penstock._base.compat import FakeTensor, in_checkpoint, storage_id
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import LEAF, Flat, flatten, leaf_tensors
-from penstock.partition import user_code
 from penstock.partition.names import canonical_names
 from penstock.partition.nested import (
     CONSTANTS,
@@ -32,7 +31,7 @@ from penstock.partition.nested import (
     rebuilt,
 )
 from penstock.partition.obstacles import Obstacle
-from penstock.partition.record import call_targets
+from penstock.partition.record.call_targets import Target
 from penstock.partition.record.fakes import Loan
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
@@ -40,6 +39,7 @@ from penstock.partition.record.side_effects import SideEffects
 from penstock.partition.recording import EntryModes, Kind, NodeInfo, tensor_meta
 from penstock.partition.state.reachable import Reach
 from penstock.partition.units import Lesson, Opening, Unit
+from penstock.partition.user_code import current_line
 
 Seen = tuple[Tensor, fx.Node]
 """A tensor that the forward handles (kept alive so that its id is not reused), and its node."""
@@ -88,9 +88,7 @@ class Writer:
         self._see(tensor, node)
         self.observer.add_input(tensor)
 
-    def _write(
-        self, target: call_targets.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]
-    ) -> fx.Node:
+    def _write(self, target: Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> fx.Node:
         args, kwargs = target.args, target.kwargs
         if kind != "unit":
             args, kwargs = self.arguments(args, kwargs)
@@ -130,7 +128,7 @@ class Writer:
             storages=frozenset(storage_id(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
-            source_line=user_code.current_line(),
+            source_line=current_line(),
             work=self.observer.work,
         )
         self.observer.position += 1
@@ -310,7 +308,7 @@ class Writer:
 
     def current_position(self) -> str:
         """Return the running line, and its module."""
-        return f"{user_code.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
+        return f"{current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _find_holder(self, tensor: Tensor) -> str:
         for name, module in self.model.named_modules():

@@ -22,7 +22,7 @@ from penstock._base.compat import WeakStorage, storage_bytes, storage_id, unset_
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.pytree import flatten
-from penstock.partition.obstacles import Obstacle
+from penstock.partition.obstacles import Obstacle, describe_scope
 from penstock.partition.record.op_work import (
     RUNNING,
     OpCall,
@@ -72,7 +72,7 @@ class Location:
     line: str = ""
 
     def __str__(self) -> str:
-        module = f"module {self.call.scope!r}" if self.call.scope else "the model's own forward"
+        module = describe_scope(self.call.scope)
         return f"{module} ({self.line})" if self.line else module
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from penstock.partition.obstacles import Obstacle
+from penstock.partition.obstacles import Obstacle, describe_scope
 from penstock.partition.recording import Branch, NodeInfo, Recording
 
 Answers = tuple[bool, ...]
@@ -54,10 +54,9 @@ def merge_branches(first: Recording, record: Callable[[Mapping[int, bool]], Reco
         return merger.merge()
     except MismatchError as error:
         ask = first.asks[error.number or 0]
-        scope = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
         raise Obstacle(
-            f"{scope} branches on a random number at {ask.source_line}, and its two paths differ in more than the "
-            f"modules that one leaves out: {error}",
+            f"{describe_scope(ask.scope)} branches on a random number at {ask.source_line}, and its two paths differ "
+            f"in more than the modules that one leaves out: {error}",
             ask.scope,
             "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
         ) from None
@@ -312,11 +311,7 @@ def _find_region_start(nodes: Sequence[fx.Node], others: Sequence[fx.Node], surp
 
 
 def _check_same_call(node: fx.Node, fact: NodeInfo, other: fx.Node, other_fact: NodeInfo, number: int) -> None:
-    call, other_call = (
-        (node.op, node.target, fact.kind, fact.scope),
-        (other.op, other.target, other_fact.kind, other_fact.scope),
-    )
-    if call != other_call:
+    if (node.op, node.target, fact.kind, fact.scope) != (other.op, other.target, other_fact.kind, other_fact.scope):
         raise MismatchError(f"one path calls {other.name!r} where the other calls {node.name!r}", number)
     if (fact.draws, fact.modes, _layout(fact)) != (other_fact.draws, other_fact.modes, _layout(other_fact)):
         raise MismatchError(

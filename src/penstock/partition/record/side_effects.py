@@ -20,7 +20,6 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import list_names
 from penstock._base.memory import extent
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors
-from penstock.partition import user_code
 from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.operator_effects import Call, ForeignRead, Observer
@@ -29,6 +28,7 @@ from penstock.partition.state.loss_values import ALL_UNITS, MAX_CARRIED, SCALARS
 from penstock.partition.state.reachable import Holder, Reach, holders_in_context, is_below
 from penstock.partition.state.settings import names_in_code
 from penstock.partition.units import Lesson, Unit, UnitSpec
+from penstock.partition.user_code import current_line
 
 Run = Callable[[Any, Any], Any]
 Change = tuple[Holder, Any, Any]
@@ -61,7 +61,7 @@ class SideEffects:
         held_storages = {f.storage for f in reads if f.held is not None}
         names_text = list_names([f.held for f in reads if f.held is not None])
         subject = f"tensors that are not among its arguments{f' ({names_text})' if names_text else ''}"
-        refusal = f"a call at {user_code.current_line()} uses {subject}; a stage would not have them"
+        refusal = f"a call at {current_line()} uses {subject}; a stage would not have them"
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held_storages <= {storage_id(t) for t in (*module.parameters(), *module.buffers())}:
