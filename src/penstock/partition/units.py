@@ -29,9 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock._base.errors import PartitionError
 from penstock.partition.given_model import Chain
-from penstock.partition.names import (
-    resolve,
-)
+from penstock.partition.names import resolve
 
 UnitCall = Callable[..., Any]
 

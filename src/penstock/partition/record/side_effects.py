@@ -45,7 +45,7 @@ class SideEffects:
     def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
         self._model, self._observer, self._reach = model, observer, reach
         self._preset: dict[str, str] = {}  # units before which plain values that they may read were set -> their names
-        self._writers: set[str] = set()  # units that write where others can read
+        self._preset_by: set[str] = set()  # units that set them
         self._setters: dict[tuple[int, Any], str] = {}  # a place and a key -> the last unit to change what is there
         self._units = {unit.name: unit for unit in units.values()}
         self.remembered: dict[str, Remembered] = {}
@@ -77,7 +77,7 @@ class SideEffects:
         to_open = {f.reader.call.unit for f in reads}
         to_open |= {f.origin.call.unit for f in reads if f.origin is not None and f.storage not in seen} - {""}
         if self._preset:
-            to_open |= {*self._preset, *self._writers}
+            to_open |= {*self._preset, *self._preset_by}
         if reads:
             raise Lesson("; ".join(dict.fromkeys(map(_refusal, reads[:3]))), opened=to_open)
         for name, names in self._preset.items():
@@ -97,14 +97,13 @@ class SideEffects:
             holders = self._reach.holders_in(unit.name)
             snapshots = [(h, h.copied()) for h in holders]
             preset = [(h, key, value) for h in holders if h.is_changed() for key, value in h.changes()]
-            if names := [h.name(key) for h, key, value in preset if self._reads(unit, h, key, value)]:
-                self._preset[unit.name] = list_names(names)
+            if read := [(h, key) for h, key, value in preset if self._reads(unit, h, key, value)]:
+                self._preset[unit.name] = list_names([h.name(key) for h, key in read])
+                self._preset_by |= {self._setters[id(h), key] for h, key in read if (id(h), key) in self._setters}
             result = run(args, kwargs)
             changed = ((p, old, k, v) for p, old in snapshots if p.differs(old) for k, v in p.changes())
             changes = [(p, k, v) for p, old, k, v in changed if k is None or k not in old or old[k] is not v]
             self._setters |= {(id(h), key): unit.name for h, key, _ in changes}
-            if not all(self._reach.belongs_to(h, unit.name) for h, *_ in changes):
-                self._writers.add(unit.name)
             if changes and unit.name not in self.remembered:
                 self._look_for_state(unit, changes, args, kwargs, run)
             return result

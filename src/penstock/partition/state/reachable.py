@@ -145,11 +145,6 @@ class Reach:
         groups = [self._below.get(path, ()) for path in (name, *self._elsewhere.get(name, ()))]
         return list({id(holder): holder for group in groups for holder in group}.values())
 
-    def belongs_to(self, holder: Holder, name: str) -> bool:
-        """Whether a holder belongs to the module of that name, or to an object that only this module can reach."""
-        other_paths = (text for first, text in self._repeats if is_below(holder.text, first))
-        return not holder.outside and all(is_below(text, name) for text in (holder.text, *other_paths))
-
     def changed(self) -> list[Holder]:
         return [holder for holder in self.holders if holder.is_changed()]
 
