@@ -1,7 +1,7 @@
 """Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
 
 Everything else is opened, and its torch calls are recorded one by one. A module whose result is used outside its unit
-(a router's logits, which a hook collects for an auxiliary loss) is a separate unit, and the modules around it are
+(Mixtral's router logits, which a hook collects for a loss) is a separate unit, and the modules around it are
 opened.
 
 Other modules are opened so that cuts can fall inside them (`Opening`): a stage of a hierarchical model (ConvNeXt, Swin,

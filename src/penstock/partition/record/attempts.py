@@ -283,7 +283,8 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds only what every forward computes identically, such as a table of positions."""
+    """Whether a replaced buffer holds only what every forward computes identically, as those of transformers' rotary
+    embeddings of dynamic length do (`modeling_rope_utils`)."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set

@@ -68,7 +68,7 @@ def _replace_bound_applies(
 
 
 class OlderCheckpoints:
-    """torch's older checkpoints (`use_reentrant=True`, its default), recorded as the newer one.
+    """torch's older checkpoints (`use_reentrant=True`, transformers' default before 5.0), recorded as the newer one.
 
     Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and
     adds its gradients to `.grad` separately, so the terms of a weight that is also used elsewhere come in another

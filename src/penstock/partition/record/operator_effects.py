@@ -227,8 +227,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def seed_is_set(self) -> bool:
-        """Whether the forward seeds torch's generator, or has set its state: it wants particular numbers, and recorded
-        draws come from keyed streams."""
+        """Whether the forward seeds torch's generator (Reformer's hashes), or has set its state: it wants particular
+        numbers, and recorded draws come from keyed streams."""
         return torch.default_generator.initial_seed() != SEED
 
     def _check_generator(self, generator: object) -> None:

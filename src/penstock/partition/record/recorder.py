@@ -236,7 +236,8 @@ class Recorder(Writer, TorchFunctionMode):
         return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record that an activation requires a gradient from here on: the same tensor now stands for a new value."""
+        """Record that an activation requires a gradient from here on (wav2vec 2.0's first one does, for checkpoints):
+        the same tensor now stands for a new value."""
         tensor, required_grad = args[0], args[0].requires_grad
         if not required_grad and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
             raise Obstacle(f"{self.current_position()} {REFUSED['requires_grad_']}", self.scope)

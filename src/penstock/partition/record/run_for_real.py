@@ -1,9 +1,9 @@
 """Runs a unit that does not run on fake tensors once on made-up real ones, to get its result's shapes.
 
 A mixture of experts, for example, asks which experts the values chose. Inside a unit, which runs as a whole, that is
-fine. Most blocks that leave a tensor in an attribute for others (`self.l_aux = ...`) are opened, so that nothing is
-left anywhere (`side_effects`). From one that runs for real the tensor is taken right after each call, and is then a
-value like any other (`LeftInAttribute`).
+fine. Most blocks that leave a tensor in an attribute (`self.l_aux` of DeepSpeed's and fairscale's experts) are opened,
+so that nothing is left anywhere (`side_effects`). From one that runs for real the tensor is taken right after each
+call, and is then a value like any other (`LeftInAttribute`).
 """
 
 from __future__ import annotations
