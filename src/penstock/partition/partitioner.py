@@ -56,7 +56,6 @@ Division = tuple[ChosenCuts, Opening]
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
 
-
 KEPT_PARTITIONS = 128
 """How many signatures' partitions are kept for later calls; the oldest are dropped first."""
 

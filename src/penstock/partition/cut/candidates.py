@@ -27,7 +27,6 @@ from penstock.partition.stages.cut_recording import HELD, CutRecording
 Measure = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
 
-
 WORTH_FINER = 0.8
 """More places for cuts are taken if these make the largest stage smaller than this fraction of its size."""
 

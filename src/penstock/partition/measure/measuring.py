@@ -150,10 +150,8 @@ class _Measurement:
         deadline = time.perf_counter() + budget_seconds
         for unit in self._runners.values():
             unit.run()
-        number, longest = 1, sum(unit.seconds for unit in self._runners.values())
-        sequence = self._build_sequence(deadline)
-        if sequence is not None:
-            number, longest = 0, 0.0
+        longest, sequence = sum(unit.seconds for unit in self._runners.values()), self._build_sequence(deadline)
+        number, longest = (1, longest) if sequence is None else (0, 0.0)
         while number < MAX_ROUNDS:
             start, backward = time.perf_counter(), ROUNDS[number % len(ROUNDS)]
             if number and start + longest > deadline:

@@ -29,7 +29,6 @@ from penstock.partition.stages.stage import Stage, build_stage
 POSITION_ATTRIBUTES = ("idx", "index", "id", "number", "layer_num", "depth")
 """Attributes whose names end like this say which of several blocks a module is, not what it does."""
 
-
 WITH_LOSS = -1
 """Stands for the last unit, with a loss after it."""
 

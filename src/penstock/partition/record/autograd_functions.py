@@ -6,7 +6,7 @@ One of them is torch's older checkpoint, which is treated as the newer one, whos
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType, MethodType, SimpleNamespace
@@ -35,7 +35,7 @@ def following_functions(recorder: Recorder) -> Iterator[None]:
             return older.run(*args)
         return recorder.call_autograd_function(torch_apply.__get__(None, cls), cls, args, kwargs)
 
-    bound_applies = _replace_bound_applies(torch_apply, apply, recorder)
+    bound_applies = _new_applies(torch_apply, apply, recorder)
     vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -51,9 +51,7 @@ def following_functions(recorder: Recorder) -> Iterator[None]:
         older.check()
 
 
-def _replace_bound_applies(
-    torch_apply: Any, new: Callable[..., Any], recorder: Recorder
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _new_applies(torch_apply: Any, new: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the changes for all that holds a bound `apply`, such as `swish = Swish.apply` in a file or a module.
 
     Args:

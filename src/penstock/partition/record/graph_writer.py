@@ -247,10 +247,9 @@ class Writer:
         """Why a leaf (a closure, a generator) cannot be passed on; None if it can."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             return None
-        hidden = hidden_tensors(value)  # of these, integers among the model's inputs are no fakes
-        if not hasattr(type(value), "__next__") and not any(
-            isinstance(t, FakeTensor) or self.is_seen(t) for t in hidden
-        ):
+        # integers among the model's inputs are no fakes
+        is_hidden = any(isinstance(t, FakeTensor) or self.is_seen(t) for t in hidden_tensors(value))
+        if not is_hidden and not hasattr(type(value), "__next__"):
             return None
         return f"{self.current_position()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
@@ -311,8 +310,5 @@ class Writer:
         return f"{current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _find_holder(self, tensor: Tensor) -> str:
-        for name, module in self.model.named_modules():
-            for attribute, value in module.__dict__.items():
-                if value is tensor:
-                    return f"{name}.{attribute}" if name else attribute
-        return ""
+        entries = ((name, *entry) for name, module in self.model.named_modules() for entry in vars(module).items())
+        return next((f"{name}.{key}".lstrip(".") for name, key, value in entries if value is tensor), "")

@@ -113,12 +113,7 @@ class CutRecording:
 
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of these units (at least one) run on the last stage, each for the last time."""
-        ends = {
-            unit: self.find_stage(fact.index)
-            for fact in self.facts.values()
-            if fact.kind == "unit"
-            for unit in fact.units
-        }
+        ends = {u: self.find_stage(f.index) for f in self.facts.values() if f.kind == "unit" for u in f.units}
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:

@@ -23,10 +23,8 @@ from penstock.partition.state.reachable import Holder
 MAX_CARRIED = 1024
 """The most elements that a value may have to be carried to the last stage in case the loss function reads it."""
 
-
 ALL_UNITS = "*"
 """If this is among the names of shut units, nothing is carried at all."""
-
 
 SCALARS = (bool, int, float, str)
 
