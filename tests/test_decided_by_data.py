@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.partition.run import known_values
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import PartitionError, pipeline
+from penstock.partition.record import run_for_real
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import squared_error
 
@@ -154,14 +154,14 @@ def doing(what: str) -> nn.Sequential:
 @pytest.fixture(params=[1, -1], ids=["seen", "unseen"])
 def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sign of the values with which a block is recorded: it does it then, or not."""
-    make = known_values._make_stand_in
+    make = run_for_real._make_stand_in
 
     def making(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor:
         made = make(fake, original, device)
         with torch.no_grad():
             return made if original is not None else made.copy_(made.abs() * request.param)
 
-    monkeypatch.setattr(known_values, "_make_stand_in", making)
+    monkeypatch.setattr(run_for_real, "_make_stand_in", making)
 
 
 @pytest.mark.usefixtures("made_up")

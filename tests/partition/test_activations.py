@@ -91,7 +91,7 @@ def test_what_does_not_run_on_fake_tensors_is_unknown() -> None:
     x = torch.randn(ROWS, WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ByValues(WIDTH), nn.Linear(WIDTH, WIDTH), ByValues(WIDTH))
     assert [stage.activation_bytes for stage in inspect(model, (x,), stages=2).stages] == [None, None]
-    notes = Partitioner(model, 2, streams=NoStreams(), room=StageBudget(1e6))((x,)).notes
+    notes = Partitioner(model, 2, streams=NoStreams(), budget=StageBudget(1e6))((x,)).notes
     (note,) = (note for note in notes if "memory" in note)
     assert "of 2 units ('1' is the first) does not count as memory" in note
 

@@ -115,7 +115,7 @@ def test_the_block_depends_on_values() -> None:
 def test_the_block_is_opened_and_nothing_else() -> None:
     model = Collecting()
     recording = record(model, (torch.randn(5, WIDTH),), {})
-    assert recording.unit_spec.exposed == {Router}
+    assert recording.unit_spec.used_outside == {Router}
     units = {unit.name for unit in find_units(model, (), recording.unit_spec).values()}
     assert units == {f"blocks.{i}.{part}" for i in range(4) for part in ("norm", "router", "expert")}
     assert {unit.name for unit in find_units(model).values()} == {f"blocks.{i}" for i in range(4)}

@@ -1,4 +1,4 @@
-"""Units are measured without a trace on the model, and cuts follow what they take."""
+"""Pieces are measured without a trace on the model, and cuts follow what they take."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None
     held = found.units[0].held_bytes  # all units hold alike
     for balance in ("time", found):
         room = StageBudget(limit_bytes=5 * held + 500, in_flight=(2, 1))
-        partitioner = Partitioner(waiting([0]), 2, streams=NoStreams(), balance=balance, room=room)
+        partitioner = Partitioner(waiting([0]), 2, streams=NoStreams(), balance=balance, budget=room)
         partitioner.weigh((X,))
         assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five
 
@@ -370,13 +370,13 @@ def test_a_memory_limit_is_held_to_this_batch_whatever_the_profile_was_made_with
     found = profile_of(waiting([0]), X)
     room = StageBudget(limit_bytes=sum(unit.held_bytes + 10 * unit.activation_bytes for unit in found.units))
 
-    def notes(x: Tensor, balance: Profile, **room: StageBudget) -> tuple[str, ...]:
-        made = Partitioner(waiting([0]), 2, streams=NoStreams(), balance=balance, **room)((x,))
+    def notes(x: Tensor, balance: Profile, **options: StageBudget) -> tuple[str, ...]:
+        made = Partitioner(waiting([0]), 2, streams=NoStreams(), balance=balance, **options)((x,))
         return tuple(note for note in made.notes if "other microbatches" in note)
 
-    assert notes(X, found, room=room) == ()
+    assert notes(X, found, budget=room) == ()
     with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
-        notes(many, found, room=room)
+        notes(many, found, budget=room)
     (note,) = notes(many, found)
     assert str(list(many.shape)) in note
     sizes = replace(found, rows=1).with_others([replace(profile_of(waiting([0]), many), rows=2)])
@@ -395,9 +395,9 @@ def test_buffers_count_as_what_a_stage_holds() -> None:
         bare.units
     )
     room = StageBudget(limit_bytes=sum(unit.held_bytes + unit.activation_bytes for unit in bare.units))
-    Partitioner(waiting([0]), 2, streams=NoStreams(), balance=bare, room=room)((X,))
+    Partitioner(waiting([0]), 2, streams=NoStreams(), balance=bare, budget=room)((X,))
     with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
-        Partitioner(buffered(), 2, streams=NoStreams(), balance=found, room=room)((X,))
+        Partitioner(buffered(), 2, streams=NoStreams(), balance=found, budget=room)((X,))
 
 
 # -- whatever chose the cuts ------------------------------------------------------------------------------------------
@@ -448,7 +448,9 @@ def test_a_slow_stage_is_reported_whatever_chose_the_cuts(
     measured = of_one_unit(model)
     monkeypatch.setattr(choose_cuts, "measure", lambda *_: measured)
     balance = measured if balance is of_one_unit else balance
-    partitioner = Partitioner(model, 2, cuts, streams=NoStreams(), balance=balance, room=StageBudget(in_flight=(2, 1)))
+    partitioner = Partitioner(
+        model, 2, cuts, streams=NoStreams(), balance=balance, budget=StageBudget(in_flight=(2, 1))
+    )
     partitioner.weigh((X,))
     (note,) = partitioner((X,)).notes
     slow = 1 if much in ([5], []) else 0

@@ -21,7 +21,7 @@ from penstock.partition.cut.candidates import Candidate, candidates, check_enoug
 from penstock.partition.cut.names import module_at
 from penstock.partition.measure.clock import measure_undisturbed
 from penstock.partition.measure.measuring import measure
-from penstock.partition.measure.pieces import Units, UnmeasurableError, compute_fingerprint
+from penstock.partition.measure.pieces import Pieces, UnmeasurableError, compute_fingerprint
 from penstock.partition.recording import Recording
 from penstock.simulate.costs import LinkCost, StageCost
 
@@ -38,7 +38,7 @@ UNEVEN_RATIO = 1.15
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ChosenCuts:
     """Where to cut, and what is known about it."""
 
     cuts: tuple[str, ...]
@@ -56,7 +56,7 @@ class Decision:
     @property
     def is_uneven(self) -> bool:
         """Whether the slowest stage takes more than `UNEVEN_RATIO` times the mean."""
-        return bool(self.seconds) and max(self.seconds) > UNEVEN_RATIO * sum(self.seconds) / len(self.seconds)
+        return bool(self.seconds) and _find_slowest(self.seconds) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def decide(
     choice: BalanceChoice,
     budget: StageBudget = NO_LIMIT,
     units: Sequence[Candidate] | None = None,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts by what is known without running anything. `units`: the candidates; None: all.
 
     Raises:
@@ -112,18 +112,18 @@ def decide(
         units = _filter_by_class(units, model, choice)
     check_enough(recording, model, stages, choice.by, units)
     if not units:
-        return Decision(())
+        return ChosenCuts(())
     if choice.weight is None and not choice.memory and not budget.is_limited:
-        return Decision(tuple(units[start].name for start in even_starts([u.weight for u in units], stages)[1:]))
+        return ChosenCuts(tuple(units[start].name for start in even_starts([u.weight for u in units], stages)[1:]))
     weights = [float(unit.weight) for unit in units]
     if choice.weight is not None:
         weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in units]
-    problem, notes = _problem(recording, model, units, weights, budget, by_bytes=choice.memory)
+    problem, notes = _build_problem(recording, model, units, weights, budget, by_bytes=choice.memory)
     starts = _find_starts(problem, stages, budget)
-    return Decision(tuple(units[start].name for start in starts[1:]), notes=notes)
+    return ChosenCuts(tuple(units[start].name for start in starts[1:]), notes=notes)
 
 
-def _problem(
+def _build_problem(
     recording: Recording,
     model: nn.Module,
     pieces: Sequence[Candidate],
@@ -138,7 +138,7 @@ def _problem(
     if not (budget.is_limited or by_bytes):
         return plain, ()
     try:
-        cut = Units.from_recording(recording, model, pieces)
+        cut = Pieces.from_recording(recording, model, pieces)
     except UnmeasurableError as error:
         raise ArgumentError(
             f"memory_limit=, balance='memory': what units keep is unknown, since {error}; omit them, or pass cuts="
@@ -175,20 +175,20 @@ def decide_by_measuring(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     budget: StageBudget = NO_LIMIT,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts by measured times; keep the cuts by work where these do as well, or nothing can be
     measured."""
     unchanged = tuple(by_work)
     if sum(fact.work for fact in recording.facts.values()) < MIN_MEASURED_WORK:
-        return Decision(unchanged)
+        return ChosenCuts(unchanged)
     units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
         profile = measure_undisturbed(lambda: measure(recording, model, units, args, kwargs), recording.device)
     except UnmeasurableError as error:
-        return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
+        return ChosenCuts(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
     names = [unit.name for unit in profile.units]
     if len(names) <= len(by_work):
-        return Decision(unchanged)
+        return ChosenCuts(unchanged)
     units = [unit for unit in units if unit.name in names]
     decision = _decide_by_times(
         recording, model, units, [[unit] for unit in profile.units], profile, budget, len(by_work) + 1, by_work
@@ -205,14 +205,14 @@ def _decide_by_times(
     budget: StageBudget,
     stages: int,
     usual_cuts: Sequence[str] | None = None,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts at these units by a profile's times; keep the usual ones where these do as well.
 
     Args:
         pieces: for each unit, those of the profile that begin there.
     """
     names, times = [unit.name for unit in units], [sum(unit.seconds for unit in piece) for piece in pieces]
-    problem, notes = _problem(recording, model, units, times, budget)
+    problem, notes = _build_problem(recording, model, units, times, budget)
     link = budget.link or link_for(profile)
     problem = replace(problem, crossing_seconds=[crossing_seconds(piece[0], link) for piece in pieces])
     starts = _find_starts(problem, stages, budget)
@@ -220,53 +220,39 @@ def _decide_by_times(
         usual_starts = [0, *map(names.index, usual_cuts)]
         if max(stage_loads(problem, usual_starts)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = usual_starts
-    loads, stage_units = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
-    notes += _imbalance_notes(loads, names, stage_units, times)
+    loads = stage_loads(problem, starts)
+    if (slowest := _find_slowest(loads)) is not None:
+        stage, ratio = slowest
+        heaviest = max(range(starts[stage], [*starts, len(names)][stage + 1]), key=times.__getitem__)
+        notes += (_imbalance_note(stage, ratio, names[heaviest], times[heaviest] * len(loads) / sum(loads)),)
     cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
     costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
-    return Decision(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
+    return ChosenCuts(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
 
 
-def _imbalance_notes(
-    loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
-) -> tuple[str, ...]:
-    """Return the notes on a slowest stage above `UNEVEN_RATIO` times the mean; none if there is none.
-
-    Args:
-        loads: of each stage.
-        names, seconds: of each unit.
-        stages: the units of each stage.
-    """
-    mean = sum(loads) / len(loads)
-    slowest = max(range(len(loads)), key=loads.__getitem__)
-    if loads[slowest] <= UNEVEN_RATIO * mean:
-        return ()
-    heaviest = max(stages[slowest], key=seconds.__getitem__)
-    ratio = seconds[heaviest] / mean
-    text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean stage time, and limits throughput"
-    if ratio > UNEVEN_RATIO:
-        remedy = (
-            f"{names[heaviest]!r} alone takes {ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
-        )
-    else:
-        remedy = (
-            "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
-        )
-    return (f"{text}; {remedy}",)
+def _find_slowest(loads: Sequence[float]) -> tuple[int, float] | None:
+    """Return the slowest stage and how many times the mean it takes; None if that is no more than `UNEVEN_RATIO`."""
+    mean, slowest = sum(loads) / len(loads), max(range(len(loads)), key=loads.__getitem__)
+    return (slowest, loads[slowest] / mean) if loads[slowest] > UNEVEN_RATIO * mean else None
 
 
-def collect_notes(decision: Decision, work: Sequence[int]) -> tuple[str, ...]:
+def _imbalance_note(stage: int, ratio: float, unit: str, unit_ratio: float) -> str:
+    """Return the note on a stage that takes so many times the mean; `unit` is its heaviest."""
+    remedy = "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
+    if unit_ratio > UNEVEN_RATIO:
+        remedy = f"{unit!r} alone takes {unit_ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
+    return f"stage {stage} takes {ratio:.2f} times the mean stage time, and limits throughput; {remedy}"
+
+
+def collect_notes(decision: ChosenCuts, work: Sequence[int]) -> tuple[str, ...]:
     """Return the notes on a split for the user: what was decided, or that it is uneven by its stages' work."""
-    if decision.seconds or sum(work) < MIN_MEASURED_WORK:
-        return decision.notes
-    mean = sum(work) / len(work)
-    slowest = max(range(len(work)), key=work.__getitem__)
-    if work[slowest] <= UNEVEN_RATIO * mean:
+    slowest = None if decision.seconds or sum(work) < MIN_MEASURED_WORK else _find_slowest(work)
+    if slowest is None:
         return decision.notes
     return (
         *decision.notes,
-        f"stage {slowest} does {work[slowest] / mean:.2f}x the mean work per stage (estimated), and all others wait "
-        "for it; change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
+        f"stage {slowest[0]} does {slowest[1]:.2f}x the mean work per stage (estimated), and all others wait for it; "
+        "change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
         "split_inside=[...]",
     )
 
@@ -278,7 +264,7 @@ def _decide_by_profile(
     profile: Profile,
     budget: StageBudget,
     units: Sequence[Candidate] | None,
-) -> Decision:
+) -> ChosenCuts:
     """Find the best cuts for a profile, at those of its units that are candidates here; the others join the one
     before."""
     profile.check_for(compute_fingerprint(model, recording.device.type))

@@ -10,13 +10,9 @@ from difflib import get_close_matches
 from torch import nn
 
 from penstock._base.errors import PartitionError
-from penstock.partition.given_model import (
-    Chain,
-)
+from penstock.partition.given_model import Chain
 
 _WRAPPERS = "(?:_orig_mod|_checkpoint_wrapped_module)"
-
-
 _WRAPPED = re.compile(rf"(?:^|(?<=\+))(?:{_WRAPPERS}(?:\.|$))+|\.{_WRAPPERS}(?!\w)")
 """What `torch.compile` and torch's `checkpoint_wrapper` add to the names in a module."""
 

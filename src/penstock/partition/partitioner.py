@@ -17,7 +17,7 @@ from penstock.costs import Profile
 from penstock.partition.choose_cuts import (
     NO_LIMIT,
     WORTH_MOVING,
-    Decision,
+    ChosenCuts,
     StageBudget,
     collect_notes,
     decide,
@@ -50,12 +50,11 @@ from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.state.settings import Assumptions, Attributes
 from penstock.partition.units import Opening, UnitSpec, find_units, refuse_compiled, refuse_lazy
 
-Division = tuple[Decision, Opening]
+Division = tuple[ChosenCuts, Opening]
 """Where a model is cut, and which modules are opened for it."""
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
-
 
 KEPT_PARTITIONS = 128
 """How many signatures' partitions are kept for later calls; the oldest are dropped first."""
@@ -73,7 +72,7 @@ class Partitioner:
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
-        room: what stages may take of memory.
+        budget: what stages may take of memory.
         balance: what to spread evenly over the stages; see `BalanceChoice`. Times are measured by `weigh`; until then,
             cuts even out the work.
 
@@ -91,7 +90,7 @@ class Partitioner:
         opens: Sequence[str] | None = None,
         streams: RandomSource,
         balance: Balance | BalanceChoice = "time",
-        room: StageBudget = NO_LIMIT,
+        budget: StageBudget = NO_LIMIT,
     ) -> None:
         check_counts(stages=stages)
         self._choice = BalanceChoice.of(balance)
@@ -105,12 +104,12 @@ class Partitioner:
         self.cuts = None if cuts is None else tuple(public_name(self.model, cut) for cut in cuts)
         self._auto_cuts = cuts is None
         self._leaves, self._streams = tuple(leaves or ()), streams
-        self._budget = room
+        self._budget = budget
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._lengths: list[Lengths] = []
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
         self._is_settled = not (self._choice.measures and self._auto_cuts and stages > 1)  # whether neither will come
-        self._decision = Decision(self.cuts or ())
+        self._decision = ChosenCuts(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._unit_spec = UnitSpec()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
@@ -226,8 +225,8 @@ class Partitioner:
             self._adopt((decision, self._opening), recordings)
 
     def _measure_parts(
-        self, recording: Recording, decision: Decision, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Recording, Decision] | None:
+        self, recording: Recording, decision: ChosenCuts, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Recording, ChosenCuts] | None:
         """Open the modules inside which the best cuts by these times fall, and measure again. None if that finds
         nothing faster."""
         times = decision.unit_seconds
@@ -373,7 +372,7 @@ class Partitioner:
 
     def _record_and_cut(
         self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening, cuts: tuple[str, ...] | None
-    ) -> tuple[Decision, CutRecording]:
+    ) -> tuple[ChosenCuts, CutRecording]:
         """Record, and cut there; without `cuts`, at the best, for which modules may be opened."""
         kwargs = {**kwargs, **default_kwargs(self.model, args, kwargs)}
         while True:
@@ -386,11 +385,11 @@ class Partitioner:
             try:
                 return self._cut(recording, cuts)
             except PartitionError:
-                if cuts is not None or not recording.opening.tried:
+                if cuts is not None or not recording.opening.for_balance:
                     raise
-                opening = recording.opening.without(recording.opening.tried)
+                opening = recording.opening.without(recording.opening.for_balance)
 
-    def _cut(self, recording: Recording, cuts: tuple[str, ...] | None) -> tuple[Decision, CutRecording]:
+    def _cut(self, recording: Recording, cuts: tuple[str, ...] | None) -> tuple[ChosenCuts, CutRecording]:
         if cuts is not None:
             try:
                 return self._decision, cut_at(recording, self.model, cuts)
@@ -399,7 +398,7 @@ class Partitioner:
                     raise _explain_lost_cuts(error, cuts) from error
                 raise
 
-        def decide_and_cut(units: Sequence[Candidate] | None = None) -> tuple[Decision, CutRecording]:
+        def decide_and_cut(units: Sequence[Candidate] | None = None) -> tuple[ChosenCuts, CutRecording]:
             decision = decide(recording, self.model, self.stages, self._choice, self._budget, units)
             return decision, cut_at(recording, self.model, decision.cuts)
 

@@ -22,9 +22,10 @@ from penstock.partition.units import NO_SPEC, NOTHING, Opening, UnitSpec
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
-Pattern = tuple[tuple[str, str, Any], ...]
+PatternLeaf = tuple[str, str, Any]
+Pattern = tuple[PatternLeaf, ...]
 """Of each leaf of a result: its path, and `"tensor", shape or None`, `"value", v`, `"text", text of a value` or
-`"any", None`."""
+`"any", name of its class`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class EntryModes:
 
 
 @dataclass(slots=True)
-class Fact:
+class NodeInfo:
     """What was observed of one node.
 
     Attributes:
@@ -68,7 +69,7 @@ class Fact:
         stream: the name of the stream that it draws from.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
-        is_anywhere: whether it is a random number, or leads to a decision: every stage that needs it computes it.
+        on_every_stage: whether it is a random number, or leads to a decision: every stage that needs it computes it.
         branch: what runs only if a decision says so; see `Branch`.
         work: how much work it is, including its backward; see `count_work`.
         runs_again: whether it is a unit that a checkpoint around it would rerun in backward, which a stage does not.
@@ -89,7 +90,7 @@ class Fact:
     stream: str = ""
     modes: Modes = Modes()
     source_line: str = ""
-    is_anywhere: bool = False
+    on_every_stage: bool = False
     branch: Branch | None = None
     work: int = 0
     runs_again: bool = False
@@ -124,7 +125,7 @@ class Branch:
     """
 
     nodes: tuple[fx.Node, ...]
-    facts: Mapping[fx.Node, Fact]
+    facts: Mapping[fx.Node, NodeInfo]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     runs_if: bool
@@ -151,7 +152,7 @@ class Guard:
     source_line: str
     device: torch.device
     """Where the forward was recorded."""
-    is_free: bool = False
+    is_unread_shape: bool = False
     """Whether it is a shape that no code reads: it matters only for values that enter or leave a stage."""
 
     def holds(self, leaves: Sequence[Any]) -> bool:
@@ -212,7 +213,7 @@ class RandomSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RandomBranch:
     """The forward asked for the outcome of `node` before the node `index` was recorded.
 
     `source_line` is where it asked, `scope` the module whose code that is.
@@ -256,7 +257,7 @@ class Recording:
     """
 
     graph: fx.Graph
-    facts: Mapping[fx.Node, Fact]
+    facts: Mapping[fx.Node, NodeInfo]
     inputs: Mapping[fx.Node, int]
     outputs: tuple[fx.Node, ...]
     result_leaves: tuple[int | Constant, ...]
@@ -275,7 +276,7 @@ class Recording:
     opening: Opening = NOTHING
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
-    asks: tuple[Ask, ...] = ()
+    asks: tuple[RandomBranch, ...] = ()
     is_foreign: bool = False
     remembered: tuple[Remembered, ...] = ()
 

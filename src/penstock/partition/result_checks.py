@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import flatten
-from penstock.partition.recording import Fact, Pattern
-from penstock.partition.units import Opening, RecordAgain
+from penstock.partition.recording import NodeInfo, Pattern, PatternLeaf
+from penstock.partition.units import Lesson, Opening
 
 LITERALS = (bool, int, float, str, type(None))
 VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
@@ -36,7 +36,7 @@ def _describe_leaf(leaf: Any, shapes: bool) -> tuple[str, Any]:
         return "tensor", tuple(leaf.shape) if shapes else None
     if type(leaf) in LITERALS:
         return "value", leaf
-    return ("text", repr(leaf)) if isinstance(leaf, VALUES) else ("any", None)
+    return ("text", repr(leaf)) if isinstance(leaf, VALUES) else ("any", type(leaf).__name__)
 
 
 class ResultChecks:
@@ -50,20 +50,20 @@ class ResultChecks:
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
         self.shapes_read: list[tuple[fx.Node, str, str]] = []
-        self._ran_for_real: list[Fact] = []
+        self._ran_for_real: list[NodeInfo] = []
 
-    def note(self, fact: Fact, result: Any) -> None:
+    def note(self, fact: NodeInfo, result: Any) -> None:
         """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
         ran_for_real = fact.depends_on_values
         pattern = make_pattern(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (opened := self._opening.around(fact.scope)):
-            raise RecordAgain(keep_whole=opened)  # a module that stays whole has no such constants
+            raise Lesson(keep_whole=opened)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
             fact.pattern = pattern
 
-    def settle(self, facts: Mapping[fx.Node, Fact], sized: Collection[fx.Node]) -> Collection[fx.Node]:
+    def settle(self, facts: Mapping[fx.Node, NodeInfo], sized: Collection[fx.Node]) -> Collection[fx.Node]:
         """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
 
         Returns the nodes whose shapes matter. Those of `sized` nodes follow from inputs alone, and have guards.
@@ -98,14 +98,17 @@ def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) 
     return readers
 
 
-def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
+def check_returned(result: Any, unit: str, pattern: Sequence[PatternLeaf], read_at: tuple[str, str] = ("", "")) -> None:
     """Raise PartitionError if a unit returns something other than what was recorded.
 
     `read_at`: the line that reads a result's shape, and its module; empty if none does.
     """
-    if (difference := _difference(result, pattern)) is None:
-        return
-    actual, expected = difference
+    actual: Sequence[PatternLeaf] = make_pattern(result, shapes=True)
+    if [path for path, *_ in actual] == [path for path, *_ in pattern]:
+        unequal = (pair for pair in zip(actual, pattern, strict=True) if not _fits(*pair))
+        if (pair := next(unequal, None)) is None:
+            return
+        actual, pattern = ([("", kind, value)] for _, kind, value in pair)
     line, scope = read_at
     reason = (
         "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
@@ -113,41 +116,29 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     )
     location = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
-        f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
-        if scope
-        else "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and "
-        "name that in leaf_modules=[...], so that it runs as a whole"
+        "Return numbers as tensors, and tensors of fixed shapes; or give what uses them a module of its own and name "
+        "that in leaf_modules=[...], so that it runs as a whole"
     )
-    raise PartitionError(f"{unit!r} returned {actual} where the recording has {expected}: {reason}{location}. {remedy}")
+    if scope:
+        remedy = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
+    difference = f"returned {_describe(actual)} where the recording has {_describe(pattern)}"
+    raise PartitionError(f"{unit!r} {difference}: {reason}{location}. {remedy}")
 
 
-def _difference(result: Any, pattern: Pattern) -> tuple[str, str] | None:
-    """Describe the first difference in a result: what is there, and what was recorded; None if there is none."""
-    flat, expected = flatten(result), [path for path, *_ in pattern]
-    if flat.paths != expected:
-        recorded = [_describe_expected(kind, value) for _, kind, value in pattern]
-        return _describe_values(flat.paths, [*map(_describe_actual, flat.leaves)]), _describe_values(expected, recorded)
-    for leaf, (_, kind, value) in zip(flat.leaves, pattern, strict=True):
-        actual_kind, got = _describe_leaf(leaf, shapes=value is not None)
-        is_equal = type(got) is type(value) and (got == value or (got != got and value != value))  # NaN equals NaN
-        if not (actual_kind != "tensor" if kind == "any" else actual_kind == kind and is_equal):
-            return _describe_actual(leaf), _describe_expected(kind, value)
-    return None
+def _fits(actual: PatternLeaf, expected: PatternLeaf) -> bool:
+    (_, actual_kind, got), (_, kind, value) = actual, expected
+    if kind == "any" or actual_kind != kind:
+        return kind == "any" and actual_kind != "tensor"
+    is_nan = got != got and value != value
+    return (kind == "tensor" and value is None) or (type(got) is type(value) and (got == value or is_nan))
 
 
-def _describe_values(paths: Sequence[str], values: Sequence[str]) -> str:
-    """Values with their places in what was returned."""
-    if len(paths) > 1:
-        return f"{len(paths)} values, at {', '.join(paths[:6])}{', ...' * (len(paths) > 6)}"
-    return "".join(f"{value} at {path}" if path else value for value, path in zip(values, paths, strict=True)) or "none"
-
-
-def _describe_expected(kind: str, value: Any) -> str:
-    if kind == "tensor":
-        return "a tensor" if value is None else f"a tensor of shape {value}"
-    return {"value": repr(value), "text": str(value), "any": "an object that is not a tensor"}[kind]
-
-
-def _describe_actual(leaf: Any) -> str:
-    kind, value = _describe_leaf(leaf, shapes=True)
-    return f"a {type(leaf).__name__}" if kind == "any" else _describe_expected(kind, value)
+def _describe(pattern: Sequence[PatternLeaf]) -> str:
+    """Describe what was returned: one value with its place, or the places of several."""
+    if len(pattern) > 1:
+        return f"{len(pattern)} values, at {', '.join(path for path, *_ in pattern[:6])}{', ...' * (len(pattern) > 6)}"
+    for path, kind, value in pattern:
+        tensor = "a tensor" if value is None else f"a tensor of shape {value}"
+        text = {"tensor": tensor, "value": repr(value), "text": value, "any": f"an object of class {value}"}[kind]
+        return f"{text} at {path}" if path else str(text)
+    return "none"

@@ -1,7 +1,7 @@
 """Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
 
 Everything else is opened, and its torch calls are recorded one by one. A module whose result is used outside its unit
-(a router's logits, which a hook collects for an auxiliary loss) is a separate unit, and the modules around it are
+(Mixtral's router logits, which a hook collects for a loss) is a separate unit, and the modules around it are
 opened.
 
 Other modules are opened so that cuts can fall inside them (`Opening`): a stage of a hierarchical model (ConvNeXt, Swin,
@@ -16,8 +16,10 @@ a module is opened only for `split_inside=`, which does not depend on the number
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -27,9 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock._base.errors import PartitionError
 from penstock.partition.given_model import Chain
-from penstock.partition.names import (
-    resolve,
-)
+from penstock.partition.names import resolve
 
 UnitCall = Callable[..., Any]
 
@@ -39,11 +39,11 @@ STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # torch
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that runs as a whole. `block`: a child of a list or sequence of modules."""
+    """A module that runs as a whole. `repeated`: a child of a list or sequence of modules."""
 
     name: str
     module: nn.Module
-    block: bool
+    repeated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class UnitSpec:
     """What was learned about a model's units by running its forward, beyond what follows from its structure.
 
     Attributes:
-        exposed: classes of modules whose results are used outside the block that they are in.
+        used_outside: classes of modules whose results are used outside the block that they are in.
         opened: names of modules that are not units, since they take or leave tensors other than as arguments and
             results; their contents are units.
-        whole: names of modules that are units because a call in them uses modules that it was given as constants.
-        shut: names of units that are not opened for what they leave behind: they cannot be recorded call by call.
-        carried: names of the places whose contents are carried to the last stage for the loss function.
-        taken: names of attributes that are read after the calls of units that depend on values; see `Attribute`.
+        run_whole: names of modules that are units because a call in them uses modules as constants.
+        stay_whole: names of units that cannot be recorded call by call: not opened for what they leave.
+        for_loss: names of the places whose contents are carried to the last stage for the loss function.
+        attributes_read: names of attributes that are read after calls of units that depend on values.
         functions: functions that are recorded as one call each, since they draw from Python's or numpy's generators.
     """
 
-    exposed: frozenset[type[nn.Module]] = frozenset()
+    used_outside: frozenset[type[nn.Module]] = frozenset()
     opened: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    shut: frozenset[str] = frozenset()
-    carried: frozenset[str] = frozenset()
-    taken: frozenset[str] = frozenset()
+    run_whole: frozenset[str] = frozenset()
+    stay_whole: frozenset[str] = frozenset()
+    for_loss: frozenset[str] = frozenset()
+    attributes_read: frozenset[str] = frozenset()
     functions: frozenset[FunctionType] = frozenset()
 
     def __or__(self, more: UnitSpec) -> UnitSpec:
@@ -76,7 +76,7 @@ class UnitSpec:
 NO_SPEC = UnitSpec()
 
 
-class RecordAgain(BaseException):
+class Lesson(BaseException):
     """The forward has shown what must be recorded otherwise: record again.
 
     Not an Exception, so that the model's own `except` clauses do not catch it.
@@ -119,7 +119,7 @@ def find_units(
     Raises PartitionError for a name in `leaves` that is not a module.
     """
     opened_ids = {id(model.get_submodule(name)) for name in apart}
-    leaf_ids = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(spec.whole))}
+    leaf_ids = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(spec.run_whole))}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
@@ -133,10 +133,10 @@ def find_units(
             is_torch_layer = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             is_whole = (in_block or container or is_torch_layer) and not _is_opened(child, parent)
             is_opened = id(child) in opened_ids or name in spec.opened
-            if spec.exposed:
-                is_opened |= any(type(inner) in spec.exposed for inner in child.modules() if inner is not child)
+            if spec.used_outside:
+                is_opened |= any(type(inner) in spec.used_outside for inner in child.modules() if inner is not child)
             if id(child) in leaf_ids or (is_whole and not is_opened):
-                units[id(child)] = Unit(name, child, block=container)
+                units[id(child)] = Unit(name, child, repeated=container)
             else:
                 descend(child, name + ".", in_block=is_whole)
 
@@ -191,6 +191,37 @@ def repeats(module: nn.Module) -> bool:
     return isinstance(module, (*LISTS, nn.Sequential)) and any(count > 1 for count in kinds.values())
 
 
+@contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, or entries of dicts, within a context. A change is an object or dict, a name and a value."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            is_dict = type(owner) is dict
+            put, names = (owner.__setitem__, owner) if is_dict else (partial(setattr, owner), vars(owner))
+            stack.callback(*((put, name, names[name]) if name in names else (delattr, owner, name)))
+            put(name, value)
+        yield
+
+
+@contextmanager
+def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
+
+    This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
+    (gradient checkpointing in `transformers`) and the modules' hooks stay inside the unit.
+    """
+
+    def replacement(original: UnitCall) -> UnitCall:
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it stands in for the method
+            return handler(original, self, args, kwargs)
+
+        return __call__
+
+    # looked up before any is replaced
+    with replaced([(cls, "__call__", replacement(cls.__call__)) for cls in dict.fromkeys(map(type, modules))]):
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """Names of modules to open.
@@ -198,27 +229,28 @@ class Opening:
     Attributes:
         asked: opened because the user asked for it.
         for_cuts: opened because a cut lies inside.
-        tried: opened for balance; they stay whole if they cannot be recorded call by call.
-        whole: tried, but could not be recorded call by call.
+        for_balance: opened for balance; they stay whole if they cannot be recorded call by call.
+        cannot_open: so opened once, but could not be recorded call by call.
     """
 
     asked: frozenset[str] = frozenset()
     for_cuts: frozenset[str] = frozenset()
-    tried: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
+    for_balance: frozenset[str] = frozenset()
+    cannot_open: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
-        return self.asked | self.for_cuts | self.tried
+        return self.asked | self.for_cuts | self.for_balance
 
     def without(self, names: Collection[str]) -> Opening:
         """Return the same, but with these tried modules left whole."""
-        return replace(self, tried=self.tried - set(names), whole=self.whole | (self.tried & set(names)))
+        closed = self.for_balance & set(names)
+        return replace(self, for_balance=self.for_balance - closed, cannot_open=self.cannot_open | closed)
 
     def around(self, scope: str) -> str:
         """Return the outermost module that was tried and is, or encloses, the one named `scope`; empty if there is
         none."""
-        return min((name for name in self.tried if f"{scope}.".startswith(f"{name}.")), key=len, default="")
+        return min((name for name in self.for_balance if f"{scope}.".startswith(f"{name}.")), key=len, default="")
 
     def cut_inside(self, scope: str) -> str:
         """Return the same for modules that are opened because a cut lies inside."""
@@ -234,7 +266,7 @@ class Opening:
     def refuse_draw(self, scope: str, source_line: str) -> None:
         """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
-            raise RecordAgain(keep_whole=name)
+            raise Lesson(keep_whole=name)
         if name := self.cut_inside(scope):
             raise PartitionError(
                 f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "

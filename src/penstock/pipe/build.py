@@ -311,7 +311,7 @@ def _split(
                         options.leaf_modules,
                         opens=options.split_inside,
                         balance=options.choice,
-                        room=options.stage_budget(order),
+                        budget=options.stage_budget(order),
                         streams=streams,
                     )
                 else:

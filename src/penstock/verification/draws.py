@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.partition.record import python_draws
-from penstock.partition.record.interception import intercept
 from penstock.partition.record.op_work import argument_names, is_seeded
 from penstock.partition.stages.stage import Gate
+from penstock.partition.units import intercept
 from penstock.partition.user_code import is_ours
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition

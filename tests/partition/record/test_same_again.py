@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock._base.compat import fake_mode, storage_id
 from penstock.partition.record.known_values import KnownValues
 from penstock.partition.record.operator_effects import Observer
-from penstock.partition.units import RecordAgain
+from penstock.partition.units import Lesson
 from scaffolding.proofs import proven
 
 TESTS = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_no_new_memory_is_taken_for_that_of_a_known_value() -> None:
     known.expose([value])
     with mode:
         known.refuse_writes(frozenset(fresh_storages()))
-    with pytest.raises(RecordAgain):  # but its own still is
+    with pytest.raises(Lesson):  # but its own still is
         known.refuse_writes(frozenset([storage_id(mode.from_tensor(value))]))
 
 

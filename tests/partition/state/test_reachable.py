@@ -133,4 +133,3 @@ def test_places_are_found_by_every_module_that_leads_to_them() -> None:
         ["1", "0.state", "0.state['seen']"],
         ["2", "0.state['seen']"],
     ]
-    assert not any(reach.belongs_to(place, "0") for place in reach.holders_in("1"))

@@ -19,18 +19,13 @@ from penstock._base.compat import any_autocast
 from penstock._base.errors import PartitionError
 from penstock._base.formatting import pluralize
 from penstock.costs import CutProblem, best_cuts
-from penstock.partition.cut.names import (
-    cut_positions,
-    is_mark,
-    named_calls,
-)
+from penstock.partition.cut.names import cut_positions, is_mark, named_calls
 from penstock.partition.names import unwrapped
 from penstock.partition.recording import Recording
 from penstock.partition.stages.cut_recording import HELD, CutRecording
 
 Measure = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
-
 
 WORTH_FINER = 0.8
 """More places for cuts are taken if these make the largest stage smaller than this fraction of its size."""

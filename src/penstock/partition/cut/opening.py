@@ -47,18 +47,20 @@ def opening_for(
     )
     while cuts is None:
         order = list(find_units(model, leaves, apart=opening.names).values())
-        weights = [count_blocks(unit.module) if unit.block else 0 for unit in order]
+        weights = [count_blocks(unit.module) if unit.repeated else 0 for unit in order]
         worthwhile = frozenset(_worth_opening(order, weights, stages, leaf_names))
         if not worthwhile:
             break
-        opening = replace(opening, tried=opening.tried | worthwhile)
+        opening = replace(opening, for_balance=opening.for_balance | worthwhile)
     return opening
 
 
 def extend_opening(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
     """Extend the opening by what was opened when the profile was made, so that the same units are there."""
     module_names = {name for name, _ in model.named_modules()}
-    return replace(opening, tried=opening.tried | (module_names.intersection(profile.opened) - opening.names))
+    return replace(
+        opening, for_balance=opening.for_balance | (module_names.intersection(profile.opened) - opening.names)
+    )
 
 
 def choose_opening(
@@ -87,11 +89,11 @@ def choose_opening(
     if sum(is_mark(p.name) for p in pieces) >= stages - 1:
         return opening
     modules = dict(model.named_modules())
-    order = [units.get(p.name) or Unit(p.name, modules.get(p.name, nn.Identity()), block=False) for p in pieces]
+    order = [units.get(p.name) or Unit(p.name, modules.get(p.name, nn.Identity()), repeated=False) for p in pieces]
     names = canonical_names(model)
-    fixed = opening.whole | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
+    fixed = opening.cannot_open | {names[id(resolve(model, name, "leaf_modules"))] for name in leaves}
     worthwhile = _worth_opening(order, [p.weight for p in pieces], stages, fixed)
-    return replace(opening, tried=opening.tried | frozenset(worthwhile))
+    return replace(opening, for_balance=opening.for_balance | frozenset(worthwhile))
 
 
 def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, fixed: Collection[str]) -> Iterator[str]:

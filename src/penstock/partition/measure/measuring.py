@@ -23,7 +23,7 @@ from penstock._base.stages import MODEL_INPUT
 from penstock.costs import Profile, UnitCost
 from penstock.partition.cut.candidates import Candidate
 from penstock.partition.measure.clock import synchronize
-from penstock.partition.measure.pieces import Footprints, Units, UnmeasurableError
+from penstock.partition.measure.pieces import Footprints, Pieces, UnmeasurableError
 from penstock.partition.measure.running import Backward, MakeSplitter, UnitRunner
 from penstock.partition.record.fakes import untouched_generators
 from penstock.partition.recording import Recording
@@ -39,7 +39,7 @@ ROUNDS = (Backward.WHOLE, Backward.INPUTS, Backward.SPLIT)
 """In turn, so that a busy moment of the machine does not fall on one of them alone."""
 
 MAX_BYTES = 1 << 30
-"""What copies of all weights, their gradients and a microbatch's activations may take. Units of larger models fill the
+"""What copies of all weights, their gradients and a microbatch's activations may take. Pieces of larger models fill the
 caches by themselves."""
 
 MIN_ROUNDS = 4
@@ -75,7 +75,7 @@ def measure(
     on_meta = any(tensor.is_meta for tensor in recording.held.values()) or recording.device.type == "meta"
     if budget_seconds is not None and on_meta:
         raise UnmeasurableError("its weights are on the meta device")
-    units = Units.from_recording(recording, model, candidates)
+    units = Pieces.from_recording(recording, model, candidates)
     footprints = units.footprints(counts=memory)
     if budget_seconds is None:
         for error in (result for result in footprints.values() if isinstance(result, Exception)):
@@ -116,7 +116,9 @@ class _Measurement:
         footprints: what they take on fake tensors.
     """
 
-    def __init__(self, units: Units, footprints: Footprints, model_inputs: Values, splits: MakeSplitter | None) -> None:
+    def __init__(
+        self, units: Pieces, footprints: Footprints, model_inputs: Values, splits: MakeSplitter | None
+    ) -> None:
         self._units, self._model_inputs, self._splits = units, model_inputs, splits
         self._plans = units.split.plans
         self._runners: dict[int, UnitRunner] = {}  # one unit of each kind, by its number
@@ -148,10 +150,8 @@ class _Measurement:
         deadline = time.perf_counter() + budget_seconds
         for unit in self._runners.values():
             unit.run()
-        number, longest = 1, sum(unit.seconds for unit in self._runners.values())
-        sequence = self._build_sequence(deadline)
-        if sequence is not None:
-            number, longest = 0, 0.0
+        longest, sequence = sum(unit.seconds for unit in self._runners.values()), self._build_sequence(deadline)
+        number, longest = (1, longest) if sequence is None else (0, 0.0)
         while number < MAX_ROUNDS:
             start, backward = time.perf_counter(), ROUNDS[number % len(ROUNDS)]
             if number and start + longest > deadline:

@@ -29,7 +29,6 @@ from penstock.partition.stages.stage import Stage, build_stage
 POSITION_ATTRIBUTES = ("idx", "index", "id", "number", "layer_num", "depth")
 """Attributes whose names end like this say which of several blocks a module is, not what it does."""
 
-
 WITH_LOSS = -1
 """Stands for the last unit, with a loss after it."""
 
@@ -52,7 +51,7 @@ class NoStreams:
 
 
 @dataclass(frozen=True)
-class Units:
+class Pieces:
     """A recording cut before every unit.
 
     Attributes:
@@ -65,11 +64,11 @@ class Units:
     split: CutRecording
 
     @classmethod
-    def from_recording(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Units:
+    def from_recording(cls, recording: Recording, model: nn.Module, candidates: Sequence[Candidate]) -> Pieces:
         """Cut at every candidate at which it can be; the others join the one before. Raise UnmeasurableError if the
         units cannot be run alone."""
 
-        def cut_at_units(units: Sequence[Candidate]) -> Units:
+        def cut_at_units(units: Sequence[Candidate]) -> Pieces:
             return cls(model, units, cut_at(recording, model, [unit.name for unit in units[1:]]))
 
         try:

@@ -35,10 +35,9 @@ from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.given_model import Chain
 from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
-from penstock.partition.obstacles import Obstacle
+from penstock.partition.obstacles import Obstacle, depends_on_values, describe_scope
 from penstock.partition.record.autograd_functions import following_functions
 from penstock.partition.record.fakes import Loan, Snapshot, fake_like, fake_value, untouched_generators
-from penstock.partition.record.interception import intercept, replaced
 from penstock.partition.record.operator_effects import SEED
 from penstock.partition.record.random_branches import merge_branches
 from penstock.partition.record.recorder import Attempt, Recorder
@@ -46,7 +45,7 @@ from penstock.partition.recording import Constant, Recording, is_readable
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import ALL_UNITS, Left
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import NO_SPEC, NOTHING, Opening, RecordAgain, Unit, UnitSpec, find_units
+from penstock.partition.units import NO_SPEC, NOTHING, Lesson, Opening, Unit, UnitSpec, find_units, intercept, replaced
 from penstock.partition.user_code import raising_line
 
 
@@ -73,21 +72,21 @@ def record(
         try:
             recording = record_choices({})
             if recording.asks and any(entry.is_carried for entry in recording.left):
-                spec, fallback, reason = replace(fallback or spec, shut=spec.shut | {ALL_UNITS}), None, ""
+                spec, fallback, reason = replace(fallback or spec, stay_whole=spec.stay_whole | {ALL_UNITS}), None, ""
                 continue  # a randomly skipped module leaves no value to carry
             return replace(merge_branches(recording, record_choices) if recording.asks else recording, opening=opening)
-        except RecordAgain as retry:
-            if (name := retry.keep_whole) is not None:  # others of its class will not work either; all, without a name
-                kinds = {n: type(model.get_submodule(n)) for n in opening.tried}
+        except Lesson as lesson:
+            if (name := lesson.keep_whole) is not None:  # others of its class will not work either; all, without a name
+                kinds = {n: type(model.get_submodule(n)) for n in opening.for_balance}
                 opening = opening.without([n for n in kinds if not name or kinds[n] is type(model.get_submodule(name))])
-            elif retry.additions.functions:
-                spec = _extend_spec(spec, retry, leaves)
+            elif lesson.additions.functions:
+                spec = _extend_spec(spec, lesson, leaves)
             elif opening.names == opening.asked:
-                if not retry.needed:
-                    fallback = replace(fallback or spec, shut=spec.shut | retry.additions.opened)
+                if not lesson.needed:
+                    fallback = replace(fallback or spec, stay_whole=spec.stay_whole | lesson.additions.opened)
                 try:
-                    reason, spec = retry.refusal, _extend_spec(spec, retry, leaves)
-                    if likely := retry.likely - {*leaves} - spec.opened - spec.whole - spec.shut:
+                    reason, spec = lesson.refusal, _extend_spec(spec, lesson, leaves)
+                    if likely := lesson.likely - {*leaves} - spec.opened - spec.run_whole - spec.stay_whole:
                         fallback, spec = fallback or spec, spec | UnitSpec(opened=likely)
                 except PartitionError:
                     if fallback is None:
@@ -95,10 +94,10 @@ def record(
                     spec, fallback, reason = fallback, None, ""
             elif not is_cut_free:  # the units must not depend on where the model is cut
                 spec, is_cut_free = record(model, args, kwargs, leaves, spec, Opening(opening.asked)).unit_spec, True
-            elif opening.tried:
-                opening = opening.without(opening.tried)
+            elif opening.for_balance:
+                opening = opening.without(opening.for_balance)
             else:
-                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], retry.refusal)) from None
+                raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], lesson.refusal)) from None
         except Exception as error:
             if fallback is None:
                 if not reason or not isinstance(error, PartitionError):
@@ -110,16 +109,16 @@ def record(
             spec, fallback, reason = fallback, None, ""
 
 
-def _extend_spec(spec: UnitSpec, retry: RecordAgain, leaves: Sequence[str]) -> UnitSpec:
-    """Return the spec with what the retry adds. Raise PartitionError if that is nothing new, or contradicts the spec or
-    the user's `leaves`."""
-    extended = spec | retry.additions
-    if conflicting := sorted(retry.additions.opened & {*leaves}):
+def _extend_spec(spec: UnitSpec, lesson: Lesson, leaves: Sequence[str]) -> UnitSpec:
+    """Return the spec and what the lesson adds. Raise PartitionError if that is nothing new, or contradicts the spec
+    or the user's `leaves`."""
+    extended = spec | lesson.additions
+    if conflicting := sorted(lesson.additions.opened & {*leaves}):
         raise PartitionError(
-            f"{retry.refusal}; or leave {conflicting} out of leaves, so that it can be recorded call by call"
+            f"{lesson.refusal}; or leave {conflicting} out of leaves, so that it can be recorded call by call"
         )
-    if extended == spec or extended.opened & extended.whole:
-        raise PartitionError(f"{retry.refusal}{_NOT_ENOUGH if retry.additions.whole else ''}")
+    if extended == spec or extended.opened & extended.run_whole:
+        raise PartitionError(f"{lesson.refusal}{_NOT_ENOUGH if lesson.additions.run_whole else ''}")
     return extended
 
 
@@ -135,10 +134,10 @@ def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
     while True:
         try:
             return _record(attempt, choices, unknown)
-        except RecordAgain as retry:
-            if retry.unknown is None:
+        except Lesson as lesson:
+            if lesson.unknown is None:
                 raise
-            unknown = retry.unknown  # each path numbers its calls from 0
+            unknown = lesson.unknown  # each path numbers its calls from 0
 
 
 def _record(attempt: Attempt, choices: Mapping[int, bool], unknown: frozenset[int]) -> Recording:
@@ -177,11 +176,11 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
     try:
         with recorder.chance.redirect_draws(spec.functions):
             result = _run(recorder, inputs, structure)
-    except (RecordAgain, PartitionError) as error:
-        additions = error.additions if isinstance(error, RecordAgain) else None
-        if additions is None or additions.opened or additions.whole or additions.exposed:
+    except (Lesson, PartitionError) as error:
+        additions = error.additions if isinstance(error, Lesson) else None
+        if additions is None or additions.opened or additions.run_whole or additions.used_outside:
             recorder.side_effects.check_units(recorder.on_memory)  # may give a better reason
-        if isinstance(error, RecordAgain) and error.additions.opened:
+        if isinstance(error, Lesson) and error.additions.opened:
             error.likely |= _will_be_opened(recorder, spec, error.additions.opened)
         raise
     recorder.side_effects.check_units(recorder.on_memory)
@@ -193,9 +192,9 @@ def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) 
     model, channels = recorder.model, recorder.side_effects
     try:
         channels.collect_left(recorder.is_seen, spec, recorder.ran_for_real)
-    except RecordAgain as retry:
+    except Lesson as lesson:
         kinds = {type(model.get_submodule(name)) for name in names}
-        return frozenset(name for name in retry.additions.opened if type(model.get_submodule(name)) in kinds)
+        return frozenset(name for name in lesson.additions.opened if type(model.get_submodule(name)) in kinds)
     return frozenset()
 
 
@@ -224,8 +223,8 @@ def _blame_opened_module(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if opening.tried:
-            raise RecordAgain(keep_whole=opening.around(recorder.scope)) from error
+        if opening.for_balance:
+            raise Lesson(keep_whole=opening.around(recorder.scope)) from error
         name = opening.cut_inside(recorder.scope)
         if name and isinstance(error, PartitionError):
             reason = error.reason if isinstance(error, Obstacle) else str(error)
@@ -249,25 +248,15 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
                 with calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
-        raise _depends_on_values(recorder, error) from error
+        raise depends_on_values(error, recorder.scope) from error
     except UNSUPPORTED as error:
-        reason = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
+        reason = f"{raising_line(error)} in {describe_scope(recorder.scope)} cannot run on fake tensors: {error}"
         raise Obstacle(reason, recorder.scope) from error
     except RuntimeError as error:
-        if any(
-            word in str(error).lower() for word in ("subclasses", "fake tensor", "allocated")
-        ):  # .numpy(), .data_ptr()
-            raise _depends_on_values(recorder, error) from error
+        words = ("subclasses", "fake tensor", "allocated")  # of .numpy(), .data_ptr()
+        if any(word in str(error).lower() for word in words):
+            raise depends_on_values(error, recorder.scope) from error
         raise
-
-
-def _depends_on_values(recorder: Recorder, error: Exception) -> Obstacle:
-    text = f"the forward depends on the values of a tensor at {raising_line(error)} in {_module(recorder)}"
-    return Obstacle(f"{text}, which a recording cannot follow", recorder.scope)
-
-
-def _module(recorder: Recorder) -> str:
-    return f"module {recorder.scope!r}" if recorder.scope else "the model's own forward"
 
 
 def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
@@ -285,7 +274,7 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
         scope = recorder.module_names[id(module)]
         path = f"{scope}.{attribute}".lstrip(".")
         if id(module) not in in_units and (name := recorder.opening.around(scope)):
-            raise RecordAgain(keep_whole=name)
+            raise Lesson(keep_whole=name)
         if id(module) not in in_units and not attribute.startswith("_") and attribute != "training":
             if holds_tensors(value, fake_only=True):
                 recorder.notes.append(f"the forward leaves a tensor in {path}; a stage does not set it")
@@ -294,7 +283,8 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds only what every forward computes identically, such as a table of positions."""
+    """Whether a replaced buffer holds only what every forward computes identically, as those of transformers' rotary
+    embeddings of dynamic length do (`modeling_rope_utils`)."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set
@@ -332,10 +322,8 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _positions_by_module(recorder)
     if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.reads), None)) is not None:
-        reason = (
-            f"the forward branches on a buffer and updates it at {writer.source_line}, which a recording cannot follow"
-        )
-        raise Obstacle(reason, writer.scope)
+        reason = f"the forward branches on a buffer and updates it at {writer.source_line}"
+        raise Obstacle(f"{reason}, which a recording cannot follow", writer.scope)
     shape_nodes = recorder.result_checks.settle(recorder.facts, recorder.sized)
     free = {number for node, number in recorder.sized.items() if node not in shape_nodes}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
@@ -352,15 +340,15 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
         result_leaves=leaves,
         result_structure=flat.structure,
         constants=recorder.constants,
-        blocks=frozenset(u.name for u in recorder.units.values() if u.block),
+        blocks=frozenset(u.name for u in recorder.units.values() if u.repeated),
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.held),
         drawing=dict(sorted(recorder.drawing.items())),
         entered=entered,
         device=recorder.entry.device,
-        guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
+        guards=tuple(replace(guard, is_unread_shape=n in free) for n, guard in enumerate(recorder.guards)),
         notes=recorder.all_notes,
-        unit_spec=replace(spec, carried=spec.carried | texts, taken=frozenset(recorder.taken_names)),
+        unit_spec=replace(spec, for_loss=spec.for_loss | texts, attributes_read=frozenset(recorder.attributes_read)),
         left=tuple(carried),
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from penstock._base.compat import flex_attention
 from penstock._base.errors import PartitionError
-from penstock.partition import user_code
 from penstock.partition.record.call_targets import called
-from penstock.partition.record.interception import replaced
 from penstock.partition.record.recorder import Recorder
+from penstock.partition.units import replaced
+from penstock.partition.user_code import current_line
 
 
 @contextmanager
@@ -35,10 +35,7 @@ def following_functions(recorder: Recorder) -> Iterator[None]:
             return older.run(*args)
         return recorder.call_autograd_function(torch_apply.__get__(None, cls), cls, args, kwargs)
 
-    bound_applies = [
-        (names, name, MethodType(apply, method.__self__))
-        for names, name, method in _find_bound_applies(torch_apply, recorder)
-    ]
+    bound_applies = _new_applies(torch_apply, apply, recorder)
     vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -54,26 +51,22 @@ def following_functions(recorder: Recorder) -> Iterator[None]:
         older.check()
 
 
-def _find_bound_applies(torch_apply: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module.
+def _new_applies(torch_apply: Any, new: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the changes for all that holds a bound `apply`, such as `swish = Swish.apply` in a file or a module.
 
     Args:
         torch_apply: torch's `apply`: a class method in Python, since torch 2.15 in C.
     """
-    attributes = (vars(module) for module in recorder.model.modules())
-    for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
+    for names in (*map(vars, recorder.model.modules()), *recorder.reach.files):
         for name, value in list(names.items()):
-            if type(value) in (MethodType, BuiltinMethodType) and _is_apply(value, torch_apply):
-                yield names, name, value
-
-
-def _is_apply(method: Any, apply: Any) -> bool:
-    cls = method.__self__
-    return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == apply.__get__(None, cls)
+            cls = value.__self__ if type(value) in (MethodType, BuiltinMethodType) else None
+            is_function = isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
+            if is_function and value == torch_apply.__get__(None, cls):
+                yield names, name, MethodType(new, cls)
 
 
 class OlderCheckpoints:
-    """torch's older checkpoints (`use_reentrant=True`, its default), recorded as the newer one.
+    """torch's older checkpoints (`use_reentrant=True`, transformers' default before 5.0), recorded as the newer one.
 
     Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and
     adds its gradients to `.grad` separately, so the terms of a weight that is also used elsewhere come in another
@@ -89,7 +82,7 @@ class OlderCheckpoints:
         if not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():
                 return function(*args)
-        line, first = user_code.current_line(), self._recorder.observer.position
+        line, first = current_line(), self._recorder.observer.position
         result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)
         self._ran.append((line, range(first, self._recorder.observer.position)))
         return result

@@ -23,13 +23,13 @@ from torch.fx.node import map_aggregate
 
 from penstock._base.compat import FakeTensor, unset_fake_temporarily
 from penstock._base.errors import PartitionError
-from penstock.partition import user_code
 from penstock.partition.nested import NodeValue
 from penstock.partition.record import python_draws
 from penstock.partition.record.graph_writer import Writer
 from penstock.partition.record.known_values import KnownValues, compare_drawn
-from penstock.partition.recording import Ask, walk
-from penstock.partition.units import RecordAgain
+from penstock.partition.recording import RandomBranch, walk
+from penstock.partition.units import Lesson
+from penstock.partition.user_code import current_line
 
 REMEDY = (
     "Draw it with torch (torch.rand) and keep it a tensor, do it inside of a module that leaf_modules=[...] names, or "
@@ -94,11 +94,8 @@ class DrawnNumber(Drawn):
 
 
 for _name in (*COMPARISONS, *ARITHMETIC, *UNARY):
-    _function, _rule = (
-        getattr(operator, _name),
-        DrawnNumber._compare if _name in COMPARISONS else DrawnNumber._calculate,
-    )
-    setattr(DrawnNumber, f"__{_name}__", partialmethod(_rule, _function))
+    _function, _rule = getattr(operator, _name), "_compare" if _name in COMPARISONS else "_calculate"
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(getattr(DrawnNumber, _rule), _function))
     if _name in ARITHMETIC:
         setattr(DrawnNumber, f"__r{_name}__", partialmethod(DrawnNumber._calculate, _function, reflected=True))
 
@@ -139,7 +136,7 @@ class Chance:
         self._generators = python_draws.generator_states()
         self._drew_in_unit = False
         self._answers: dict[fx.Node, bool] = {}
-        self.asks: list[Ask] = []
+        self.asks: list[RandomBranch] = []
         self.has_drawn = False
         """Whether a `Drawn` was handed out and so may come back as an argument."""
         self.is_foreign = False
@@ -169,7 +166,7 @@ class Chance:
             self.refuse(f"a random number, {node.name!r}, inside of a module that runs as a whole")
         if node not in self._answers:
             self._answers[node] = self._choices.get(len(self.asks), False)
-            self.asks.append(Ask(node, writer.observer.position, user_code.current_line(), writer.scope))
+            self.asks.append(RandomBranch(node, writer.observer.position, current_line(), writer.scope))
         return self._answers[node]
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:
@@ -264,7 +261,7 @@ class Chance:
         if is_array and value.dtype.kind not in "biufc":
             self.refuse("a random choice among objects")
         if is_array and target is python_draws.draw and (function := python_draws.enclosing_function()) is not None:
-            raise RecordAgain(f"{self._writer.current_position()} draws an array", functions=[function])
+            raise Lesson(f"{self._writer.current_position()} draws an array", functions=[function])
         if not is_array and not isinstance(value, (bool, int, float, numpy.generic)):
             self.refuse(f"{getattr(target, '__name__', target)}, which gives something else than random numbers")
         node = self._writer.write_number("call_function", target, args, kwargs, draws=True)
@@ -273,7 +270,7 @@ class Chance:
     def refuse(self, subject: str) -> NoReturn:
         refusal = f"{self._writer.current_position()} uses {subject}, which a recording cannot follow. {REMEDY}"
         if (function := python_draws.enclosing_function()) is not None and not self._writer.is_paused:
-            raise RecordAgain(refusal, functions=[function])
+            raise Lesson(refusal, functions=[function])
         raise PartitionError(refusal)
 
 

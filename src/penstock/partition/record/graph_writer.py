@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 from penstock._base.compat import FakeTensor, in_checkpoint, storage_id
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import LEAF, Flat, flatten, leaf_tensors
-from penstock.partition import user_code
 from penstock.partition.names import canonical_names
 from penstock.partition.nested import (
     CONSTANTS,
@@ -32,14 +31,15 @@ from penstock.partition.nested import (
     rebuilt,
 )
 from penstock.partition.obstacles import Obstacle
-from penstock.partition.record import call_targets
+from penstock.partition.record.call_targets import Target
 from penstock.partition.record.fakes import Loan
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.record.side_effects import SideEffects
-from penstock.partition.recording import EntryModes, Fact, Kind, tensor_meta
+from penstock.partition.recording import EntryModes, Kind, NodeInfo, tensor_meta
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import Opening, RecordAgain, Unit
+from penstock.partition.units import Lesson, Opening, Unit
+from penstock.partition.user_code import current_line
 
 Seen = tuple[Tensor, fx.Node]
 """A tensor that the forward handles (kept alive so that its id is not reused), and its node."""
@@ -56,7 +56,7 @@ class Writer:
         self.observer = Observer(self.module_names, names, frozenset(map(storage_id, loan.originals.values())))
         self.side_effects = SideEffects(model, units, reach, self.observer)
         self.graph = fx.Graph()
-        self.facts: dict[fx.Node, Fact] = {}
+        self.facts: dict[fx.Node, NodeInfo] = {}
         self.constants: dict[str, object] = {}
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
         self.is_paused = False
@@ -88,9 +88,7 @@ class Writer:
         self._see(tensor, node)
         self.observer.add_input(tensor)
 
-    def _write(
-        self, target: call_targets.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]
-    ) -> fx.Node:
+    def _write(self, target: Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> fx.Node:
         args, kwargs = target.args, target.kwargs
         if kind != "unit":
             args, kwargs = self.arguments(args, kwargs)
@@ -115,14 +113,14 @@ class Writer:
         """Write a call that returns a random number or array. Every stage that needs it makes the call itself."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
-        fact.draws, fact.is_anywhere = draws, True
+        fact.draws, fact.on_every_stage = draws, True
         if draws:
             fact.stream = self._stream(fact)
         return node
 
-    def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
+    def _fact(self, node: fx.Node, kind: Kind, result: Any) -> NodeInfo:
         tensors = leaf_tensors(result)
-        fact = self.facts[node] = Fact(
+        fact = self.facts[node] = NodeInfo(
             index=self.observer.position,
             kind=kind,
             scope=self.scope,
@@ -130,14 +128,14 @@ class Writer:
             storages=frozenset(storage_id(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
             modes=self.entry.difference(),
-            source_line=user_code.current_line(),
+            source_line=current_line(),
             work=self.observer.work,
         )
         self.observer.position += 1
         self.observer.work = 0
         return fact
 
-    def _stream(self, fact: Fact) -> str:
+    def _stream(self, fact: NodeInfo) -> str:
         """Return the stream for a draw in a module's own forward. Numbered per module, so the opening does not affect
         it."""
         self.opening.refuse_draw(fact.scope, fact.source_line)
@@ -249,10 +247,9 @@ class Writer:
         """Why a leaf (a closure, a generator) cannot be passed on; None if it can."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             return None
-        hidden = hidden_tensors(value)  # of these, integers among the model's inputs are no fakes
-        if not hasattr(type(value), "__next__") and not any(
-            isinstance(t, FakeTensor) or self.is_seen(t) for t in hidden
-        ):
+        # integers among the model's inputs are no fakes
+        is_hidden = any(isinstance(t, FakeTensor) or self.is_seen(t) for t in hidden_tensors(value))
+        if not is_hidden and not hasattr(type(value), "__next__"):
             return None
         return f"{self.current_position()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
@@ -272,9 +269,9 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise RecordAgain(refusal, exposed=[type(self.observer.returned[id(tensor)][1])])
+                raise Lesson(refusal, used_outside=[type(self.observer.returned[id(tensor)][1])])
             if maker is not None and maker.call.unit:
-                raise RecordAgain(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
+                raise Lesson(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
@@ -310,11 +307,8 @@ class Writer:
 
     def current_position(self) -> str:
         """Return the running line, and its module."""
-        return f"{user_code.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
+        return f"{current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _find_holder(self, tensor: Tensor) -> str:
-        for name, module in self.model.named_modules():
-            for attribute, value in module.__dict__.items():
-                if value is tensor:
-                    return f"{name}.{attribute}" if name else attribute
-        return ""
+        entries = ((name, *entry) for name, module in self.model.named_modules() for entry in vars(module).items())
+        return next((f"{name}.{key}".lstrip(".") for name, key, value in entries if value is tensor), "")

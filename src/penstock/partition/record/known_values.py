@@ -19,7 +19,7 @@ from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.nested import holds_tensors
 from penstock.partition.record.fakes import fake_value
 from penstock.partition.record.operator_effects import Call, Observer
-from penstock.partition.units import RecordAgain
+from penstock.partition.units import Lesson
 
 FILLING = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Functions that take of a tensor its shape and kind alone."""
@@ -162,10 +162,10 @@ class KnownValues:
         self._observer.take_effects()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raise RecordAgain if real values were overwritten with something unknown."""
+        """Raise Lesson if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
-            raise RecordAgain(unknown=self._fake_calls | stale)
+            raise Lesson(unknown=self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
         """Whether the result depends on values, which it finds out by computing it without them.

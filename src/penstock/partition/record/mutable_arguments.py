@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock._base.pytree import LEAF, Flat, TreeSpec, flatten, overwrite
-from penstock.partition.nested import (
-    CONSTANTS,
-)
+from penstock.partition.nested import CONSTANTS
 
 
 class MutableArguments:

@@ -152,7 +152,7 @@ def argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
-class Traits(NamedTuple):
+class OpTraits(NamedTuple):
     """What an operator does by its schema.
 
     Attributes:
@@ -174,9 +174,9 @@ class Traits(NamedTuple):
 
 
 @functools.cache
-def get_traits(operator: Any) -> Traits:
+def get_traits(operator: Any) -> OpTraits:
     if not isinstance(operator, torch._ops.OpOverload):
-        return Traits(is_seeded(operator))
+        return OpTraits(is_seeded(operator))
     schema, name = operator._schema, operator._opname
     writes = tuple(
         argument.name
@@ -186,4 +186,4 @@ def get_traits(operator: Any) -> Traits:
     )
     aliases = any(r.alias_info is not None for r in schema.returns) and name != "lift_fresh"
     overwrites, is_view = name in OVERWRITES or "out" in writes, aliases and not schema.is_mutable
-    return Traits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)
+    return OpTraits(is_seeded(operator), writes, overwrites, name in SHAPES, aliases, is_view)

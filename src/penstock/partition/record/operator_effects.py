@@ -22,11 +22,11 @@ from penstock._base.compat import WeakStorage, storage_bytes, storage_id, unset_
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock._base.pytree import flatten
-from penstock.partition.obstacles import Obstacle
+from penstock.partition.obstacles import Obstacle, describe_scope
 from penstock.partition.record.op_work import (
     RUNNING,
     OpCall,
-    Traits,
+    OpTraits,
     argument_names,
     count_work,
     get_traits,
@@ -72,7 +72,7 @@ class Location:
     line: str = ""
 
     def __str__(self) -> str:
-        module = f"module {self.call.scope!r}" if self.call.scope else "the model's own forward"
+        module = describe_scope(self.call.scope)
         return f"{module} ({self.line})" if self.line else module
 
 
@@ -168,7 +168,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what is drawn and written ----------------------------------------------------------------------------------
 
-    def _effects(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> list[Tensor]:
+    def _effects(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> list[Tensor]:
         """Note that an operator draws, and return the tensors that it writes to."""
         writing: list[Tensor] = []
         names = argument_names(func)
@@ -227,8 +227,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def seed_is_set(self) -> bool:
-        """Whether the forward seeds torch's generator, or has set its state: it wants particular numbers, and recorded
-        draws come from keyed streams."""
+        """Whether the forward seeds torch's generator (Reformer's hashes), or has set its state: it wants particular
+        numbers, and recorded draws come from keyed streams."""
         return torch.default_generator.initial_seed() != SEED
 
     def _check_generator(self, generator: object) -> None:
@@ -293,7 +293,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin to note anew whose contents are taken."""
         self.contents_read, self._overwritten = set(), set()
 
-    def _note_made(self, operator: Any, traits: Traits, roots: list[int], results: Iterable[Tensor]) -> None:
+    def _note_made(self, operator: Any, traits: OpTraits, roots: list[int], results: Iterable[Tensor]) -> None:
         """Note what an operator that took `roots` returned."""
         fixed = not traits.draws and self._fixed.issuperset(roots)
         known = (self.is_steady(root) or root in self.held or root in self._real for root in roots)

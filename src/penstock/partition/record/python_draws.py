@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import nn
 
-from penstock.partition.record.interception import replaced
+from penstock.partition.units import replaced
 from penstock.partition.user_code import is_ours
 
 Handler = Callable[..., Any]

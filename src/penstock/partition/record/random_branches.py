@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from penstock.partition.obstacles import Obstacle
-from penstock.partition.recording import Branch, Fact, Recording
+from penstock.partition.obstacles import Obstacle, describe_scope
+from penstock.partition.recording import Branch, NodeInfo, Recording
 
 Answers = tuple[bool, ...]
 
@@ -54,10 +54,9 @@ def merge_branches(first: Recording, record: Callable[[Mapping[int, bool]], Reco
         return merger.merge()
     except MismatchError as error:
         ask = first.asks[error.number or 0]
-        scope = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
         raise Obstacle(
-            f"{scope} branches on a random number at {ask.source_line}, and its two paths differ in more than the "
-            f"modules that one leaves out: {error}",
+            f"{describe_scope(ask.scope)} branches on a random number at {ask.source_line}, and its two paths differ "
+            f"in more than the modules that one leaves out: {error}",
             ask.scope,
             "set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
         ) from None
@@ -124,7 +123,7 @@ class _Merger:
         self.fallback: dict[fx.Node, fx.Node] = {}
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.facts: dict[fx.Node, Fact] = {}
+        self.facts: dict[fx.Node, NodeInfo] = {}
         self._compare(paths)
 
     # -- comparing --------------------------------------------------------------------------------------------------
@@ -272,7 +271,7 @@ class _Merger:
         arguments = (base.asks[number].node, *(self.fallback[n] for n in outputs), *inputs)
         name = f"branch_by_chance_{number}"
         node = self.graph.create_node("call_module", name, tuple(self.new[a] for a in arguments), {}, name)
-        self.facts[node] = Fact(
+        self.facts[node] = NodeInfo(
             index=len(self.facts),
             kind="unit" if units else "call",
             scope=next((u for u in units if u in base.blocks), units[0]) if units else facts[nodes[0]].scope,
@@ -292,8 +291,8 @@ class _Merger:
     def _repeat_on_stages(self, node: fx.Node) -> None:
         """Make a decision again in each stage that needs it, from the same stream."""
         fact = self.facts[node]
-        if fact.kind == "call" and not fact.is_anywhere:
-            fact.is_anywhere = True
+        if fact.kind == "call" and not fact.on_every_stage:
+            fact.on_every_stage = True
             for argument in node.all_input_nodes:
                 self._repeat_on_stages(argument)
 
@@ -311,12 +310,8 @@ def _find_region_start(nodes: Sequence[fx.Node], others: Sequence[fx.Node], surp
     return next(starts, None)
 
 
-def _check_same_call(node: fx.Node, fact: Fact, other: fx.Node, other_fact: Fact, number: int) -> None:
-    call, other_call = (
-        (node.op, node.target, fact.kind, fact.scope),
-        (other.op, other.target, other_fact.kind, other_fact.scope),
-    )
-    if call != other_call:
+def _check_same_call(node: fx.Node, fact: NodeInfo, other: fx.Node, other_fact: NodeInfo, number: int) -> None:
+    if (node.op, node.target, fact.kind, fact.scope) != (other.op, other.target, other_fact.kind, other_fact.scope):
         raise MismatchError(f"one path calls {other.name!r} where the other calls {node.name!r}", number)
     if (fact.draws, fact.modes, _layout(fact)) != (other_fact.draws, other_fact.modes, _layout(other_fact)):
         raise MismatchError(
@@ -326,7 +321,7 @@ def _check_same_call(node: fx.Node, fact: Fact, other: fx.Node, other_fact: Fact
         raise MismatchError(f"{node.name!r} takes a gradient only where something is left out", number)
 
 
-def _layout(fact: Fact) -> object:
+def _layout(fact: NodeInfo) -> object:
     return fact.meta and (fact.meta.shape, fact.meta.stride, fact.meta.dtype)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,22 +26,30 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import collapse_ranges
 from penstock._base.marks import cut
 from penstock._base.pytree import flatten, leaf_tensors
-from penstock.partition import user_code
 from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
-from penstock.partition.record import call_targets
+from penstock.partition.record.call_targets import (
+    REFUSED,
+    Target,
+    called,
+    function_name,
+    make_target,
+    refusal_reason,
+    requested_gradient,
+    taking_gradient,
+)
 from penstock.partition.record.drawn_values import Chance, holds_drawn, replace_drawn
 from penstock.partition.record.fakes import Loan
 from penstock.partition.record.graph_writer import Writer
 from penstock.partition.record.known_values import CallResult, KnownValues
-from penstock.partition.record.left_attributes import find_attributes, taken
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Call
-from penstock.partition.record.run_for_real import find_drawing_modules, run_for_real
+from penstock.partition.record.run_for_real import find_attributes, find_drawing_modules, run_for_real, taken
 from penstock.partition.recording import Guard, walk
 from penstock.partition.result_checks import ResultChecks
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import Opening, RecordAgain, Unit, UnitCall, UnitSpec
+from penstock.partition.units import Lesson, Opening, Unit, UnitCall, UnitSpec
+from penstock.partition.user_code import current_line
 
 Blanks = dict[fx.Node, list[fx.Node]]
 """Nodes whose values do not matter, only their shapes, each with an earlier value that has as many rows, if any."""
@@ -75,9 +83,7 @@ def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like
 class Recorder(Writer, TorchFunctionMode):
     """Writes the calls of one forward. Use `record`."""
 
-    READS: ClassVar[frozenset[str]] = frozenset(
-        {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"}
-    )
+    READS = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"})
 
     def __init__(
         self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
@@ -93,7 +99,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.reads: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
-        self.taken_names = {*attempt.unit_spec.taken}  # names of attributes that are read after the calls of such units
+        self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
         self.result_checks = ResultChecks(attempt.opening)
         self._thread = threading.get_ident()
@@ -108,7 +114,7 @@ class Recorder(Writer, TorchFunctionMode):
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if call_targets.function_name(func) == "__iter__":  # or the mode would be off while the caller iterates
+        if function_name(func) == "__iter__":  # or the mode would be off while the caller iterates
             return iter(self.call(torch.Tensor.unbind, args, {}))
         return self.call(func, args, kwargs)
 
@@ -116,22 +122,16 @@ class Recorder(Writer, TorchFunctionMode):
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
         # Hooks, which only run later, are refused.
-        leaves = (
-            flatten((args, kwargs)).leaves if call_targets.function_name(function) not in call_targets.REFUSED else ()
-        )
+        leaves = flatten((args, kwargs)).leaves if function_name(function) not in REFUSED else ()
         if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in leaves):
-            function, args, kwargs = (
-                call_targets.called,
-                replace_functions((function, *args)),
-                replace_functions(kwargs),
-            )
+            function, args, kwargs = called, replace_functions((function, *args)), replace_functions(kwargs)
         if (answer := self.chance.read(function, args)) is not None:
             return answer
         with self.pause():
-            if getattr(function, "__name__", "") == "__get__" and call_targets.function_name(function) in self.READS:
+            if getattr(function, "__name__", "") == "__get__" and function_name(function) in self.READS:
                 self._note_shapes_read(args, kwargs)
                 return function(*args, **kwargs)
-            reason = call_targets.refusal_reason(function, args, kwargs)
+            reason = refusal_reason(function, args, kwargs)
             if reason is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
                     f"{self.current_position()} assigns to `.data` of {name!r}, which cannot be replayed on a "
@@ -140,11 +140,11 @@ class Recorder(Writer, TorchFunctionMode):
                 )
             if reason is not None:
                 raise Obstacle(f"{self.current_position()} {reason}, which cannot be replayed on a stage", self.scope)
-            if call_targets.requested_gradient(function, args, kwargs) is not None:
+            if requested_gradient(function, args, kwargs) is not None:
                 return self._take_gradient(function, args, kwargs)
             has_drawn = self.chance.has_drawn and holds_drawn((args, kwargs))
             call_arguments = replace_drawn((args, kwargs)) if has_drawn else (args, kwargs)
-            target = call_targets.make_target(function, args, kwargs)
+            target = make_target(function, args, kwargs)
             try:
                 result, drew, writes, reads_inputs = self._run(function, *call_arguments, is_unknown=has_drawn)
             except DATA_DEPENDENT as error:
@@ -159,10 +159,10 @@ class Recorder(Writer, TorchFunctionMode):
                 self._guard(target, result, args, kwargs)
             return result
 
-    def _guard(self, target: call_targets.Target, result: Any, args: Any, kwargs: Any) -> None:
+    def _guard(self, target: Target, result: Any, args: Any, kwargs: Any) -> None:
         """Write guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
         if not holds_tensors(result):
-            target = call_targets.Target(*target[:2], *self.arguments(*target[2:]))
+            target = Target(*target[:2], *self.arguments(*target[2:]))
             self.guards.append(self._make_guard(target, result, self.blanks))
             return
         for tensor in self.known_values.unknown(args, kwargs):
@@ -172,11 +172,11 @@ class Recorder(Writer, TorchFunctionMode):
         for tensor in leaf_tensors(result):
             node = self._sized_by_rows[tensor.shape[:1]] = self.get_node(tensor)
             self.sized[node] = len(self.guards)
-            target = call_targets.Target("call_function", getattr, (node, "shape"), {})
+            target = Target("call_function", getattr, (node, "shape"), {})
             self.guards.append(self._make_guard(target, tensor.shape, self.blanks))
 
     def _make_guard(
-        self, target: call_targets.Target, result: object, blanks: Blanks, tensors: Mapping[str, object] | None = None
+        self, target: Target, result: object, blanks: Blanks, tensors: Mapping[str, object] | None = None
     ) -> Guard:
         """Make a guard for a call that the graph leaves out because its result is not a tensor; `tensors`: the buffers
         and constants that it reads. It makes its constants where its inputs are: values on the host can be read before
@@ -201,9 +201,9 @@ class Recorder(Writer, TorchFunctionMode):
         graph.output(graph.create_node(target.op, target.function, args, kwargs))
         module = fx.GraphModule(dict(tensors or {}), graph, "guard")
         indices = tuple(self.inputs[node] for node in input_nodes)
-        return Guard(module, indices, result, user_code.current_line(), device)
+        return Guard(module, indices, result, current_line(), device)
 
-    def _ancestors(self, target: call_targets.Target, blanks: Blanks) -> set[fx.Node]:
+    def _ancestors(self, target: Target, blanks: Blanks) -> set[fx.Node]:
         """Return the nodes that the call's arguments depend on, including those that update them in place."""
 
         def needed_by(node: fx.Node) -> Sequence[fx.Node]:
@@ -216,10 +216,10 @@ class Recorder(Writer, TorchFunctionMode):
         fx.map_arg((target.args, target.kwargs), arguments.append)
         return walk(arguments, needed_by)
 
-    def _read_held(self, target: call_targets.Target, error: Exception) -> Any:
+    def _read_held(self, target: Target, error: Exception) -> Any:
         """Return what a call reads from buffers and constants alone, such as whether a mask is causal
         (`nn.TransformerEncoder` asks). Raise `error` for anything else."""
-        target = call_targets.Target(*target[:2], *self.arguments(*target[2:]))
+        target = Target(*target[:2], *self.arguments(*target[2:]))
         nodes = self._ancestors(target, {})
         facts = [self.facts[node] for node in nodes]
         if any(fact.kind in ("input", "parameter", "unit") or fact.draws or fact.writes for fact in facts):
@@ -236,14 +236,15 @@ class Recorder(Writer, TorchFunctionMode):
         return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record that an activation requires a gradient from here on: the same tensor now stands for a new value."""
+        """Record that an activation requires a gradient from here on (wav2vec 2.0's first one does, for checkpoints):
+        the same tensor now stands for a new value."""
         tensor, required_grad = args[0], args[0].requires_grad
         if not required_grad and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
-            raise Obstacle(f"{self.current_position()} {call_targets.REFUSED['requires_grad_']}", self.scope)
+            raise Obstacle(f"{self.current_position()} {REFUSED['requires_grad_']}", self.scope)
         result = function(*args, **kwargs)
         if tensor.requires_grad != required_grad:
             old_node = self._seen[id(tensor)][1]
-            node = self.graph.call_function(call_targets.taking_gradient, (old_node,))
+            node = self.graph.call_function(taking_gradient, (old_node,))
             self._fact(node, "call", tensor)
             self._see(tensor, node)
         return result
@@ -262,7 +263,7 @@ class Recorder(Writer, TorchFunctionMode):
                     parent = unit.name.rpartition(".")[0]
                     siblings = (u for u in self.units.values() if u.name.rpartition(".")[0] == parent)
                     opened = [u.name for u in siblings if type(u.module) is type(module)]  # they would be next
-                    raise RecordAgain(refusal, opened=[unit.name], likely=opened)
+                    raise Lesson(refusal, opened=[unit.name], likely=opened)
             self.known_values.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             mutable = MutableArguments(args, kwargs, self._model_objects)
             self.chance.check_generators()
@@ -280,7 +281,7 @@ class Recorder(Writer, TorchFunctionMode):
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
             with self._rebuilt_arguments(mutable, unit):
-                target = call_targets.Target("call_module", unit.name, *self.arguments(args, kwargs))
+                target = Target("call_module", unit.name, *self.arguments(args, kwargs))
                 node = self._write(target, "unit", result, False, writes)
             fact = self.facts[node]
             inner_calls = self.observer.calls[first_call:]  # nodes for its arguments come before it
@@ -298,19 +299,19 @@ class Recorder(Writer, TorchFunctionMode):
         if threading.get_ident() != self._thread or (unit and marker is not cut):
             return
         if marker is not cut:
-            reason = f"{user_code.current_line()} calls penstock.{marker.__name__}(), whose value would be frozen"
+            reason = f"{current_line()} calls penstock.{marker.__name__}(), whose value would be frozen"
             raise Obstacle(
                 reason, self.scope, alternative="Call it in a module of its own, and name that in leaf_modules=[...]"
             )
         if unit:
-            raise RecordAgain(f"{user_code.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
-        self._write(call_targets.Target("call_function", cut, (), {}), "call", None, False, frozenset())
+            raise Lesson(f"{current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+        self._write(Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _extract_attributes(self, node: fx.Node, unit: Unit) -> None:
         """Write a node that reads what a unit that cannot be opened left in attributes."""
-        for attribute, value in find_attributes(unit.module, unit.name, self.taken_names):
+        for attribute, value in find_attributes(unit.module, unit.name, self.attributes_read):
             if self._is_new(value):
-                self.taken_names.add(attribute.name)
+                self.attributes_read.add(attribute.name)
                 attribute_node = self._constant(attribute, attribute.key)
                 child = self.graph.call_function(taken, (node, attribute_node))
                 self._fact(child, "call", value)
@@ -325,9 +326,7 @@ class Recorder(Writer, TorchFunctionMode):
                 return original(*args, **kwargs)
         with self.pause(), self.observer.in_function():
             result, drew, writes, _ = self._run(original, args, kwargs)
-            self._write(
-                call_targets.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes
-            )
+            self._write(Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
@@ -367,7 +366,7 @@ class Recorder(Writer, TorchFunctionMode):
             rollback()
             self.reach.cached.forget()  # what it cached from fakes before it failed
             result, drew, writes = run_for_real(
-                call, unit, args, kwargs, self.loan, self.observer, error, self.taken_names
+                call, unit, args, kwargs, self.loan, self.observer, error, self.attributes_read
             )
             self.ran_for_real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -377,7 +376,7 @@ class Recorder(Writer, TorchFunctionMode):
     def _note_shapes_read(self, args: Any, kwargs: Any) -> None:
         if self.ran_for_real or self.sized:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
-            where = user_code.current_line(), self.scope
+            where = current_line(), self.scope
             self.result_checks.shapes_read += [(entry[1], *where) for entry in tensors if entry is not None]
 
     @property

@@ -1,13 +1,16 @@
 """Runs a unit that does not run on fake tensors once on made-up real ones, to get its result's shapes.
 
 A mixture of experts, for example, asks which experts the values chose. Inside a unit, which runs as a whole, that is
-fine.
+fine. Most blocks that leave a tensor in an attribute (`self.l_aux` of DeepSpeed's and fairscale's experts) are opened,
+so that nothing is left anywhere (`side_effects`). From one that runs for real the tensor is taken right after each
+call, and is then a value like any other (`LeftInAttribute`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +23,6 @@ from penstock._base.memory import extent
 from penstock._base.pytree import map_tensors
 from penstock.partition.nested import tensors_in
 from penstock.partition.record.fakes import Loan, Snapshot, fake_value, made_by_call
-from penstock.partition.record.left_attributes import find_attributes
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.units import Unit, UnitCall, has_forward
@@ -36,13 +38,13 @@ def run_for_real(
     loan: Loan,
     observer: Observer,
     reason: Exception,
-    taken_names: Collection[str] = (),
+    attributes_read: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
     """Run a unit for real. Return its result as fake tensors, which of its modules drew, and the (fake) memory that it
     wrote.
 
     Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
-    Attributes in `taken_names` keep what the unit leaves there, even without a gradient.
+    Attributes in `attributes_read` keep what the unit leaves there, even without a gradient.
     """
     pairs: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake -> the fake, and the real tensor that stands in for it
 
@@ -70,7 +72,7 @@ def run_for_real(
                 f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error}{cause}"
             ) from error
         finally:
-            keep = {id(value) for attribute, value in find_attributes(unit.module, unit.name, taken_names)}
+            keep = {id(value) for attribute, value in find_attributes(unit.module, unit.name, attributes_read)}
             # what requires a gradient, such as a loss term, stays, so that its finder can be told where it came from
             keep |= {id(value) for *_, value in snapshot.changed() if any(t.requires_grad for t in tensors_in(value))}
             snapshot.restore(lambda value: isinstance(value, PLAIN) or id(value) in keep)
@@ -149,3 +151,47 @@ def _make_stand_in(fake: Tensor, original: Tensor | None, device: torch.device) 
         tensor = memory.as_strided(fake.size(), fake.stride()).detach()
     tensor.requires_grad_(fake.requires_grad)
     return tensor if fake.is_leaf or not fake.requires_grad else made_by_call(tensor)
+
+
+class LeftInAttribute:
+    """An attribute of a module that each call of a block sets anew.
+
+    Args:
+        name: where a user finds it.
+        module, key: the module and the attribute's name.
+    """
+
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        self.name, self.key = name, key
+        self._entries = vars(module)  # not the module: a stage would then hold its parameters twice
+        self._last: Callable[[], Tensor | None] = lambda: None
+
+    def take(self) -> Tensor:
+        """Return the value that the latest call left. Raise PartitionError if it left none."""
+        value = self._entries.get(self.key)
+        if not isinstance(value, Tensor) or value is self._last():
+            raise PartitionError(
+                f"{self.name!r} was set by the call in which the model was recorded, but not by this one: set it to a "
+                "tensor in every forward"
+            )
+        self._last = weakref.ref(value)
+        return value
+
+
+def taken(result: Any, attribute: LeftInAttribute) -> Tensor:
+    """Return what the call that returned `result` left in an attribute."""
+    return attribute.take()
+
+
+def find_attributes(
+    block: nn.Module, name: str, attributes_read: Collection[str]
+) -> Iterator[tuple[LeftInAttribute, Tensor]]:
+    """Yield the attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
+
+    These are tensors that require a gradient, and those in `attributes_read`, which did so in another recording: the
+    loss of an evaluation reads them too.
+    """
+    for inner, module in block.named_modules(prefix=name):
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in attributes_read):
+                yield LeftInAttribute(f"{inner}.{key}", module, key), value

@@ -20,15 +20,15 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import list_names
 from penstock._base.memory import extent
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors
-from penstock.partition import user_code
 from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.operator_effects import Call, ForeignRead, Observer
-from penstock.partition.state.block_state import Remembered, find_carried
+from penstock.partition.state.block_state import Remembered, find_read_before_set
 from penstock.partition.state.loss_values import ALL_UNITS, MAX_CARRIED, SCALARS, Absent, Left
 from penstock.partition.state.reachable import Holder, Reach, holders_in_context, is_below
-from penstock.partition.state.settings import find_words
-from penstock.partition.units import RecordAgain, Unit, UnitSpec
+from penstock.partition.state.settings import names_in_code
+from penstock.partition.units import Lesson, Unit, UnitSpec
+from penstock.partition.user_code import current_line
 
 Run = Callable[[Any, Any], Any]
 Change = tuple[Holder, Any, Any]
@@ -45,7 +45,7 @@ class SideEffects:
     def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
         self._model, self._observer, self._reach = model, observer, reach
         self._preset: dict[str, str] = {}  # units before which plain values that they may read were set -> their names
-        self._writers: set[str] = set()  # units that write where others can read
+        self._preset_by: set[str] = set()  # units that set them
         self._setters: dict[tuple[int, Any], str] = {}  # a place and a key -> the last unit to change what is there
         self._units = {unit.name: unit for unit in units.values()}
         self.remembered: dict[str, Remembered] = {}
@@ -53,7 +53,7 @@ class SideEffects:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def check_call(self, call: Call) -> None:
-        """Raise RecordAgain or PartitionError if a call that is not a unit read what it was not given."""
+        """Raise Lesson or PartitionError if a call that is not a unit read what it was not given."""
         reads = [f for f in self._observer.foreign.values() if f.reader.call is call]
         if not reads:
             return
@@ -61,27 +61,27 @@ class SideEffects:
         held_storages = {f.storage for f in reads if f.held is not None}
         names_text = list_names([f.held for f in reads if f.held is not None])
         subject = f"tensors that are not among its arguments{f' ({names_text})' if names_text else ''}"
-        refusal = f"a call at {user_code.current_line()} uses {subject}; a stage would not have them"
+        refusal = f"a call at {current_line()} uses {subject}; a stage would not have them"
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held_storages <= {storage_id(t) for t in (*module.parameters(), *module.buffers())}:
-                raise RecordAgain(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
+                raise Lesson(f"{refusal}. {name!r} would have to run as a whole", run_whole=[name])
         raise PartitionError(
             f"{refusal}, and no module but the model encloses it. Give the part of the model that makes this call a "
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
     def check_units(self, seen: Collection[int]) -> None:
-        """Raise RecordAgain if a unit read what it was not given. `seen`: the memory of what has a node."""
+        """Raise Lesson if a unit read what it was not given. `seen`: the memory of what has a node."""
         reads = [f for f in self._observer.foreign.values() if f.reader.call.is_unit]
         to_open = {f.reader.call.unit for f in reads}
         to_open |= {f.origin.call.unit for f in reads if f.origin is not None and f.storage not in seen} - {""}
         if self._preset:
-            to_open |= {*self._preset, *self._writers}
+            to_open |= {*self._preset, *self._preset_by}
         if reads:
-            raise RecordAgain("; ".join(dict.fromkeys(map(_refusal, reads[:3]))), opened=to_open)
+            raise Lesson("; ".join(dict.fromkeys(map(_refusal, reads[:3]))), opened=to_open)
         for name, names in self._preset.items():
-            raise RecordAgain(
+            raise Lesson(
                 f"the forward changes {names} before it runs {name!r}, but its stage would not see that change. "
                 "Pass what it needs as an argument",
                 opened=to_open,
@@ -97,14 +97,13 @@ class SideEffects:
             holders = self._reach.holders_in(unit.name)
             snapshots = [(h, h.copied()) for h in holders]
             preset = [(h, key, value) for h in holders if h.is_changed() for key, value in h.changes()]
-            if names := [h.name(key) for h, key, value in preset if self._reads(unit, h, key, value)]:
-                self._preset[unit.name] = list_names(names)
+            if read := [(h, key) for h, key, value in preset if self._reads(unit, h, key, value)]:
+                self._preset[unit.name] = list_names([h.name(key) for h, key in read])
+                self._preset_by |= {self._setters[id(h), key] for h, key in read if (id(h), key) in self._setters}
             result = run(args, kwargs)
             changed = ((p, old, k, v) for p, old in snapshots if p.differs(old) for k, v in p.changes())
             changes = [(p, k, v) for p, old, k, v in changed if k is None or k not in old or old[k] is not v]
             self._setters |= {(id(h), key): unit.name for h, key, _ in changes}
-            if not all(self._reach.belongs_to(h, unit.name) for h, *_ in changes):
-                self._writers.add(unit.name)
             if changes and unit.name not in self.remembered:
                 self._look_for_state(unit, changes, args, kwargs, run)
             return result
@@ -116,7 +115,7 @@ class SideEffects:
         and width that Swin sets in its blocks: `blk.H, blk.W = H, W`."""
         if self._setters.get((id(holder), key)) == unit.name:
             return False
-        is_named = not holder.attributes or any(key in find_words(type(m)) for m in unit.module.modules())
+        is_named = not holder.attributes or any(key in names_in_code(type(m)) for m in unit.module.modules())
         return is_named and not holds_tensors(value)
 
     def _changes(self) -> Iterator[Change]:
@@ -127,7 +126,7 @@ class SideEffects:
     def check_stateless(self) -> None:
         """Raise Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
         observer, in_units = self._observer, {id(m) for unit in self._units.values() for m in unit.module.modules()}
-        attributes = find_carried({type(module) for module in self._model.modules() if id(module) not in in_units})
+        attributes = find_read_before_set({type(m) for m in self._model.modules() if id(m) not in in_units})
         for holder, key, value in self._changes():
             carried_over = attributes.get(key) if holder.attributes and (id(holder), key) not in self._setters else None
             is_state = (
@@ -147,7 +146,7 @@ class SideEffects:
 
         Only a second run tells what it takes; it runs only if there is a tensor that it has made of its inputs.
         """
-        counters = find_carried({type(module) for module in unit.module.modules()})
+        counters = find_read_before_set({type(module) for module in unit.module.modules()})
         counts = any(type(value) in (int, float) and key in counters for _, key, value in changes)
         observer, reused = self._observer, set[int]()
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
@@ -218,7 +217,7 @@ class SideEffects:
             has_node: whether a tensor is recorded.
             real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
 
-        Raises RecordAgain if units must be opened to carry what they left.
+        Raises Lesson if units must be opened to carry what they left.
         """
         entries, to_open = [], set[str]()
         for holder, key, value in self._changes():
@@ -231,14 +230,15 @@ class SideEffects:
             if not units and not makers.isdisjoint(real):
                 value = Absent.at(text)
             to_carry = [t for t in leaf_tensors(value) if id(t) in units and t.numel() <= MAX_CARRIED]
-            if ALL_UNITS in spec.shut or (text not in spec.carried and not any(t.requires_grad for t in to_carry)):
+            is_wanted = text in spec.for_loss or any(t.requires_grad for t in to_carry)
+            if ALL_UNITS in spec.stay_whole or not is_wanted:
                 to_carry = []
-            to_open |= {units[id(t)] for t in to_carry if not has_node(t)} & (self._units.keys() - spec.shut)
+            to_open |= {units[id(t)] for t in to_carry if not has_node(t)} & (self._units.keys() - spec.stay_whole)
             small = tuple(filter(has_node, to_carry))
             entries.append(Left(holder, key, value, frozenset(makers if all(makers) else ()), small))
         if to_open:
             texts = ", ".join(sorted(to_open)[:4])
-            raise RecordAgain(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
+            raise Lesson(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
         return entries
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
-from penstock.partition.recording import Fact, Recording, walk
+from penstock.partition.recording import NodeInfo, Recording, walk
 from penstock.partition.state.block_state import Remembered, refuse_apart
 
 HELD = ("parameter", "buffer", "constant")
@@ -113,12 +113,7 @@ class CutRecording:
 
     def last_has(self, units: Collection[str]) -> bool:
         """Whether all of these units (at least one) run on the last stage, each for the last time."""
-        ends = {
-            unit: self.find_stage(fact.index)
-            for fact in self.facts.values()
-            if fact.kind == "unit"
-            for unit in fact.units
-        }
+        ends = {u: self.find_stage(f.index) for f in self.facts.values() if f.kind == "unit" for u in f.units}
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
@@ -149,13 +144,13 @@ class CutRecording:
         """Calls that any stage can repeat for itself: without parameters, randomness, gradients or updates."""
         nodes: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            if fact.is_anywhere or (
+            if fact.on_every_stage or (
                 self._is_plain(fact) and all(self._is_repeatable(argument, nodes) for argument in node.all_input_nodes)
             ):
                 nodes.add(node)
         return nodes
 
-    def _is_plain(self, fact: Fact) -> bool:
+    def _is_plain(self, fact: NodeInfo) -> bool:
         acts = fact.branch or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written
         return fact.kind == "call" and not acts
 
@@ -181,8 +176,8 @@ class CutRecording:
 
         def is_local(node: fx.Node) -> bool:
             fact = self.facts[node]
-            is_anywhere = fact.kind in (*HELD, "object") or node in self.repeatable
-            return is_anywhere or (fact.kind != "input" and self.find_stage(fact.index) == stage)
+            on_every_stage = fact.kind in (*HELD, "object") or node in self.repeatable
+            return on_every_stage or (fact.kind != "input" and self.find_stage(fact.index) == stage)
 
         results = self.recording.outputs if stage == self.count - 1 else ()
         nodes = walk([*self.local_calls[stage], *results], lambda n: n.all_input_nodes if is_local(n) else ())
@@ -312,5 +307,5 @@ class CutRecording:
                 return self._root(argument, storage, stage)
         return node
 
-    def describe(self, fact: Fact) -> str:
+    def describe(self, fact: NodeInfo) -> str:
         return f"block {fact.scope!r}" if fact.kind == "unit" else f"the call at {fact.source_line}"

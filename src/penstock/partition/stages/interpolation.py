@@ -3,7 +3,7 @@
 Partitions recorded for some lengths may differ only in numbers that follow the length: `arange(6)`, `view(-1, 7, 32)`.
 Then that of any length between them needs no recording. Not beyond them: a forward may compare a length with a bound.
 Two of the lengths are made up, up to twice the longest: a prime, for which no padding to a multiple looks like a
-length, and a power of 2, for a forward that does something else for multiples. Units run their own code anyway.
+length, and a power of 2, for a forward that does something else for multiples. Pieces run their own code anyway.
 """
 
 from __future__ import annotations

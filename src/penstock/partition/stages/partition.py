@@ -91,7 +91,7 @@ class Partition:
         """Return one partition for both if they differ only in shapes, inside stages, that no code reads."""
         pairs = zip(self.guards, other.guards, strict=False)
         guards = tuple(g if g.expected == o.expected else replace(g, expected=None) for g, o in pairs)
-        if guards == self.guards or any(guard.expected is None and not guard.is_free for guard in guards):
+        if guards == self.guards or any(guard.expected is None and not guard.is_unread_shape for guard in guards):
             return None
         is_same = [s.meta for s in self.stages] == [s.meta for s in other.stages] and self.code == other.code
         return replace(self, guards=guards) if is_same else None

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from penstock._base.stages import StageMeta
 from penstock.partition.names import public_names
 from penstock.partition.nested import free_name
-from penstock.partition.recording import Fact, Modes, RandomSource
+from penstock.partition.recording import Modes, NodeInfo, RandomSource
 from penstock.partition.result_checks import check_returned
 from penstock.partition.stages.cut_recording import CutRecording, StagePlan
 from penstock.partition.state.block_state import Remembered
@@ -262,7 +262,7 @@ def _write_code(
     inputs: Sequence[fx.Node],
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    facts: Mapping[fx.Node, Fact],
+    facts: Mapping[fx.Node, NodeInfo],
     streams_name: str,
     device: torch.device,
 ) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:

@@ -92,7 +92,7 @@ def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> No
 
 
 @dataclass(frozen=True, slots=True)
-class CarriedOver:
+class ReadBeforeSet:
     """An attribute that a function reads before it sets it.
 
     Attributes:
@@ -104,15 +104,15 @@ class CarriedOver:
     read_at: str
 
 
-def find_carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
+def find_read_before_set(kinds: Collection[type[nn.Module]]) -> Mapping[str, ReadBeforeSet]:
     """Return those in the code of these classes, by name. One that is only counted, and never read, is none."""
-    return _find_carried(
+    return _find_read_before_set(
         frozenset(base for kind in kinds for base in kind.__mro__ if package_name(base.__module__) != "torch")
     )
 
 
 @cache
-def _find_carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
+def _find_read_before_set(classes: frozenset[type]) -> Mapping[str, ReadBeforeSet]:
     counts: dict[tuple[str, type], bool] = {}
     reads: dict[str, str] = {}
     first: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
@@ -136,7 +136,7 @@ def _find_carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
             if issubclass(key[1], attr[1]) or issubclass(attr[1], key[1]):
                 del counts[attr]
     return {
-        name: CarriedOver(any(flag for (attr, _), flag in counts.items() if attr == name), reads[name])
+        name: ReadBeforeSet(any(flag for (attr, _), flag in counts.items() if attr == name), reads[name])
         for name in {name for name, _ in counts} & reads.keys()
     }
 

@@ -23,16 +23,14 @@ from penstock.partition.state.reachable import Holder
 MAX_CARRIED = 1024
 """The most elements that a value may have to be carried to the last stage in case the loss function reads it."""
 
-
 ALL_UNITS = "*"
 """If this is among the names of shut units, nothing is carried at all."""
-
 
 SCALARS = (bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class FromOutput:
     """Stands in for a value that comes as the output at `index`."""
 
     index: int
@@ -75,7 +73,7 @@ class Left:
     """An entry of a place that the forward has changed.
 
     Attributes:
-        value: what it was changed to; once recorded, flattened, with `Carried` and `Absent` instead of tensors.
+        value: what it was changed to; once recorded, flattened, with `FromOutput` and `Absent` instead of tensors.
         units: the modules that made it, if all of its tensors are from modules that run as a whole.
         small: its tensors to carry.
         is_carried: whether there are any.
@@ -99,7 +97,7 @@ class Left:
         leaves: list[Any] = []
         for leaf, path in zip(flat.leaves, flat.paths, strict=True):
             if id(leaf) in carried_ids:
-                leaves.append(Carried(find_output(leaf)))
+                leaves.append(FromOutput(find_output(leaf)))
             else:
                 leaves.append(Absent.at(self.text + path) if any(True for _ in tensors_in(leaf)) else leaf)
         return replace(self, value=flat._replace(leaves=leaves), small=(), is_carried=bool(self.small))
@@ -111,7 +109,7 @@ def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
     snapshots = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
-            leaves = [outputs[leaf.index] if isinstance(leaf, Carried) else leaf for leaf in entry.value.leaves]
+            leaves = [outputs[leaf.index] if isinstance(leaf, FromOutput) else leaf for leaf in entry.value.leaves]
             value = unflatten(leaves, entry.value.structure)
             entry.place.put(value if entry.key is None else {**entry.place.entries, entry.key: value})
         yield

@@ -4,8 +4,8 @@ Not followed, as no published model needs it: attributes of classes, slots, arra
 around functions.
 
 A snapshot is restored after a recording, so that no fake tensor stays behind. Whatever changed in between is a way for
-blocks to talk behind the model's back. Functions that cache (DINOv3's positions) are found by their names in the code
-of the model's classes, across a few files.
+blocks to talk behind the model's back. Functions that keep results are found in all files that are no
+library's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import copy_context
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from penstock._base.closures import contents
 from penstock.partition.nested import CONSTANTS, hides_tensors
-from penstock.partition.user_code import CACHED, TORCH_ATTRIBUTES, is_library, package_name
+from penstock.partition.user_code import CACHED, TORCH_ATTRIBUTES, is_library, iter_functions, package_name
 
 MAX_ENTRIES = 1000
 """Containers with more entries count as tables, not as places where a forward leaves something. `settings`, which looks
@@ -115,8 +116,9 @@ class Reach:
 
     def __init__(self, model: nn.Module) -> None:
         self.holders: list[Holder] = []
-        self.named = find_named_code(model)
-        self.cached = CachedFunctions(self.named)
+        kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+        self.files, cached = _find_code(frozenset(kind for kind in kinds if not is_library(kind.__module__)))
+        self.cached = CachedFunctions(cached)
         self._seen: set[int] = set()
         self._first: dict[int, str] = {}  # object -> where it was found
         self._repeats: list[tuple[str, str]] = []  # where it was found first, and where again (empty: among globals)
@@ -125,7 +127,6 @@ class Reach:
         self._seen |= {id(module) for module in modules.values()}
         for name, module in modules.items():
             self._add_module(name, module, DEPTH)
-        kinds = dict.fromkeys(base for module in modules.values() for base in type(module).__mro__)
         for kind in kinds:
             if not has_no_user_data(kind.__module__):
                 self._visit(vars(kind).get("forward"), kind.__name__, 2)
@@ -143,11 +144,6 @@ class Reach:
         """Return the places in the module of that name and in objects that it holds, also if others hold them too."""
         groups = [self._below.get(path, ()) for path in (name, *self._elsewhere.get(name, ()))]
         return list({id(holder): holder for group in groups for holder in group}.values())
-
-    def belongs_to(self, holder: Holder, name: str) -> bool:
-        """Whether a holder belongs to the module of that name, or to an object that only this module can reach."""
-        other_paths = (text for first, text in self._repeats if is_below(holder.text, first))
-        return not holder.outside and all(is_below(text, name) for text in (holder.text, *other_paths))
 
     def changed(self) -> list[Holder]:
         return [holder for holder in self.holders if holder.is_changed()]
@@ -298,50 +294,30 @@ def refill(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
-_CODE = (FunctionType, type, CACHED, staticmethod, classmethod, MethodType, property)
-
-FILES = 3
-"""How many files names are followed across."""
-
-
-def find_named_code(model: nn.Module) -> list[Any]:
-    """Classes, functions (including those that `functools.cache` wraps) and, as dicts, the globals of files."""
-    return _search_named(tuple(dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)))
+_CODE = (FunctionType, CACHED, staticmethod, classmethod, property)
 
 
 @functools.lru_cache(maxsize=8)  # a model is recorded several times, and its code does not change
-def _search_named(kinds: tuple[type, ...]) -> list[Any]:
-    """Search breadth first, so that everything is reached by its shortest path."""
-    pending: list[tuple[Any, int]] = [(kind, FILES) for kind in kinds]
-    seen = {id(kind) for kind in kinds}
-    for value, files in pending:
-        for item in _named_in(value):
-            files_left = files - (type(value) is dict)
-            if files_left > 0 and id(item) not in seen and (isinstance(item, _CODE) or type(item) is dict):
-                seen.add(id(item))
-                pending.append((item, files_left))
-    return [value for value, _ in pending]
-
-
-def _named_in(value: Any) -> Iterable[Any]:
-    """Return what a class, a function or a file names; of a file, which other files hold, code alone."""
-    if type(value) is dict:
-        return [item for item in value.values() if isinstance(item, _CODE)]
-    if isinstance(value, type):
-        return () if is_library(value.__module__) else [item for item in vars(value).values() if type(item) is not dict]
-    if not isinstance(value, FunctionType):
-        return [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
-    closure_items = [item for cell in value.__closure__ or () if type(item := contents(cell)) is not dict]
-    return closure_items if is_library(value.__module__) else [*closure_items, value.__globals__]
+def _find_code(kinds: frozenset[type]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the globals of all files that are no library's, and the functions there that keep results
+    (`functools.cache`): in a file, in a class, these included, or in a variable around a function."""
+    modules = [(name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)]
+    files = [vars(module) for name, module in modules if not is_library(name)]
+    values = {id(value): value for group in (kinds, *map(dict.values, files)) for value in group}
+    members = list(values.values())
+    for kind in [value for value in members if issubclass(type(value), type)]:
+        members += () if is_library(str(kind.__module__)) else vars(kind).values()
+    functions = (f for value in members if type(value) in _CODE for f in iter_functions(value))
+    members += [contents(cell) for function in functions for cell in function.__closure__ or ()]
+    return files, list({id(value): value for value in members if type(value) is CACHED}.values())
 
 
 class CachedFunctions:
-    """The caching functions among those that a model's code names (see `find_named_code`). A table of positions with
-    fake tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a
-    tensor passed behind the model's back. Entries are looked at only if there are new ones."""
+    """Functions that keep results. A table of positions with fake tensors (DINOv3's) must not stay: neither for the
+    next plain forward, nor for another block, where it would look like a tensor passed behind the model's back. Entries
+    are looked at only if there are new ones."""
 
-    def __init__(self, named: Iterable[Any]) -> None:
-        cached = [value for value in named if type(value) is CACHED]
+    def __init__(self, cached: Iterable[Any]) -> None:
         self._misses = {function: function.cache_info().misses for function in cached}
 
     def forget(self) -> None:

@@ -51,7 +51,7 @@ class Assumptions:
         opened: the modules whose forward is recorded call by call, by name.
         units: the units that they call, by name.
         words: the names in the code of the opened modules: it may read attributes of units that are called so.
-        chances: see `find_chances`.
+        chances: see `find_drop_rates`.
     """
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class Assumptions:
         """Find the modules whose forward is recorded call by call: those that are neither a unit nor part of one."""
         self.opened = dict(model.named_modules(memo={*units}))
         self.units = {name: module for name, module in model.named_modules() if module in units}
-        self.words = frozenset[str]().union(*map(find_words, {type(module) for module in self.opened.values()}))
-        self.chances = find_chances(model)
+        self.words = frozenset[str]().union(*map(names_in_code, {type(module) for module in self.opened.values()}))
+        self.chances = find_drop_rates(model)
 
     def read(self) -> Attributes:
         """Return everything that a recording takes as given, as one hashable value."""
@@ -147,7 +147,7 @@ def read_contents(value: object) -> Hashable:
     return tuple(readings.items())
 
 
-def find_chances(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+def find_drop_rates(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return the attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no
     draw.
 
@@ -168,7 +168,7 @@ def _members(kind: type) -> dict[str, object]:
     return {name: value for cls in classes for name, value in vars(cls).items() if not name.startswith("__")}
 
 
-def find_words(kind: type) -> frozenset[str]:
+def names_in_code(kind: type) -> frozenset[str]:
     """Return the names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
     return frozenset[str]().union(*(_words(f.__code__) for v in _members(kind).values() for f in iter_functions(v)))
 
