@@ -88,6 +88,9 @@ class Run:
         transfers, hosts, network = record.workload.transfers, record.hosts, record.network
         if network and network["hosts"] != hosts:
             raise ArgumentError(f"{folder / RUN}: hosts={hosts:,}, but network.hosts={network['hosts']:,}")
+        if len(record.algorithms) not in (0, len(transfers)):
+            count = len(record.algorithms)
+            raise ArgumentError(f"{folder / RUN}: algorithms has {count:,} entries for {len(transfers):,} transfers")
         try:
             _ = record.topology
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
