@@ -83,6 +83,11 @@ def named_module(model: nn.Module, name: str) -> nn.Module | None:
     return module
 
 
+def is_below(path: str, name: str) -> bool:
+    """Whether a path from the model is `name`, or leads on from there."""
+    return path == name or path.startswith((f"{name}.", f"{name}["))
+
+
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
     """Return the module with this name. Raise PartitionError with the closest name if there is none."""
     name = real_name(model, name)

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock._base.errors import PartitionError
 from penstock.partition.given_model import Chain
-from penstock.partition.names import resolve
+from penstock.partition.names import is_below, resolve
 
 UnitCall = Callable[..., Any]
 
@@ -250,11 +250,11 @@ class Opening:
     def around(self, scope: str) -> str:
         """Return the outermost module that was tried and is, or encloses, the one named `scope`; empty if there is
         none."""
-        return min((name for name in self.for_balance if f"{scope}.".startswith(f"{name}.")), key=len, default="")
+        return min(filter(partial(is_below, scope), self.for_balance), key=len, default="")
 
     def cut_inside(self, scope: str) -> str:
         """Return the same for modules that are opened because a cut lies inside."""
-        return min((name for name in self.for_cuts if f"{scope}.".startswith(f"{name}.")), key=len, default="")
+        return min(filter(partial(is_below, scope), self.for_cuts), key=len, default="")
 
     def refusal(self, name: str, reason: str) -> str:
         """Build the message for a module with a cut inside that cannot be opened."""

@@ -21,7 +21,7 @@ from torch import fx, nn
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock.partition.given_model import Chain
-from penstock.partition.names import canonical_names, named_module, real_name, resolve, unwrapped
+from penstock.partition.names import canonical_names, is_below, named_module, real_name, resolve, unwrapped
 from penstock.partition.recording import Recording
 
 _LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
@@ -91,7 +91,7 @@ def find_position(recording: Recording, model: nn.Module, name: str) -> int:
             fact.index
             for fact in facts.values()
             if fact.kind in ("call", "unit") and entered and fact.index >= entered[0]
-            if any(f"{scope}.".startswith(f"{site.module}.") for scope in (fact.scope, *fact.units))
+            if any(is_below(scope, site.module) for scope in (fact.scope, *fact.units))
         )
     if (position := next(indices, None)) is not None:
         return position

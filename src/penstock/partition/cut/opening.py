@@ -13,7 +13,7 @@ from penstock._base.errors import PartitionError
 from penstock.costs import Profile
 from penstock.partition.cut.candidates import Measure, candidates, even_starts, heaviest_stage
 from penstock.partition.cut.names import find_call, is_mark
-from penstock.partition.names import canonical_names, resolve, unwrapped
+from penstock.partition.names import canonical_names, is_below, resolve, unwrapped
 from penstock.partition.recording import Recording
 from penstock.partition.units import LISTS, Opening, Unit, find_units, repeats
 
@@ -34,7 +34,7 @@ def opening_for(
     paths = {find_call(model, cut).path for cut in cuts or ()}
     for argument, to_open in (("split_inside", requested), ("cuts", {name.rpartition(".")[0] for name in paths})):
         for name in to_open:
-            leaf = next((leaf for leaf in leaf_names if f"{name}.".startswith(f"{leaf}.")), None)
+            leaf = next((leaf for leaf in leaf_names if is_below(name, leaf)), None)
             if leaf is not None:
                 raise PartitionError(
                     f"{argument}: {name!r} is to be opened, but leaf_modules=[{leaf!r}] says that it runs as a whole"
@@ -42,9 +42,7 @@ def opening_for(
     opening = Opening(frozenset(n for name in requested for n in (*_enclosing(name), name)))
     units = {unit.name for unit in find_units(model, leaves, apart=opening.names).values()}
     enclosing = {n for name in paths for n in _enclosing(name)}
-    opening = replace(
-        opening, for_cuts=frozenset(n for n in enclosing if any(f"{n}.".startswith(f"{unit}.") for unit in units))
-    )
+    opening = replace(opening, for_cuts=frozenset(n for n in enclosing if any(is_below(n, unit) for unit in units)))
     while cuts is None:
         order = list(find_units(model, leaves, apart=opening.names).values())
         weights = [count_blocks(unit.module) if unit.repeated else 0 for unit in order]

@@ -20,12 +20,13 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import list_names
 from penstock._base.memory import extent
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors
+from penstock.partition.names import is_below
 from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.operator_effects import Call, ForeignRead, Observer
 from penstock.partition.state.block_state import Remembered, find_read_before_set
 from penstock.partition.state.loss_values import ALL_UNITS, MAX_CARRIED, SCALARS, Absent, Left
-from penstock.partition.state.reachable import Holder, Reach, holders_in_context, is_below
+from penstock.partition.state.reachable import Holder, Reach, holders_in_context
 from penstock.partition.state.settings import names_in_code
 from penstock.partition.units import Lesson, Unit, UnitSpec
 from penstock.partition.user_code import current_line

@@ -253,11 +253,6 @@ def _enclosing(text: str) -> Iterator[str]:
     yield text
 
 
-def is_below(text: str, name: str) -> bool:
-    """Whether a path from the model is `name`, or leads on from there."""
-    return text == name or text.startswith((f"{name}.", f"{name}["))
-
-
 def has_no_user_data(module: str) -> bool:
     """Whether objects of classes from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_name(module) not in PLAIN_OBJECTS)
