@@ -35,7 +35,6 @@ from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.attempts import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explain_obstacle
-from penstock.partition.stages.cut_recording import CutRecording
 from penstock.partition.stages.interpolation import Dims, Lengths, resize_inputs
 from penstock.partition.stages.partition import (
     Leaf,
@@ -47,6 +46,7 @@ from penstock.partition.stages.partition import (
     unused_note,
 )
 from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.stages.stage_plans import CutRecording
 from penstock.partition.state.settings import Assumptions, Attributes
 from penstock.partition.units import Opening, UnitSpec, find_units, refuse_compiled, refuse_lazy
 

@@ -1,7 +1,7 @@
 """What a recording holds: the model's forward as one graph, what was observed of each node when it ran, and what the
 forward read from its inputs' values, since it holds only for inputs that give the same readings.
 
-`recorder/` writes it, `cut/` finds positions in it, `stages/` turns it into stages.
+`record/` writes it, `cut/` finds positions in it, `stages/` turns it into stages.
 """
 
 from __future__ import annotations

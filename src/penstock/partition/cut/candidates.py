@@ -22,7 +22,7 @@ from penstock.costs import CutProblem, best_cuts
 from penstock.partition.cut.names import cut_positions, is_mark, named_calls
 from penstock.partition.names import unwrapped
 from penstock.partition.recording import Recording
-from penstock.partition.stages.cut_recording import HELD, CutRecording
+from penstock.partition.stages.stage_plans import HELD, CutRecording
 
 Measure = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""

@@ -1,4 +1,5 @@
-"""Finds the modules to open: for `split_inside=`, for cuts that lie inside, and for balance."""
+"""Finds the modules to open for `split_inside=`, for cuts that lie inside, and for balance, in addition to those that
+`units.py` opens by its rule."""
 
 from __future__ import annotations
 

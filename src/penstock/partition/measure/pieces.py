@@ -23,8 +23,8 @@ from penstock.partition.measure.footprint import Footprint, footprint, run_on_fa
 from penstock.partition.names import public_names
 from penstock.partition.nested import input_path
 from penstock.partition.recording import Recording
-from penstock.partition.stages.cut_recording import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.stages.stage_plans import CutRecording
 
 POSITION_ATTRIBUTES = ("idx", "index", "id", "number", "layer_num", "depth")
 """Attributes whose names end like this say which of several blocks a module is, not what it does."""

@@ -1,7 +1,8 @@
 """Arguments that a call may change: caches, lists, dicts, plain objects.
 
 They are values: a stage rebuilds them for each call from the tensors that it has, and then extracts what the call left
-in them. So a cache that every block writes to crosses cuts like any other value.
+in them. So a cache that every block writes to crosses cuts like any other value. What is written into a tensor in place
+is in `operator_effects.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Python's and numpy's random numbers while a forward is recorded: who draws them, and whether any draw is overlooked.
 
 Meanwhile their functions are replaced, including those that the modules of the model's classes imported by name. Draws
-that reach the generators in any other way show in the generators' states.
+that reach the generators in any other way show in the generators' states. Runs give the draws their streams in
+`runtime/exact/streams.py`; `fakes.py` puts the generators back.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.formatting import list_names
 from penstock._base.pytree import unflatten
 from penstock.partition.recording import Constant, Guard, Recording
-from penstock.partition.stages.cut_recording import CutRecording
 from penstock.partition.stages.stage import Stage
+from penstock.partition.stages.stage_plans import CutRecording
 from penstock.partition.state.loss_values import Left, in_place
 from penstock.partition.state.settings import read_contents
 from penstock.partition.units import has_forward

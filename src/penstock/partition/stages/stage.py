@@ -19,7 +19,7 @@ from penstock.partition.names import public_names
 from penstock.partition.nested import free_name
 from penstock.partition.recording import Modes, NodeInfo, RandomSource
 from penstock.partition.result_checks import check_returned
-from penstock.partition.stages.cut_recording import CutRecording, StagePlan
+from penstock.partition.stages.stage_plans import CutRecording, StagePlan
 from penstock.partition.state.block_state import Remembered
 
 INPUT_OVERWRITTEN = "input overwritten"
