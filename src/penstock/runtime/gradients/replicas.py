@@ -23,6 +23,7 @@ from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.dtensors import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
+from penstock.runtime.transport.protocol import Pending
 from penstock.runtime.transport.staging import Staging
 
 SHARED = -1
@@ -67,7 +68,10 @@ class Replicas:
 
     def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> GradientSum:
         position = Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others)
-        reduce = partial(all_reduce, group=self._groups["replicas"])
+
+        def reduce(tensors: Sequence[Tensor]) -> Pending:
+            return all_reduce(tensors, self._groups["replicas"])  # a group that is kept would outlive the pipeline
+
         start = reduce if self._staging is None else self._staging.around(reduce)
         return GradientSum(parameters, start, position, divisor=self._count, bucket_bytes=BUCKET_BYTES)
 
