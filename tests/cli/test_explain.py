@@ -368,11 +368,13 @@ def test_no_schedule_is_advised_for_which_a_run_has_no_memory(
     found = as_json("explain", str(folder))
     notes = {one["text"].split()[1]: one["note"] for one in found["changes"] if one["text"].startswith("schedule")}
     assert [*notes] == advised
+    write(folder / "run.json", replace(run, gradient_bytes=()).to_dict())  # what it needs is not known
+    assert as_json("explain", str(folder))["changes"]
     if advised:
         assert notes["1f1b"] == "rank 0 keeps 3 times the activations, up to 3 microbatches instead of 1"
 
 
-@pytest.mark.parametrize(("rows", "advised"), [(12, True), (11, False)])
+@pytest.mark.parametrize(("rows", "advised"), [(12, True), (11, False), (4, False)])
 def test_microbatches_of_one_row_are_not_to_be_cut(rows: int, advised: bool, tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     write(folder / "run.json", replace(ABOUT, rows=rows).to_dict())

@@ -94,6 +94,15 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in names, (document, path, anchor)
 
 
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/design.md", "docs/extending.md"])
+def test_files_that_maintainers_are_sent_to_exist(document: str) -> None:
+    files = {path.relative_to(ROOT).as_posix() for folder in ("src", "tests", "benchmarks", "examples", "docs")
+             for path in (ROOT / folder).rglob("*") if path.is_file()}  # fmt: skip
+    named = set(re.findall(r"`([\w./-]+\.(?:py|toml|html))`", (ROOT / document).read_text()))
+    assert named
+    assert [name for name in sorted(named) if not any(f"/{file}".endswith(f"/{name}") for file in files)] == []
+
+
 def test_the_picture_is_what_the_schedules_are_now() -> None:
     pictures = ROOT / "docs" / "pictures"
     drawn = runpy.run_path(str(pictures / "schedules.py"))["picture"]()

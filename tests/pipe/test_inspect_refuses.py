@@ -92,7 +92,7 @@ def test_what_the_loss_raises_is_said() -> None:
 
     for loss, target, said in ((fussy, Y, "out of range"), (nn.CrossEntropyLoss(), Y[:, 1:], "RuntimeError")):
         (note,) = penstock.inspect(layers(), (X,), loss=loss, target=target).notes
-        assert "the loss could not be tried without real values" in note
+        assert "the loss could not be tried on a made-up output" in note
         assert said in note
 
 

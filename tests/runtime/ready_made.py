@@ -54,7 +54,7 @@ class ReadyPartition:
     origins: ClassVar[Mapping[str, Any]] = {}
     elsewhere: ClassVar[Mapping[str, Tensor]] = {}
     overwritten: ClassVar[frozenset[str]] = frozenset()
-    is_foreign = leaves_here = reorders_gradients = False
+    is_foreign = reorders_gradients = False
     notes = left = ()
 
     @property

@@ -349,7 +349,6 @@ class Partitioner:
             elsewhere=find_elsewhere(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             reorders_gradients=split.crosses_twice(),
-            leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(flat.paths[number]) for number in recording.overwritten),
         )
         return recording, partition

@@ -1,6 +1,6 @@
 """`penstock fabric` over links that are far and lossy, that change, and whose switch is killed.
 
-In every run: test_switch_truth.py, test_scenario.py, test_switch_changes.py and, for the command, test_fabric_hosts.py.
+In every run: test_switch_truth.py, test_scenario.py and, for the command, test_fabric_hosts.py.
 """
 
 import json

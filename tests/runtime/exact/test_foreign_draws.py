@@ -166,6 +166,7 @@ def test_a_comparison_is_certain_if_no_number_could_change_it(name: str, closed:
         outcomes = {getattr(operator, name)(number, bound) for number in numbers}
         outcome = compare_drawn(f"__{name}__", bound, closed=closed)
         assert outcome == (outcomes.pop() if len(outcomes) == 1 else None), bound
+        assert compare_drawn(f"{name}_", bound, closed=closed) is None  # in place: it writes what it decides
 
 
 def test_bigbird() -> None:

@@ -193,8 +193,8 @@ class KnownValues:
 
 def compare_drawn(name: str, bound: float, low: float = 0.0, high: float = 1.0, *, closed: bool = False) -> bool | None:
     """Return what `number < bound` gives, or another comparison, if that is certain for a number in [low, high), as for
-    layer drop at rate 0; None otherwise. `closed`: the number may also be `high`."""
-    name = name.strip("_")
+    layer drop at rate 0; None otherwise, as for those in place (`lt_`). `closed`: the number may also be `high`."""
+    name = name.removeprefix("__").removesuffix("__")
     if name not in ("lt", "le", "gt", "ge"):
         return None
     equal_is_above = name in ("lt", "ge")

@@ -56,7 +56,6 @@ class Partition:
         guards: what the forward read from its integer inputs' values; the partition holds for inputs that give the same
             readings.
         left: what the forward leaves in attributes and shared objects, except what the last stage itself leaves.
-        leaves_here: whether the last stage itself leaves anything.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
         reorders_gradients: whether gradients, apart from tied ones, may be added in a different order from the unsplit
             model's.
@@ -75,7 +74,6 @@ class Partition:
     result_structure: Any
     result_leaves: tuple[int | Constant, ...]
     left: tuple[Left, ...] = ()
-    leaves_here: bool = False
     reorders_gradients: bool = False
     costs: tuple[StageCost, ...] = ()
     link: LinkCost | None = None

@@ -296,7 +296,7 @@ _CODE = (FunctionType, CACHED, staticmethod, classmethod, property)
 def _find_code(kinds: frozenset[type]) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return the globals of all files that are no library's, and the functions there that keep results
     (`functools.cache`): in a file, in a class, these included, or in a variable around a function."""
-    modules = [(name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)]
+    modules = [(name, module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
     files = [vars(module) for name, module in modules if not is_library(name)]
     values = {id(value): value for group in (kinds, *map(dict.values, files)) for value in group}
     members = list(values.values())

@@ -105,9 +105,12 @@ class WhatIfContext:
         """Whether another order keeps within the run's memory limit, by what it holds from forward to backward, and the
         parameters with Adam's two values; True if that is not known."""
         run, schedule = self.about, change.cases[0].schedules[0]
-        if run is None or run.memory_limit is None or len(run.activation_bytes) != schedule.placement.depth:
+        if run is None or run.memory_limit is None:
             return True
-        sizes = zip(run.parameter_bytes, run.gradient_bytes, strict=False)
+        of_stages = (run.activation_bytes, run.parameter_bytes, run.gradient_bytes)
+        if any(len(sizes) != schedule.placement.depth for sizes in of_stages):
+            return True
+        sizes = zip(run.parameter_bytes, run.gradient_bytes, strict=True)
         static = [kept + trained + OPTIMIZER_VALUES * min(kept, trained) for kept, trained in sizes]
         return max(map(max, memory_after_actions(schedule, run.activation_bytes, static))) <= run.memory_limit
 

@@ -163,7 +163,7 @@ def double_microbatches(replay: Replay, rows: int | None = None) -> Iterator[Cha
     microbatch a single row. `rows`: what that has, if it is known."""
     current = replay.schedules[0]
     placement = current.placement
-    if current.name not in names() or placement.pipelines > 1 or rows == 1:
+    if current.name not in names() or placement.pipelines > 1 or (rows is not None and rows < 2):
         return
     schedule = generate(current.name, current.ranks, 2 * current.microbatches, placement.stages // placement.ranks)
     halves = (np.repeat(_piece_seconds(replay.seconds, 2, price), 2, axis=3) for price in (TYPICAL, FREE, EXPENSIVE))

@@ -319,7 +319,7 @@ class StageContext:
         return self.binding.sharded.get(self.index)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that the stage's forward uses now. ShardedStage ones are new after each gathering."""
+        """Return the parameters that the stage's forward uses now. Sharded ones are new after each gathering."""
         return self.recorded.parameters if self.sharded is None else self.sharded.parameters()
 
     def held(self) -> tuple[Tensor, ...]:

@@ -150,8 +150,7 @@ class LossHead:
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
-        self._draws = may_draw(loss)
-        self._draws_foreign = self._draws and not is_torch_loss(loss)
+        self._draws = self._draws_foreign = False
         last_stages = [stage for partition in variants for stage in partition.stages[-1:]]
         last_ids = {id(t) for stage in last_stages for t in (*stage.parameters.values(), *stage.buffers.values())}
         elsewhere = {id(tensor): name for partition in variants for name, tensor in partition.elsewhere.items()}
@@ -176,6 +175,8 @@ class LossHead:
         All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
         self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
+        self._draws = may_draw(self._loss)  # a hook may have been added since the last step
+        self._draws_foreign = self._draws and not is_torch_loss(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
         self.parts = [{} for _ in weights]

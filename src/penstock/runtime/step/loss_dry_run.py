@@ -55,7 +55,7 @@ def try_loss(bound: BoundSchedule, target: Any, loss: object) -> str | None:
     except PenstockError:
         raise
     except Exception as error:
-        return f"the loss could not be tried without real values ({one_line(error)})"
+        return f"the loss could not be tried on a made-up output ({one_line(error)})"
     finally:
         head.begin_step([], [], keep_outputs=False)
     if root is not None and not root.requires_grad and any(needs_backward(stage.meta) for stage in first.stages):

@@ -159,7 +159,8 @@ class Steps:
 
     def dry_run(self, batch: Batch, *, loss: bool) -> str | None:
         """Raise what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a loss
-        of any value. One process drives all ranks. Return why the loss could not be tried; None if it could."""
+        that is no scalar or takes no gradient. One process drives all ranks. Return why the loss could not be tried;
+        None if it could."""
         bound, batch = self.first, self.cutting.divide(batch, "input")
         self._check_aliases(bound, batch)
         if not loss:
