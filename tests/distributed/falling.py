@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.runtime.execute.program import BoundAction
+from penstock.runtime.execute.executor import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding.forked import End, forked

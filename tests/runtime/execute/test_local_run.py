@@ -19,7 +19,7 @@ from torch.autograd import profiler
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.distributed.world import World, join, resolve_device
-from penstock.runtime.execute import program
+from penstock.runtime.execute import executor
 from penstock.runtime.transport.routes import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
@@ -227,14 +227,14 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
 
 @CLEARS
 def test_torch_still_says_whether_it_profiles() -> None:
-    assert not program.is_profiling()
+    assert not executor.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert program.is_profiling()
+        assert executor.is_profiling()
     with profiler.emit_nvtx(enabled=False):
-        assert not program.is_profiling()
+        assert not executor.is_profiling()
     assert hasattr(profiler, "_is_profiler_enabled")  # else every step pays for ranges
 
 
 def test_where_torch_does_not_say_every_step_has_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert program.is_profiling()
+    assert executor.is_profiling()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.runtime.execute import program
+from penstock.runtime.execute import executor
 from penstock.runtime.features import offload
 
 
@@ -168,12 +168,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
         lanes = offload.CopyStreams(torch.device("cpu"))
     monkeypatch.setattr(offload, "copy_streams_for", lambda _: lanes)
     monkeypatch.setattr(Tensor, "record_stream", _record_stream)
-    bind = program.with_neighbors
+    bind = executor.with_neighbors
 
-    def noting(*given: Any) -> list[program.BoundAction]:
+    def noting(*given: Any) -> list[executor.BoundAction]:
         return [replace(each, work=_noted(copies, each)) for each in bind(*given)]
 
-    monkeypatch.setattr(program, "with_neighbors", noting)
+    monkeypatch.setattr(executor, "with_neighbors", noting)
     return copies
 
 
@@ -182,7 +182,7 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
     stream.owner.record_stream(tensor)
 
 
-def _noted(copies: SlowCopies, each: program.BoundAction) -> Callable[..., None]:
+def _noted(copies: SlowCopies, each: executor.BoundAction) -> Callable[..., None]:
     def noted(*ready: Any) -> None:
         copies.running = str(each.action)
         each.work(*ready)

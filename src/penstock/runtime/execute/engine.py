@@ -31,7 +31,7 @@ from penstock.runtime.execute.clock import (
     shifted,
 )
 from penstock.runtime.execute.control import Arrival, Control
-from penstock.runtime.execute.program import (
+from penstock.runtime.execute.executor import (
     BatchKind,
     BoundAction,
     BoundSchedule,

@@ -19,7 +19,7 @@ from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.names import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.program import BoundSchedule
+from penstock.runtime.execute.executor import BoundSchedule
 from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.sharding import ShardedStage, check_sharding

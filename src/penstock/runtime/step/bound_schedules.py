@@ -23,7 +23,7 @@ from penstock.runtime.batch.cut import CutBatch, input_signature
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.program import BatchKind, BoundSchedule
+from penstock.runtime.execute.executor import BatchKind, BoundSchedule
 from penstock.runtime.features.compiled import Compile, effective_compile, schedule_arguments
 from penstock.runtime.features.deferred_norm import DeferredNorms, check_deferrable
 from penstock.runtime.features.feature import Binding

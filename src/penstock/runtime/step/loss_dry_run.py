@@ -19,7 +19,7 @@ from penstock._base.formatting import one_line
 from penstock._base.pytree import map_tensors
 from penstock._base.stages import Output, needs_backward
 from penstock.partition.record.fakes import Snapshot
-from penstock.runtime.execute.program import BoundSchedule
+from penstock.runtime.execute.executor import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient_error
 
 MAX_OUTPUT_BYTES = 2**28

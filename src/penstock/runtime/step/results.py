@@ -26,7 +26,7 @@ from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arrival
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.program import BoundSchedule
+from penstock.runtime.execute.executor import BoundSchedule
 from penstock.runtime.transport.agreement import from_bytes, to_bytes
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.schedule import Schedule

@@ -25,7 +25,7 @@ from penstock.partition.nested import input_path
 from penstock.runtime.batch.batch_dims import iter_leaves
 from penstock.runtime.batch.cut import Batch, CutBatch, Cutting, Microbatch, move_to
 from penstock.runtime.batch.outline import Outline, SingleRowError
-from penstock.runtime.execute.program import BoundSchedule, Feed
+from penstock.runtime.execute.executor import BoundSchedule, Feed
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.loss.functions import SUM_ADVICE, Loss, padding_advice, reduction_advice, uses_target
 from penstock.runtime.loss.loss import Reduction, check_sums, weights
@@ -72,7 +72,8 @@ class Steps:
         self.needs_inputs = self.has_inputs or (cuts_both and self.has_outputs)
         self.needs_targets = self._looks_at_targets and (self.has_outputs or (cuts_both and self.has_inputs))
         self._parts = LossParts(self.engine, shared=broadcast_loss, of_function=loss is not None)
-        self._is_advised = self._padding_checked = reduction_advice(loss, reduction) is not None
+        self._is_advised = reduction_advice(loss, reduction) is not None
+        self._padding_checked = self._is_advised
         self._announce = announcer()
 
     def run_batch(
