@@ -52,6 +52,8 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
         calls.append(1)
         if case == "loss" and len(calls) == 5:
             raise ValueError("the loss is\nnot a number")
+        if case == "evaluates" and len(calls) == 5:
+            pipe.evaluate(x, target=y)
         return (output - target).square().mean()
 
     options = {"check_finite": case == "finite", "devices": DEVICE if case == "device" else None}

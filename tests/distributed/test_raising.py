@@ -24,6 +24,9 @@ class Raised(NamedTuple):
 
 CASES = {
     "loss": Raised(2, "ValueError: the loss is", "rank 2 failed at 2F1: ValueError: the loss is not a number"),
+    "evaluates": Raised(
+        2, "ArgumentError: this pipeline was asked for a step or an evaluation within its own", "rank 2 failed at 2F1"
+    ),
     "rows": Raised(2, "ShapeError: target", "ShapeError: target has 6 rows"),
     "dtype": Raised(0, "ShapeError: value", "rank 0 failed at 0SEND_F0"),
     "target": Raised(2, "ArgumentError: target=None", "ArgumentError: target=None"),

@@ -46,6 +46,12 @@ def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Predict
     return Prediction.of_profile(Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)}), ranks, cuts)
 
 
+def test_a_cut_at_a_module_that_was_profiled_in_parts_is_at_its_first() -> None:
+    units = tuple(UnitCost(f"layers.{n}.{part}", 1.0, 1.0, 1.0) for n in (1, 10) for part in "ab")
+    made = Profile(units, "cpu", "float32", {"layers.1.a.weight": (1, 1)})
+    assert Prediction.of_profile(made, 2, ["layers.10"]).starts == (0, 2)
+
+
 gains = st.floats(-1.0, 0.9)
 
 

@@ -93,12 +93,13 @@ class Prediction:
         if cuts is None:
             starts = best_cuts(build_cut_problem(units, link), stages)
         else:
-            if unknown := [name for name in cuts if name not in names]:
+            first = {cut: [n for n, name in enumerate(names) if f"{name}.".startswith(f"{cut}.")][:1] for cut in cuts}
+            if unknown := [cut for cut in cuts if not first[cut]]:
                 raise ArgumentError(
                     f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile: that is of another model, or these "
                     "are not the cuts of the run"
                 )
-            starts = [0, *map(names.index, cuts)]
+            starts = [0, *(n for cut in cuts for n in first[cut])]
             if len(starts) != stages or starts != sorted({*starts}):
                 raise ArgumentError(
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"

@@ -97,7 +97,9 @@ class Steps:
         check_flags(timeline=timeline)
         call = Call.of(training, outputs, timeline, self.engine.world.ranks)
         norms = self.deferring_norms() if training else nullcontext()
-        with self.engine.control.reporting(), one_at_a_time((self, training)):
+        # An evaluation may run within a step's loss only where this process drives all ranks.
+        inner = (self, training and self.engine.world.is_local)
+        with self.engine.control.reporting(), one_at_a_time(inner):
             if training or evaluates:
                 check_sums(self.loss, self.reduction, batch.kwargs, self.order.microbatches)
             bound, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
@@ -324,8 +326,8 @@ def one_at_a_time(key: Hashable) -> Iterator[None]:
     try:
         if key in _running:
             raise ArgumentError(
-                "this pipeline was asked for a step within its own step (in the loss, in a hook or in the model's "
-                "forward): wait until the step has returned"
+                "this pipeline was asked for a step or an evaluation within its own step (in the loss, in a hook or in "
+                "the model's forward): wait until the step has returned"
             )
         _running.append(key)
         try:
