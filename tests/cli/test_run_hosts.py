@@ -110,9 +110,11 @@ def test_a_script_runs_as_the_user_that_is_named() -> None:
         else:
             pytest.skip("no Python that has torch can be read by another user")
         (folder / "train.py").write_text(
-            "import os, pathlib\n"
-            "pathlib.Path(f'rank{os.environ[\"RANK\"]}').touch()\n"
+            "import os, pathlib, time\n"
             "os.write(1, f'{os.getresuid()} {os.getgroups()}\\n'.encode())\n"
+            "pathlib.Path(f'rank{os.environ[\"RANK\"]}').touch()\n"
+            "while not pathlib.Path('rank0').exists():\n"  # rank 1 ends rank 0
+            "    time.sleep(0.01)\n"
             "raise SystemExit(3 * (os.environ['RANK'] == '1'))\n"
         )
         account = pwd.getpwnam("nobody")
