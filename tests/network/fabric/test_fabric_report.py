@@ -264,6 +264,10 @@ def test_ticks_are_within_their_axis_and_leave_room_for_labels(low: float, ratio
     assert ticks or ratio < 4, "an axis that is not short has ticks"
 
 
+def test_times_that_hardly_differ_have_more_than_one_tick() -> None:
+    assert len(Scale(12.5e-3, 18e-3, 66, 316, is_log=True).ticks(56)) > 2
+
+
 def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
     write_run(made_run(20), tmp_path)
     assert output("report", str(tmp_path)) == f"wrote {tmp_path / 'report.html'}\n"

@@ -126,7 +126,7 @@ def test_what_must_stay_whole_is_refused_with_both_places() -> None:
         inspect(by_attribute(), (torch.randn(5, WIDTH),), leaf_modules=["blocks.0", "blocks.1"])
     assert "module 'blocks.1' (" in str(caught.value)
     assert "made in module 'blocks.0' (" in str(caught.value)
-    assert "leave ['blocks.0', 'blocks.1'] out of leaves" in str(caught.value)
+    assert "leave ['blocks.0', 'blocks.1'] out of leaf_modules" in str(caught.value)
 
 
 class Twice(torch.autograd.Function):

@@ -205,7 +205,9 @@ def test_plain_values_that_blocks_read(kind: str) -> None:
 
 
 def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"changes 'blocks.0.flag'.* before it runs 'blocks.0'.*out of leaves"):
+    with pytest.raises(
+        PartitionError, match=r"changes 'blocks.0.flag'.* before it runs 'blocks.0'.*out of leaf_modules"
+    ):
         inspect(Telling("flag"), (batch()[0],), leaf_modules=["blocks.0"])
 
 

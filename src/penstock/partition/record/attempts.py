@@ -115,7 +115,7 @@ def _extend_spec(spec: UnitSpec, lesson: Lesson, leaves: Sequence[str]) -> UnitS
     extended = spec | lesson.additions
     if conflicting := sorted(lesson.additions.opened & {*leaves}):
         raise PartitionError(
-            f"{lesson.refusal}; or leave {conflicting} out of leaves, so that it can be recorded call by call"
+            f"{lesson.refusal}; or leave {conflicting} out of leaf_modules, so that it can be recorded call by call"
         )
     if extended == spec or extended.opened & extended.run_whole:
         raise PartitionError(f"{lesson.refusal}{_NOT_ENOUGH if lesson.additions.run_whole else ''}")

@@ -22,6 +22,9 @@ WIDTH = 920
 _STEPS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 """Where a logarithmic axis has ticks within a power of ten: the first that leave room for their labels."""
 
+_NARROW = 3.0
+"""A logarithmic axis on which the highest value is less than so many times the lowest has ticks in equal steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -41,9 +44,11 @@ class Scale:
 
     def ticks(self, room: float) -> list[float]:
         """Round values that are at least `room` pixels apart."""
-        if not self.is_log:
-            max_ticks = max(1, int(abs(self.last - self.first) / room))
-            return [value for value, _ in Axis.of(self.high, "", max_ticks).ticks if value >= self.low]
+        if not self.is_log or self.high < _NARROW * self.low:
+            from_zero = self.high / (self.high - max(self.low, 0.0))  # the axis of `Axis` begins at zero
+            max_ticks = max(1, int(abs(self.last - self.first) / room * from_zero))
+            even = [value for value, _ in Axis.of(self.high, "", max_ticks).ticks if value >= self.low]
+            return keep_apart(even, lambda value: float(self.at(value)), room) if self.is_log else even
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         values: list[float] = []
         for steps in _STEPS:
