@@ -174,7 +174,8 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
     try:
         with hosts or nullcontext() as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
-                spec = replace(spec, network=machines.describe())
+                network: Any = machines.describe()
+                spec = replace(spec, network=network)
             emulate(spec, output.folder, machines, watch, events=events)
     except FabricError as error:
         failure = error

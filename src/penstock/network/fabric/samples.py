@@ -317,30 +317,57 @@ for _kind in (MeasuredLink, Network, _Stall, _Late, _Counted, _Port, _Switch, _E
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are ignored.
+class Settings:
+    """What a run was asked to do: entries of both spec.json and run.json.
+
+    Attributes:
+        algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
+            "engine" means the backend's own collectives.
+        warmup: the number of trials before them, all checked for correct results; None for `spec.CHECKED` trials, and
+            then as many as it takes until times are steady.
+        iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
+        overlap: whether communication overlaps with computing the next layer, one transfer after another.
+        seed: of the payload.
+        join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
+        measures_links: whether to measure pairs of neighbors before the trials.
+        link: the hosts' link, as requested.
+        network: how `Machines.describe` describes the hosts' network; None if the hosts have a network of their own.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    workload: Workload
+    hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
+    algorithm: str = "ring"
+    trials: _Count = 200
+    warmup: _Count | None = None
+    overlap: bool = False
+    iterations: _Positive = 1
+    seed: int = 0
+    join_seconds: float = 120.0
+    stall_seconds: float = 120.0
+    backend: str = "gloo"
+    measures_links: bool = True
+    link: str | None = None
+    network: Network | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord(Settings):
+    """run.json: what ran, where, and how it ended. Entries of later versions are ignored.
 
     Attributes:
         algorithms: of each transfer; empty if it is `algorithm` for all.
         meets: whether hosts waited for each other between the transfers of a trial.
-        iterations: how many times in a row a trial runs each transfer.
+        warmup: how many trials there were, all in all.
     """
 
     __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
-    workload: Workload
-    hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
     algorithm: str = ""
     trials: _Count = 0
     backend: str = ""
     algorithms: tuple[str, ...] = ()
-    warmup: _Count | None = None
-    iterations: _Positive = 1
-    overlap: bool = False
     meets: bool = False
-    seed: int = 0
-    link: str | None = None
     links: tuple[MeasuredLink, ...] = ()
-    network: Network | None = None
     switch: _Switch | None = None
     happened: tuple[AppliedEvent, ...] = ()
     environment: tuple[_Environment, ...] = ()
@@ -352,9 +379,6 @@ class RunRecord:
     complete: bool = False
     missing: str = ""
     version: int = 1
-    join_seconds: float | None = None
-    stall_seconds: float | None = None
-    measures_links: bool | None = None
     switch_qdiscs: str = ""
 
     @cached_property

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.files import STRICT, read_json, validate, write_json
+from penstock._base.files import read_json, validate, write_json
 from penstock.network.fabric.algorithms import ENGINE, algorithms, generate, or_default
-from penstock.network.fabric.samples import SPEC
+from penstock.network.fabric.samples import SPEC, Settings
 from penstock.network.fabric.workload import Workload
 
 BACKENDS = ("gloo", "nccl")
@@ -38,43 +38,14 @@ def _computes(workload: Workload) -> bool:
     return max(workload.compute_seconds, *computed) > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+@dataclass(frozen=True)
+class Spec(Settings):
     """A run of penstock fabric.
-
-    Attributes:
-        algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
-            "engine" means the backend's own collectives.
-        warmup: the number of trials before them, all checked for correct results; None for `CHECKED` trials, and then
-            as many as it takes until times are steady.
-        iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
-        overlap: whether communication overlaps with computing the next layer, one transfer after another.
-        seed: of the payload.
-        join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
-        measures_links: whether to measure pairs of neighbors before the trials.
-        link: the hosts' link, as requested.
-        network: how `Machines.describe` describes the hosts' network; None if the hosts have a network of their own.
 
     Raises:
         ArgumentError: a number is out of range, the workload needs another number of hosts, or no collective has the
             algorithm.
     """
-
-    __pydantic_config__ = STRICT
-    workload: Workload
-    hosts: int
-    algorithm: str = "ring"
-    trials: int = 200
-    warmup: int | None = None
-    overlap: bool = False
-    iterations: int = 1
-    seed: int = 0
-    join_seconds: float = 120.0
-    stall_seconds: float = 120.0
-    backend: str = "gloo"
-    measures_links: bool = True
-    link: str | None = None
-    network: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 2:
