@@ -19,7 +19,7 @@ from typing import Any, Self
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, reaper
 from penstock.network.background import parse_background
-from penstock.network.cpu_limit import CpuLimiter, check_slow, limit_cpu
+from penstock.network.cpu_limit import CpuLimiter, limit_cpu
 from penstock.network.link import Link
 from penstock.network.namespaces import set_up, why_not, within
 from penstock.network.quantities import check_host
@@ -63,12 +63,11 @@ class Machines:
                 make them.
             shaper: one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
-            slow: hosts whose processes together get at most this share of one core's time (cpu_limit.py).
+            slow: hosts whose processes together get at most this share of one core's time: see `parse_slow`.
             changes: whether `change` will be called.
 
         Raises:
-            ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
-                or a share is invalid.
+            ArgumentError: there are too few or too many hosts, or a link is given for a host that does not exist.
         """
         if not 1 <= hosts <= MAX_HOSTS:
             raise ArgumentError(f"{hosts} hosts requested: pass 1 to {MAX_HOSTS}")
@@ -84,7 +83,7 @@ class Machines:
         self.background = tuple(background)
         self._changes = changes
         self._switch: Switch | None = None
-        self.slow = check_slow(slow or {}, hosts)
+        self.slow = dict(slow or {})
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
