@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock._base.formatting import pluralize
+from penstock._base.formatting import format_bytes, pluralize
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.statistics import outliers
 from penstock.network.fabric.views.chart import (
@@ -158,7 +158,7 @@ def _busbw(results: dict[str, Any]) -> str:
     panel.title("Bus bandwidth by size", f"{unit}, of the median; dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
     ticks = keep_apart(sizes, lambda size: float(panel.x.at(size)), 56)
-    panel.x_ticks([(size, _size_label(size)) for size in ticks], "size")
+    panel.x_ticks([(size, format_bytes(size) if size % 1024 else size_text(size)) for size in ticks], "size")
     if slowest:
         panel.level(slowest, dash="1 2", text=f"slowest link, {slowest:.3g} {unit}")
     by_color = list(zip(colors(len(measured)), measured, strict=True))
@@ -170,13 +170,6 @@ def _busbw(results: dict[str, Any]) -> str:
             xs, ys = np.array(ideal[kind]).T
             panel.line(xs, ys, color, 1.2, "4 2")
     return svg(290, [panel, *legend([(color, f"{kind}, p50") for color, kind in by_color], _BESIDE, 60)])
-
-
-def _size_label(size: int) -> str:
-    """Format a tick: the exact size if it is a power of two, otherwise three digits."""
-    if size < 1000 or size & (size - 1) == 0:
-        return size_text(size) + ("" if size % 1024 == 0 else " B")
-    return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"
 
 
 # -- one trial --------------------------------------------------------------------------------------------------------
