@@ -70,7 +70,6 @@ class Forwarding:
             os.write(self.devices[target], frame)
         except OSError:
             self.failed += 1
-        self._state[columns.LATE_NS] += late
         self._state[columns.WORST_NS] = max(self._state[columns.WORST_NS], late)
         self._state[columns.LATE + int(math.log2(late) * columns.PER_OCTAVE)] += 1
 

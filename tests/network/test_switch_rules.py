@@ -322,7 +322,6 @@ def test_what_is_told_of_lateness_is_how_late_frames_left() -> None:
             loop._send(wires.t, slot, 10**15, 10**15 + late)
         told_late = counters(wires.t)["late"]
     assert told_late["worst"] == pytest.approx(5e-3)
-    assert told_late["mean"] == pytest.approx((97 * 1e-6 + 3 * 5e-3) / 100)
     assert 1e-6 <= told_late["p50"] < 1.2e-6
     assert told_late["p99"] == pytest.approx(5e-3)
 

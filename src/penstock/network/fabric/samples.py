@@ -299,7 +299,8 @@ _Counted = TypedDict("_Counted", {
 })
 _Port = TypedDict("_Port", {"up": _Counted, "down": _Counted})
 _Switch = TypedDict("_Switch", {
-    "late": _Late, "no_room": _Count, "busy_seconds": _Seconds, "stalls": list[_Stall], "links": list[_Port],
+    "late": _Late, "no_room": _Count, "seconds": _Seconds, "busy_seconds": _Seconds, "stalls": list[_Stall],
+    "links": list[_Port],
 })
 _Environment = TypedDict("_Environment", {
     "host": NotRequired[str], "cores": NotRequired[_Positive | None], "kernel": NotRequired[str | None],

@@ -68,6 +68,7 @@ class SwitchServer:
         """Past stalls of links that have changed since."""
         self.tables = create_tables(topology, descriptors, time.monotonic_ns())
         loop.run(self.tables, 0)  # compiles the loop, or loads it from the cache
+        self.tables.state[columns.START_NS] = time.monotonic_ns()
         loop.enqueue_all_background(self.tables)
         self._background = Background(self.tables, (), topology.seed)
         self._decisions = DecisionBuffer(self.tables, topology)
