@@ -86,7 +86,6 @@ class CpuLimiter:
         left behind."""
         self.name = f"cgroup v{version} ({_FILES[version]})"
         self._version = version
-        self._slow = dict(slow)
         self._folders: dict[int, Path] = {}
         parent = self._parent()
         try:
@@ -107,15 +106,6 @@ class CpuLimiter:
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *prefix, *argv]
-
-    def describe_failure(self) -> str | None:
-        """Describe the first host that was not throttled until the end; None if all were."""
-        for host, folder in self._folders.items():
-            for name, value in self._limits(self._slow[host]):
-                words = reaper.read_words(folder / name)
-                if words != value.split():
-                    return f"host {host} was not slowed until the end: {folder / name} now contains {' '.join(words)!r}"
-        return None
 
     def _parent(self) -> Path:
         """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
