@@ -102,45 +102,27 @@ class Run:
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
         takes_part = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
-        trials = len(table) // int(takes_part.sum()) if takes_part.any() else 0
-        start = np.full((trials, len(transfers), hosts), -1, np.int64)
+        of_trial = np.argwhere(takes_part)  # the transfer and the rank of each row of a trial
+        trials = len(table) // len(of_trial) if len(of_trial) else 0
+        expected = np.column_stack([np.repeat(np.arange(trials), len(of_trial)), np.tile(of_trial, (trials, 1))])
+        order = np.lexsort(table[:, 2::-1].T)[: len(expected)]  # without the rows of a trial that was cut off
+        rows = table[order]
+        if (wrong := (rows[:, :3] != expected).any(1) | (rows[:, 4] < rows[:, 3])).any():
+            line, row, right = (next(iter(column[wrong])) for column in (order + 2, rows, expected))
+            raise ArgumentError(
+                f"{folder / SAMPLES} is damaged: line {line}, {','.join(map(str, row))}: expected trial, transfer and "
+                f"rank {','.join(map(str, right))} once, with an end after the start. Restore the file as the run "
+                "wrote it, or run again"
+            )
+        start = np.full((trials, *takes_part.shape), -1, np.int64)
         end = start.copy()
-        if (fault := _find_fault(table, takes_part)) is not None:
-            path = folder / SAMPLES
-            raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
-        *indices, start_ns, end_ns = table[table[:, 0] < trials].T
-        start[tuple(indices)], end[tuple(indices)] = start_ns, end_ns
+        start[:, takes_part], end[:, takes_part] = rows[:, 3:].T.reshape(2, trials, len(of_trial))
         return cls(record, start, end, rounds)
 
     @cached_property
     def times(self) -> tuple[TransferTimes, ...]:
         """The times of each transfer, in the workload's order."""
         return tuple(TransferTimes.from_run(self, index) for index in range(len(self.record.workload.transfers)))
-
-
-def _find_fault(table: NDArray[np.int64], takes_part: NDArray[np.bool_]) -> str | None:
-    """Describe the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
-    order, until it ends."""
-    transfers, hosts = takes_part.shape
-    trial, transfer, rank, start, end = table.T
-    limits = (trial, len(table)), (transfer, transfers), (rank, hosts)
-    inside = np.all([(values >= 0) & (values < limit) for values, limit in limits], axis=0)
-    inside[inside] = takes_part[transfer[inside], rank[inside]]
-    repeats = np.ones(len(table), bool)
-    repeats[np.unique((trial * transfers + transfer) * hosts + rank, return_index=True)[1]] = False
-    for mask, text in (
-        (~inside, "names a trial, transfer or rank that this run does not have"),
-        (end < start, "ends before it starts"),
-        (repeats, "repeats a trial, transfer and rank"),
-    ):
-        if mask.any():
-            first = int(mask.argmax())
-            return f"line {first + 2}, {','.join(map(str, table[first]))}, {text}"
-    counts = np.bincount(trial)
-    short = np.flatnonzero(counts[:-1] < takes_part.sum())
-    if len(short):
-        return f"trial {short[0]} has {counts[short[0]]} of {takes_part.sum()} rows, but later trials follow"
-    return None
 
 
 def _read_table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
