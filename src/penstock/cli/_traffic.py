@@ -13,7 +13,7 @@ from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
 from penstock.cli._target import GRAD_DTYPE, GradDtypeName, dtype_named, load_target, parse_names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, parse_dtype, parse_op, preset
+from penstock.network.fabric.workload import BYTES, Workload, mlp, parse_dtype, parse_op
 from penstock.network.quantities import parse_size, parse_sizes
 
 DEFAULT_HOSTS = 4
@@ -28,7 +28,9 @@ _of_model = options_on("With --model")
 class TrafficOptions:
     """Traffic of a trial; None if an option was omitted."""
 
-    preset_name: str | None = _option("A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset")
+    preset_name: Literal["mlp"] | None = _option(
+        "A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset"
+    )
     model: str | None = _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
     replay: Path | None = _option("Replay the traffic of an earlier run, with its compute times.", metavar="FOLDER")
     sizes: str | None = _option("Explicit sizes, in order: 2600,33024,64KiB.")
@@ -73,7 +75,7 @@ class TrafficOptions:
             if is_passed and sources_passed[0] not in owners:
                 raise ArgumentError(f"{flag(name)} requires {owners}, but {sources_passed[0]} was passed; omit it")
         if self.preset_name is not None:
-            return preset(self.preset_name)
+            return mlp()
         if self.replay is not None:
             return Run.read(self.replay).record.workload
         if self.model is not None:

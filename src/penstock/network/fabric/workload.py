@@ -201,7 +201,7 @@ def parse_op(text: str, dtype: str) -> Op:
     return text
 
 
-# -- by name -----------------------------------------------------------------------------------------------------------
+# -- a known job -------------------------------------------------------------------------------------------------------
 
 MLP_WIDTHS = (784, 256, 128, 64, 10)
 """The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
@@ -219,13 +219,6 @@ def mlp() -> Workload:
         transfers=tuple(Transfer(name, count * BYTES["float32"]) for name, count in reversed(layers)),
         notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
-
-
-def preset(name: str) -> Workload:
-    """Return the workload with this name. Raise ArgumentError if there is none."""
-    if name != "mlp":
-        raise ArgumentError(f"there is no preset {name!r}: pass one of mlp")
-    return mlp()
 
 
 # -- groups of transfers that differ only in microbatch or replica: a row of a table, a curve of a plot ----------------

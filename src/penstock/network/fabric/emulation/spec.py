@@ -13,9 +13,6 @@ from penstock.network.fabric.algorithms import ENGINE, algorithms, generate, or_
 from penstock.network.fabric.samples import SPEC, Settings
 from penstock.network.fabric.workload import Workload
 
-BACKENDS = ("gloo", "nccl")
-"""Backends of torch.distributed."""
-
 BOARD = "PENSTOCK_START_BOARD"
 """The environment variable that names the file in which host 0 announces trials; it is empty at first."""
 
@@ -50,8 +47,6 @@ class Spec(Settings):
     def __post_init__(self) -> None:
         if self.hosts < 2:
             raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; pass --hosts 4, for example")
-        if self.backend not in BACKENDS:
-            raise ArgumentError(f"there is no backend {self.backend!r}: pass one of {', '.join(BACKENDS)}")
         if self.workload.hosts not in (0, self.hosts):
             raise ArgumentError(
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
