@@ -13,7 +13,7 @@ from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
 from penstock.cli._target import GRAD_DTYPE, GradDtypeName, dtype_named, load_target, parse_names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, mlp, parse_dtype, parse_op
+from penstock.network.fabric.workload import BYTES, Op, Workload, mlp, parse_dtype
 from penstock.network.quantities import parse_size, parse_sizes
 
 DEFAULT_HOSTS = 4
@@ -39,7 +39,7 @@ class TrafficOptions:
     factor: float | None = _option("Factor between the sizes of a sweep; default 2.")
     collective: Collective | None = _option("For sizes and sweeps; default all_reduce.")
     dtype: str | None = _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
-    reduce_op: str | None = _option("Reduction: sum, prod, min, max, avg; default sum.")
+    reduce_op: Op | None = _option("Reduction; default sum.")
     uneven: str | None = _option("For all_to_all, the share of each host: 4,2,1,1.", metavar="SHARES")
     cuts: str | None = _of_model("Modules that begin a new stage: a,b,c; default: balanced.")
     split_inside: str | None = _of_model("Modules that cuts may split, besides those found automatically: a,b,c.")
@@ -86,7 +86,6 @@ class TrafficOptions:
     def _by_size(self) -> Workload:
         """Return the workload of explicit sizes, or of a sweep."""
         dtype = parse_dtype(self.dtype or "float32")
-        op = parse_op(self.reduce_op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
             workload = Workload.from_sizes(parse_sizes(self.sizes), collective, element_bytes)
@@ -95,7 +94,7 @@ class TrafficOptions:
         else:
             factor = 2 if self.factor is None else self.factor
             workload = Workload.sweep(parse_size(self.first), parse_size(self.last), factor, collective, element_bytes)
-        return replace(workload, dtype=dtype, op=op)
+        return replace(workload, dtype=dtype, op=self.reduce_op or "sum")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock._base.pytree import unflatten
