@@ -24,8 +24,7 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._options import JSON, option, output_option, print_json, screen, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.dry_run import planned_traffic
-from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm
+from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm, planned_traffic
 from penstock.network.fabric.samples import RUN, SAMPLES
 from penstock.network.fabric.views.numbers import NONE
 from penstock.network.fabric.workload import group_similar_layers, groups
