@@ -150,8 +150,8 @@ def _busbw(results: dict[str, Any]) -> str:
     panel = Plot(Scale(sizes[0] / 1.05, sizes[-1] * 1.05, _LEFT, _RIGHT, is_log=True), Scale(0, highest, 250, 30))
     panel.title("Bus bandwidth by size", f"{unit}, of the median; dashed: ideal")
     panel.y_axis(lambda value: f"{value:g}", 30)
-    ticks = keep_apart(sizes, lambda size: float(panel.x.at(size)), 56)
-    panel.x_ticks([(size, format_bytes(size) if size % 1024 else size_text(size)) for size in ticks], "size")
+    labels = [size_text(size) if size.bit_count() == 1 and size > 512 else format_bytes(size) for size in sizes]
+    panel.x_ticks(keep_apart([*zip(sizes, labels, strict=True)], lambda tick: float(panel.x.at(tick[0])), 56), "size")
     if slowest:
         panel.level(slowest, dash="1 2", text=f"slowest link, {slowest:.3g} {unit}")
     by_color = list(zip(colors(len(measured)), measured, strict=True))
