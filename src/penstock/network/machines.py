@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, FabricError
@@ -123,9 +122,7 @@ class Machines:
             self.shaper = choose(self.topology, self._count, self._requested_shaper, only_switch)
             self.topology = self.shaper.topology
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
