@@ -118,10 +118,9 @@ def test_too_few_samples_are_null_throughout() -> None:
 
 def test_the_algorithm_of_each_transfer() -> None:
     transfers = (Transfer("a", 8), Transfer("b", 8, "send", ranks=(0, 1)))
-    run = run_of(np.full((1, 2), 1e-3), transfers, algorithm="ring")
-    assert [one["algorithm"] for one in results(run)["transfers"]] == ["ring", "ring"]
-    run = run_of(np.full((1, 2), 1e-3), transfers, algorithm="ring", algorithms=["ring", "direct"])
-    assert [one["algorithm"] for one in results(run)["transfers"]] == ["ring", "direct"]
+    for requested, of_each in (("ring", ["ring", "direct"]), ("engine", ["engine"] * 2), ("", ["", ""])):
+        run = run_of(np.full((1, 2), 1e-3), transfers, algorithm=requested)
+        assert [one["algorithm"] for one in results(run)["transfers"]] == of_each
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -381,9 +380,3 @@ def test_entries_of_later_versions_do_no_harm(tmp_path: Path) -> None:
     made = results(run)["environment"]
     assert made["happened"] == ({"seconds": 0.5, "step": 1, "text": "x"},)
     assert made["hosts"][0] == {"host": "a", "python": "3.11"}, "a host says more than is read"
-
-
-def test_a_record_without_an_algorithm_for_each_transfer_is_refused(tmp_path: Path) -> None:
-    folder = write_run(run_of(np.full((8, 2), 1e-3), algorithms=["ring"]), tmp_path / "run")
-    with pytest.raises(ArgumentError, match="algorithms has 1 entries for 2 transfers"):
-        Run.read(folder)

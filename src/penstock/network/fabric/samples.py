@@ -29,6 +29,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
 from penstock._base.formatting import printable_line, strip_all_control_chars
 from penstock.network import MAX_HOSTS
+from penstock.network.fabric.algorithms import ENGINE, or_default
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
 from penstock.network.scenario import AppliedEvent
@@ -88,9 +89,6 @@ class Run:
         transfers, hosts, network = record.workload.transfers, record.hosts, record.network
         if network and network["hosts"] != hosts:
             raise ArgumentError(f"{folder / RUN}: hosts={hosts:,}, but network.hosts={network['hosts']:,}")
-        if len(record.algorithms) not in (0, len(transfers)):
-            count = len(record.algorithms)
-            raise ArgumentError(f"{folder / RUN}: algorithms has {count:,} entries for {len(transfers):,} transfers")
         try:
             _ = record.topology
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
@@ -333,13 +331,18 @@ class Settings:
     link: str | None = None
     network: Network | None = None
 
+    def algorithm_for(self, index: int) -> str:
+        """Return a transfer's algorithm: the requested one, or its substitute if that lacks the collective."""
+        if self.algorithm in (ENGINE, ""):
+            return self.algorithm
+        return or_default(self.workload.transfers[index].collective, self.algorithm)
+
 
 @dataclass(frozen=True)
 class RunRecord(Settings):
     """run.json: what ran, where, and how it ended. Entries of later versions are ignored.
 
     Attributes:
-        algorithms: of each transfer; empty if it is `algorithm` for all.
         meets: whether hosts waited for each other between the transfers of a trial.
         warmup: how many trials there were, all in all.
     """
@@ -348,7 +351,6 @@ class RunRecord(Settings):
     algorithm: str = ""
     trials: _Count = 0
     backend: str = ""
-    algorithms: tuple[str, ...] = ()
     meets: bool = False
     links: tuple[MeasuredLink, ...] = ()
     switch: _Switch | None = None
@@ -374,10 +376,6 @@ class RunRecord(Settings):
     def links_changed(self) -> bool:
         """Whether a scenario may have changed the links during the run: their properties are then not known."""
         return self.network is not None and bool(self.network["link"]) and self.network.get("rates") is None
-
-    def algorithm_for(self, index: int) -> str:
-        """Return a transfer's algorithm: the requested one, or its substitute if that lacks the collective."""
-        return self.algorithms[index] if self.algorithms else self.algorithm
 
     def runs_ahead(self, collective: str, shares: Sequence[int] = ()) -> bool:
         """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.

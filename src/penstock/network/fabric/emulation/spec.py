@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import read_json, validate, write_json
-from penstock.network.fabric.algorithms import ENGINE, algorithms, generate, or_default
+from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.network.fabric.samples import SPEC, Settings
 from penstock.network.fabric.steps import StepList, slots_by_port
 from penstock.network.fabric.workload import Group, Workload
@@ -92,12 +92,6 @@ class Spec(Settings):
         """Whether hosts wait for each other between the transfers of a trial."""
         by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
         return by_hand and not _computes(self.workload)
-
-    def algorithm_for(self, index: int) -> str:
-        """Return the algorithm of the transfer at this index."""
-        if self.algorithm == ENGINE:
-            return ENGINE
-        return or_default(self.workload.transfers[index].collective, self.algorithm)
 
     def write(self, folder: Path) -> Path:
         """Write the spec into the run's folder and return its path."""
