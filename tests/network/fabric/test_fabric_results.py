@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -349,24 +349,27 @@ def test_a_figure_above_ideal_is_an_error_and_no_argument() -> None:
 def test_a_root_that_ran_ahead_is_named_as_the_cause() -> None:
     """In a run whose hosts did not meet between transfers; where they did, it is none."""
     took, members = 2**17 / (GOOD * 125e3), (0, 1)
-    pair = tuple(Transfer(name, 2**17, "scatter", ranks=members, kind="") for name in "ab")
-    for meets, cause in (
-        (False, "because a rank can begin it while others are still in the previous transfer"),
-        (True, "its times or its links were measured wrong"),
+    for kind, cause in (
+        ("gradient", "because a rank can begin it while others are still in the previous transfer"),
+        ("", "its times or its links were measured wrong"),
     ):
-        run = run_of(np.full((10, 2), (took, took / 4)), pair, **_of_two(125e3, 0.0, meets=meets))
+        pair = tuple(Transfer(name, 2**17, "scatter", ranks=members, kind=kind) for name in "ab")
+        run = run_of(np.full((10, 2), (took, took / 4)), pair, **_of_two(125e3, 0.0))
         (said,) = (line for line in warnings(run, results(run)) if line.startswith("ideal"))
         assert said.startswith("ideal: b is at")
         assert cause in said
 
 
 def test_the_step_of_sizes_by_hand_is_without_the_time_in_which_hosts_met() -> None:
-    run = run_of(np.full((10, 2), (0.25, 0.5)))
-    run.start_ns[:, 1] += 10**9
-    run.end_ns[:, 1] += 10**9
-    assert measured_step(run) == pytest.approx(np.full(10, 1.75))
-    met = Run(replace(run.record, meets=True, iterations=5), run.start_ns, run.end_ns)
-    assert measured_step(met) == pytest.approx(np.full(10, 0.15))
+    def run(kind: str, iterations: int = 1) -> Run:
+        pair = tuple(Transfer(name, 1000, kind=kind) for name in "ab")
+        made = run_of(np.full((10, 2), (0.25, 0.5)), pair, iterations=iterations)
+        made.start_ns[:, 1] += 10**9
+        made.end_ns[:, 1] += 10**9
+        return made
+
+    assert measured_step(run("gradient")) == pytest.approx(np.full(10, 1.75))
+    assert measured_step(run("", iterations=5)) == pytest.approx(np.full(10, 0.15))
 
 
 def test_entries_of_later_versions_do_no_harm(tmp_path: Path) -> None:

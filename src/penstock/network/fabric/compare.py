@@ -138,7 +138,7 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
 
 
 _RECORD_KEYS = (
-    "algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup", "iterations", "meets"
+    "algorithm", "backend", "hosts", "link", "overlap", "seed", "machine_cores", "warmup", "iterations"
 )  # fmt: skip
 _HOST_KEYS = ("kernel", "torch", "congestion_control", "interface")
 _NETWORK_KEYS = ("own", "background", "slow", "shaper", "mtu")

@@ -196,7 +196,7 @@ def measured_step(run: Run) -> Seconds:
     """
     workload, hosts, scale = run.record.workload, run.start_ns.shape[2], 1e-9 / run.record.iterations
     members = [list(transfer.members(hosts)) for transfer in workload.transfers]
-    if run.record.meets:
+    if run.record.synchronizes_between_transfers:
         spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(members)]
         return np.asarray(np.sum(spans, axis=0) * scale)
     starts: dict[int, NDArray[np.int64]] = {}
@@ -331,6 +331,11 @@ class Settings:
     link: str | None = None
     network: Network | None = None
 
+    @property
+    def synchronizes_between_transfers(self) -> bool:
+        """Whether hosts wait for each other between the transfers of a trial: sizes that belong to no job."""
+        return not self.workload.computes and not any(transfer.kind for transfer in self.workload.transfers)
+
     def algorithm_for(self, index: int) -> str:
         """Return a transfer's algorithm: the requested one, or its substitute if that lacks the collective."""
         if self.algorithm in (ENGINE, ""):
@@ -343,7 +348,6 @@ class RunRecord(Settings):
     """run.json: what ran, where, and how it ended. Entries of later versions are ignored.
 
     Attributes:
-        meets: whether hosts waited for each other between the transfers of a trial.
         warmup: how many trials there were, all in all.
     """
 
@@ -351,7 +355,6 @@ class RunRecord(Settings):
     algorithm: str = ""
     trials: _Count = 0
     backend: str = ""
-    meets: bool = False
     links: tuple[MeasuredLink, ...] = ()
     switch: _Switch | None = None
     happened: tuple[AppliedEvent, ...] = ()
@@ -383,5 +386,5 @@ class RunRecord(Settings):
         In the other collectives, no rank finishes before all have started, and the first to start receives all it
         needs within its own time.
         """
-        alone = len(self.workload.transfers) == 1
-        return not self.meets and not alone and (collective in (*ROOTED, "send") or bool(shares))
+        follows_at_once = len(self.workload.transfers) > 1 and not self.synchronizes_between_transfers
+        return follows_at_once and (collective in (*ROOTED, "send") or bool(shares))

@@ -143,6 +143,12 @@ class Workload:
                 )
 
     @property
+    def computes(self) -> bool:
+        """Whether there is computation before or after a transfer."""
+        before = (seconds for t in self.transfers for seconds in (t.compute_seconds, *t.compute_by_rank))
+        return any((self.compute_seconds, *before))
+
+    @property
     def type_name(self) -> str:
         """The type of the elements that are sent."""
         return self.dtype or DEFAULT_DTYPES[self.element_bytes]

@@ -34,11 +34,6 @@ _UNEVEN = ("pairwise", "direct")
 """Step lists of all_to_all that support shares."""
 
 
-def _computes(workload: Workload) -> bool:
-    computed = (max((transfer.compute_seconds, *transfer.compute_by_rank)) for transfer in workload.transfers)
-    return max(workload.compute_seconds, *computed) > 0
-
-
 @dataclass(frozen=True)
 class Spec(Settings):
     """A run of penstock fabric.
@@ -57,7 +52,7 @@ class Spec(Settings):
                 f"pass --hosts {self.workload.hosts}"
             )
         check_counts(required=False, trials=self.trials, iterations=self.iterations, warmup=self.warmup)
-        if self.iterations > 1 and _computes(self.workload):
+        if self.iterations > 1 and self.workload.computes:
             raise ArgumentError(
                 f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
                 "computes: pass --sizes or a sweep, or --compute none"
@@ -86,12 +81,6 @@ class Spec(Settings):
     def checked_trials(self) -> int:
         """The number of warm-up trials whose results are checked."""
         return CHECKED if self.warmup is None else self.warmup
-
-    @property
-    def synchronizes_between_transfers(self) -> bool:
-        """Whether hosts wait for each other between the transfers of a trial."""
-        by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
-        return by_hand and not _computes(self.workload)
 
     def write(self, folder: Path) -> Path:
         """Write the spec into the run's folder and return its path."""
