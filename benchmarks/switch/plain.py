@@ -25,7 +25,7 @@ import numpy as np
 from penstock.network.switch import columns, serve
 from penstock.network.switch.client import Setup
 from penstock.network.switch.filling import lateness
-from penstock.network.switch.tap import Unread, open_tap
+from penstock.network.switch.tap import count_unread, open_counters, open_tap
 from penstock.network.topology import State
 
 READS_AT_ONCE = 16
@@ -37,7 +37,7 @@ class Forwarding:
     def __init__(self, setup: Setup) -> None:
         topology = setup.state.topology
         self.devices = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
-        self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
+        self._counters, self._interface = [open_counters(Path(name)) for name in setup.namespaces], setup.interface
         hosts = range(len(self.devices))
         self._delay_ns = [round(topology.path_impairments(host, 1 - host % 2)[0].delay_seconds * 1e9) for host in hosts]
         self._ns_a_byte = [1e9 / topology.down(host).bytes_per_second for host in hosts]
@@ -70,7 +70,6 @@ class Forwarding:
             os.write(self.devices[target], frame)
         except OSError:
             self.failed += 1
-        self._state[columns.LATE_NS] += late
         self._state[columns.WORST_NS] = max(self._state[columns.WORST_NS], late)
         self._state[columns.LATE + int(math.log2(late) * columns.PER_OCTAVE)] += 1
 
@@ -87,7 +86,7 @@ class Forwarding:
             "late": lateness(self._state),
             "links": [],
             "queue_full": self.full,
-            "unread": [device.count() for device in self._unread],
+            "unread": [count_unread(counters, self._interface) for counters in self._counters],
         }
 
 

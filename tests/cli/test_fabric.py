@@ -26,7 +26,7 @@ from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.statistics import trend
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Workload, preset
+from penstock.network.fabric.workload import Workload, mlp
 from penstock.network.namespaces import why_not
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
@@ -62,14 +62,14 @@ WRONG = {
     "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
     "--sizes 4parsec": "'4parsec' is not a size: pass bytes, or a number with KiB",
     "--sizes 4 --algorithm rong": "'rong' is not an algorithm for all_reduce: did you mean 'ring'?",
-    "--preset mpl": "there is no preset 'mpl': pass one of mlp",
+    "--preset mpl": "--preset mpl: expected one of mlp",
     "--sizes 4 --hosts 1": "--hosts 1: a network has at least 2",
     "--sizes 4 --iterations 0": "--iterations 0: expected an integer >= 1",
     "--preset mlp --reduce-op max": "--reduce-op requires --sizes or --from and --to, but --preset was passed; omit it",
     "--sizes 4 --reduce-op avg --algorithm engine": "gloo cannot average",
     "--sizes 4 --uneven 1,2,3,4": "--uneven requires --collective all_to_all",
     "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: expected 4 integers, one per host",
-    "--sizes 4 --backend glue": "there is no backend 'glue': pass one of gloo, nccl",
+    "--sizes 4 --backend glue": "backend 'glue' is not available: this torch has gloo",
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
     "--trials 5": "expected one kind of traffic, got nothing; pass one of --preset, --model",
     "--model m:f --ranks 0": "--ranks 0: expected an integer >= 1",
@@ -302,8 +302,8 @@ class Runs(NamedTuple):
 
 def _recorded(folder: Path) -> None:
     """A folder as `TRAINING` writes it, of nine steps on two hosts; each layer computes for 2 ms and sends for 1."""
-    layers = tuple(replace(transfer, compute_seconds=2e-3) for transfer in preset("mlp").transfers)
-    workload = replace(preset("mlp"), transfers=layers)
+    layers = tuple(replace(transfer, compute_seconds=2e-3) for transfer in mlp().transfers)
+    workload = replace(mlp(), transfers=layers)
     write_run(
         run_of(np.full((9, len(layers)), 1e-3), layers, 2, workload=workload, algorithm="engine", backend="gloo"),
         folder,
@@ -334,7 +334,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.distributed
 def test_training_and_its_emulation(runs: Runs) -> None:
-    sizes = [(transfer.name, transfer.bytes) for transfer in preset("mlp").transfers]
+    sizes = [(transfer.name, transfer.bytes) for transfer in mlp().transfers]
     first, second = Run.read(runs.training), Run.read(runs.emulation)
     assert (first.end_ns.shape, second.end_ns.shape) == ((9, 4, 2), (10, 4, 2))
     assert [(one["name"], one["bytes"]) for one in runs.printed["transfers"]] == sizes
@@ -373,7 +373,7 @@ def test_show_again(runs: Runs) -> None:
 def test_show_as_nccl_tests(runs: Runs) -> None:
     said = output("fabric", "show", str(runs.emulation), "--nccl")
     rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
-    sizes = [transfer.bytes for transfer in preset("mlp").transfers]
+    sizes = [transfer.bytes for transfer in mlp().transfers]
     assert [int(row[0]) for row in rows] == sizes
     assert refusal("fabric", "show", str(runs.emulation), "--nccl", "--json").startswith("--nccl prints columns")
 

@@ -135,8 +135,6 @@ def test_a_command_is_in_the_group_with_all_that_it_starts(version: int) -> None
         done = subprocess.run(line, check=False, capture_output=True, text=True)
         assert done.returncode != 0
         assert done.stdout == ""
-        with pytest.raises(FabricError, match="host 1 was not slowed until the end"):
-            made.close()
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------

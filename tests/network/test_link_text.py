@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from penstock._base.errors import ArgumentError
 from penstock.network.cpu_limit import parse_slow
 from penstock.network.link import BUFFER_BYTES, HOST_BYTES, Bursts, Chance, Impairment, Link
-from penstock.network.machines import Machines
 from penstock.network.parse import parse_link
 from penstock.network.quantities import parse_size
 
@@ -192,23 +191,6 @@ def test_a_size_means_the_same_everywhere() -> None:
 
 
 # -- slow hosts -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("slow", "said"),
-    [
-        ({2: 0.5}, "host 2 does not exist: the hosts are 0 to 1"),
-        ({-1: 0.5}, "host -1"),
-        ({0: 0.0}, r"host 0 is given 0 \(0%\) of a core: pass more than 0"),
-        ({0: -0.1}, "more than 0"),
-        ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
-        ({0: float("nan")}, "nan"),
-        ({0: 0.0009}, r"0\.09%.*least.*0\.1%"),
-    ],
-)
-def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        Machines(2, slow=slow)
 
 
 @pytest.mark.parametrize(

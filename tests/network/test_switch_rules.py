@@ -322,7 +322,6 @@ def test_what_is_told_of_lateness_is_how_late_frames_left() -> None:
             loop._send(wires.t, slot, 10**15, 10**15 + late)
         told_late = counters(wires.t)["late"]
     assert told_late["worst"] == pytest.approx(5e-3)
-    assert told_late["mean"] == pytest.approx((97 * 1e-6 + 3 * 5e-3) / 100)
     assert 1e-6 <= told_late["p50"] < 1.2e-6
     assert told_late["p99"] == pytest.approx(5e-3)
 
@@ -378,7 +377,7 @@ def test_what_stays_the_same_is_not_drawn_anew(monkeypatch: pytest.MonkeyPatch) 
     pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(3)]
     ours = iter(pairs)
     monkeypatch.setattr(serve, "open_tap", lambda interface, name: next(ours)[0].fileno())
-    monkeypatch.setattr(serve, "Unread", lambda interface, name: None)
+    monkeypatch.setattr(serve, "open_counters", lambda name: -1)
     topology = Topology(parse_link("100mbit delay 1ms"), seed=7)
     served = serve.SwitchServer(Setup(("a", "b", "c"), "eth0", State(topology, background=("1mbit",))))
     decided, background = served._decisions, served._background

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import write_json
-from penstock._base.formatting import pluralize
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.views import nccl
@@ -161,6 +160,7 @@ def predict(
     from penstock.network.fabric.alpha_beta import HOSTS, forecast
     from penstock.network.fabric.results import results
     from penstock.network.fabric.samples import Run
+    from penstock.network.fabric.views.text import show_head
 
     numbers = HOSTS if hosts is None else integers("--hosts", hosts)
     requested = None if sizes is None else parse_sizes(sizes)
@@ -175,21 +175,12 @@ def predict(
         about = {key: summary[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
         print_json({"version": 1, **about, "collectives": forecasts})
     else:
-        _show_predictions(forecasts, summary, screen())
+        console = screen()
+        show_head(run, summary, console)
+        _show_predictions(forecasts, console)
 
 
-def _show_predictions(forecasts: Iterable[dict[str, Any]], summary: dict[str, Any], console: Console) -> None:
-    head = f"{summary['workload']}: {summary['hosts']} hosts, {pluralize(summary['trials'], 'trial')}"
-    console.print(Text(head, "bold"), soft_wrap=True)
-    warnings = {
-        f"the run is incomplete; missing: {summary['missing'] or 'its end'}": not summary["complete"],
-        f"processors: {summary['cpu']['text']}; the fit describes this machine, and predicts no network": (
-            summary["cpu"]["saturated"]
-        ),
-    }
-    for line, applies in warnings.items():
-        if applies:
-            console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+def _show_predictions(forecasts: Iterable[dict[str, Any]], console: Console) -> None:
     for forecast in forecasts:
         console.print()
         _show_fit(forecast["fit"], console)

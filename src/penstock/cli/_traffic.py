@@ -13,7 +13,7 @@ from penstock.cli._options import CUT, USUAL_OR_BATCH_SIZE, option, options_on
 from penstock.cli._target import GRAD_DTYPE, GradDtypeName, dtype_named, load_target, parse_names
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import BYTES, Workload, parse_dtype, parse_op, preset
+from penstock.network.fabric.workload import BYTES, Op, Workload, mlp, parse_dtype
 from penstock.network.quantities import parse_size, parse_sizes
 
 DEFAULT_HOSTS = 4
@@ -28,7 +28,9 @@ _of_model = options_on("With --model")
 class TrafficOptions:
     """Traffic of a trial; None if an option was omitted."""
 
-    preset_name: str | None = _option("A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset")
+    preset_name: Literal["mlp"] | None = _option(
+        "A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset"
+    )
     model: str | None = _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
     replay: Path | None = _option("Replay the traffic of an earlier run, with its compute times.", metavar="FOLDER")
     sizes: str | None = _option("Explicit sizes, in order: 2600,33024,64KiB.")
@@ -37,7 +39,7 @@ class TrafficOptions:
     factor: float | None = _option("Factor between the sizes of a sweep; default 2.")
     collective: Collective | None = _option("For sizes and sweeps; default all_reduce.")
     dtype: str | None = _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
-    reduce_op: str | None = _option("Reduction: sum, prod, min, max, avg; default sum.")
+    reduce_op: Op | None = _option("Reduction; default sum.")
     uneven: str | None = _option("For all_to_all, the share of each host: 4,2,1,1.", metavar="SHARES")
     cuts: str | None = _of_model("Modules that begin a new stage: a,b,c; default: balanced.")
     split_inside: str | None = _of_model("Modules that cuts may split, besides those found automatically: a,b,c.")
@@ -73,7 +75,7 @@ class TrafficOptions:
             if is_passed and sources_passed[0] not in owners:
                 raise ArgumentError(f"{flag(name)} requires {owners}, but {sources_passed[0]} was passed; omit it")
         if self.preset_name is not None:
-            return preset(self.preset_name)
+            return mlp()
         if self.replay is not None:
             return Run.read(self.replay).record.workload
         if self.model is not None:
@@ -84,7 +86,6 @@ class TrafficOptions:
     def _by_size(self) -> Workload:
         """Return the workload of explicit sizes, or of a sweep."""
         dtype = parse_dtype(self.dtype or "float32")
-        op = parse_op(self.reduce_op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
             workload = Workload.from_sizes(parse_sizes(self.sizes), collective, element_bytes)
@@ -93,7 +94,7 @@ class TrafficOptions:
         else:
             factor = 2 if self.factor is None else self.factor
             workload = Workload.sweep(parse_size(self.first), parse_size(self.last), factor, collective, element_bytes)
-        return replace(workload, dtype=dtype, op=op)
+        return replace(workload, dtype=dtype, op=self.reduce_op or "sum")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
         from penstock._base.pytree import unflatten

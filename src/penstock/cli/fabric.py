@@ -24,8 +24,7 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._options import JSON, option, output_option, print_json, screen, spread
 from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.network.fabric.algorithms import ENGINE
-from penstock.network.fabric.dry_run import planned_traffic
-from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm
+from penstock.network.fabric.emulation.spec import Spec, Watch, default_algorithm, planned_traffic
 from penstock.network.fabric.samples import RUN, SAMPLES
 from penstock.network.fabric.views.numbers import NONE
 from penstock.network.fabric.workload import group_similar_layers, groups
@@ -174,7 +173,8 @@ def _on_hosts(spec: Spec, hosts: Machines | None, events: Sequence[Event], outpu
     try:
         with hosts or nullcontext() as machines, _progress(spec.trials, quiet=output.as_json) as watch:
             if machines is not None:
-                spec = replace(spec, network=machines.describe())
+                network: Any = machines.describe()
+                spec = replace(spec, network=network)
             emulate(spec, output.folder, machines, watch, events=events)
     except FabricError as error:
         failure = error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,10 +102,9 @@ def _over_network(job: Job, machines: Machines, events: Sequence[Event], user: s
         script = job.command[job.command[0] == "-m"]
         _print_notes([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
     with machines:
-        described, began = machines.describe(), time.monotonic()
-        outcome = nodes.run(job, machines, events=events)
-        happened, seconds = [str(event) for event in outcome.happened], time.monotonic() - began
-        _print_notes(network_lines(described, counters=machines.counters(), events=happened, elapsed_seconds=seconds))
+        described, outcome = machines.describe(), nodes.run(job, machines, events=events)
+        happened = [str(event) for event in outcome.happened]
+        _print_notes(network_lines(described, counters=machines.counters(), events=happened))
     return outcome.report()
 
 

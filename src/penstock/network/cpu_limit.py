@@ -27,7 +27,7 @@ from pathlib import Path
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import reaper
-from penstock.network.quantities import by_host, check_host
+from penstock.network.quantities import by_host
 
 PERIOD_US = 10_000
 MIN_QUOTA_US = 1000
@@ -39,24 +39,11 @@ _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", re.ASCII)
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Return each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raise ArgumentError as
-    `by_host` does, or if a share is invalid."""
+    """Return each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%", sorted by host. Raise
+    ArgumentError as `by_host` does, or if a share is invalid."""
     pairs = [pair for text in ((texts,) if isinstance(texts, str) else texts) for pair in text.split(",")]
-    return check_slow(by_host(pairs, hosts, "its share of one core: pass one like 2=25% or 2=0.25", _share), hosts)
-
-
-def _share(text: str) -> float:
-    match = _SHARE.fullmatch(text)
-    if match is None:
-        raise ArgumentError(f"{text!r} is not a share of a core: pass one like 25% or 0.25")
-    return float(match[1]) / (100 if match[2] else 1)
-
-
-def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """Check the shares of slow hosts, and return them sorted by host. Raise ArgumentError: a host does not exist, or a
-    share is invalid."""
+    slow = by_host(pairs, hosts, "its share of one core: pass one like 2=25% or 2=0.25", _share)
     for host, share in slow.items():
-        check_host(host, hosts)
         if not 0 < share <= 1:
             expected = f"pass more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
             raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {expected}")
@@ -64,6 +51,13 @@ def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
             limit = "but the least that can be enforced is 0.1%"
             raise ArgumentError(f"host {host} is given {100 * share:g}% of a core, {limit}")
     return dict(sorted(slow.items()))
+
+
+def _share(text: str) -> float:
+    match = _SHARE.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"{text!r} is not a share of a core: pass one like 25% or 0.25")
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 def quota(share: float) -> tuple[int, int]:
@@ -92,7 +86,6 @@ class CpuLimiter:
         left behind."""
         self.name = f"cgroup v{version} ({_FILES[version]})"
         self._version = version
-        self._slow = dict(slow)
         self._folders: dict[int, Path] = {}
         parent = self._parent()
         try:
@@ -113,15 +106,6 @@ class CpuLimiter:
         # 0 means the writer itself. Not inside the host: `ip netns exec` hides the cgroups there.
         join = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self._folders[host] / "cgroup.procs"), *prefix, *argv]
-
-    def describe_failure(self) -> str | None:
-        """Describe the first host that was not throttled until the end; None if all were."""
-        for host, folder in self._folders.items():
-            for name, value in self._limits(self._slow[host]):
-                words = reaper.read_words(folder / name)
-                if words != value.split():
-                    return f"host {host} was not slowed until the end: {folder / name} now contains {' '.join(words)!r}"
-        return None
 
     def _parent(self) -> Path:
         """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""

@@ -13,13 +13,12 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, FabricError
 from penstock.network import MAX_HOSTS, reaper
 from penstock.network.background import parse_background
-from penstock.network.cpu_limit import CpuLimiter, check_slow, limit_cpu
+from penstock.network.cpu_limit import CpuLimiter, limit_cpu
 from penstock.network.link import Link
 from penstock.network.namespaces import set_up, why_not, within
 from penstock.network.quantities import check_host
@@ -63,12 +62,11 @@ class Machines:
                 make them.
             shaper: one of `shapers.SHAPERS`.
             background: neighbors' traffic, as texts (background.py).
-            slow: hosts whose processes together get at most this share of one core's time (cpu_limit.py).
+            slow: hosts whose processes together get at most this share of one core's time: see `parse_slow`.
             changes: whether `change` will be called.
 
         Raises:
-            ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
-                or a share is invalid.
+            ArgumentError: there are too few or too many hosts, or a link is given for a host that does not exist.
         """
         if not 1 <= hosts <= MAX_HOSTS:
             raise ArgumentError(f"{hosts} hosts requested: pass 1 to {MAX_HOSTS}")
@@ -84,7 +82,7 @@ class Machines:
         self.background = tuple(background)
         self._changes = changes
         self._switch: Switch | None = None
-        self.slow = check_slow(slow or {}, hosts)
+        self.slow = dict(slow or {})
         self.id = ""
         self.hosts: tuple[str, ...] = ()
         self.addresses: tuple[str, ...] = ()
@@ -124,14 +122,11 @@ class Machines:
             self.shaper = choose(self.topology, self._count, self._requested_shaper, only_switch)
             self.topology = self.shaper.topology
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs on the hosts, and remove them. May be called again. Raise FabricError: something is
-        left, or a slow host was not throttled all the time."""
+        """Kill what still runs on the hosts, and remove them. May be called again. Raise FabricError if any is left."""
         if self._reaper is None or os.getpid() != self._maker:  # only the maker closes, not a process forked from it
             return
         if self._switch is not None:
@@ -139,7 +134,6 @@ class Machines:
             self._switch = None
         process = self._reaper
         assert process.stdin is not None
-        failure = None if self._cpu_limiter is None else self._cpu_limiter.describe_failure()
         process.stdin.close()
         status = process.wait()
         self._reaper = None
@@ -151,8 +145,6 @@ class Machines:
         ):
             if remaining:
                 raise FabricError(f"{', '.join(remaining)} cannot be removed: try `{command} {remaining[0]}`")
-        if failure is not None:
-            raise FabricError(failure)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """Return the command that runs `argv` on a host, with `environment` in addition to what tells gloo and others

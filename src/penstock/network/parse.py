@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 
 
 def parse_link(text: str) -> Link:
-    """Parse a link: a rate, then any of the words that `words` lists.
+    """Parse a link: a rate, then any of the words that `_WORDS` lists.
 
     Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second; kbps, mbps, gbps are BYTES per second;
     each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
@@ -218,13 +218,8 @@ _SYNONYMS = {
 """tc's synonyms."""
 
 
-def words() -> list[str]:
-    """Return all words that a link's text may have after its rate, with their values."""
-    return [shown for _, shown in _WORDS.values()][1:]
-
-
 _LINK_KEYS = ("rate", "burst", "limit", "latency", "mtu")
 
 
 def _known_words() -> str:
-    return f"known words are {', '.join(words())}"
+    return f"known words are {', '.join([shown for _, shown in _WORDS.values()][1:])}"

@@ -26,7 +26,7 @@ from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Trials
 from penstock.network.fabric.steps import REDUCES, Collective, StepList
-from penstock.network.fabric.workload import DEFAULT_DTYPES, OPS, Transfer, Workload
+from penstock.network.fabric.workload import DEFAULT_DTYPES, Op, Transfer, Workload
 
 CPU = torch.device("cpu")
 DTYPES = {size: TYPES[name] for size, name in DEFAULT_DTYPES.items()}
@@ -75,7 +75,7 @@ def in_every_type(rank: int) -> tuple[int, list[str]]:
         ("all_reduce", "ring"), ("all_reduce", ENGINE), ("reduce_scatter", "pairwise"), ("reduce", "binomial"),
         ("reduce", ENGINE), ("all_to_all", "pairwise"), ("sendrecv", ENGINE),
     )  # fmt: skip
-    for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), OPS, kinds):
+    for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), get_args(Op), kinds):
         if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
             continue
         place = replace(place_of(rank, collective, 29), dtype=dtype, op=op if collective in REDUCES else "sum")

@@ -16,7 +16,7 @@ from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import StartBoard
-from penstock.network.fabric.workload import Workload, preset
+from penstock.network.fabric.workload import Workload, mlp
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.alone
@@ -70,7 +70,7 @@ def test_sizes_by_hand_do_not_run_into_each_other(ranks3: Ranks) -> None:
     *_, trials, _ = ranks3.run(jobs.trials_of, spec, 3, jobs.Slow(4e4))[0]
     stamps = np.stack(trials)  # trial, rank, transfer, start and end
     assert (stamps[:, :, 1, 0].min(1) > stamps[:, :, 0, 1].max(1)).all()
-    assert not Spec(preset("mlp"), 2).synchronizes_between_transfers, "what a job sends has an order of its own"
+    assert not Spec(mlp(), 2).synchronizes_between_transfers, "what a job sends has an order of its own"
 
 
 @pytest.mark.distributed

@@ -8,7 +8,7 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric import chakra
-from penstock.network.fabric.workload import Transfer, Workload, preset
+from penstock.network.fabric.workload import Transfer, Workload, mlp
 
 PIPELINE = Workload(
     "two replicas of a pipeline of two",
@@ -85,7 +85,7 @@ def read_chakra(path: Path) -> list[chakra.Node]:
 
 
 def test_a_file_a_rank_and_one_of_the_groups(tmp_path):
-    files = chakra.write_chakra(preset("mlp"), tmp_path / "new", 4)
+    files = chakra.write_chakra(mlp(), tmp_path / "new", 4)
     assert [file.name for file in files] == [*(f"penstock.{rank}.et" for rank in range(4)), "penstock.groups.json"]
     nodes = read_chakra(files[2])
     assert [(node.name, node.type, node.data_deps) for node in nodes] == [

@@ -12,7 +12,7 @@ from penstock.network.fabric.algorithms import ENGINE, algorithms
 from penstock.network.fabric.emulation import clock, payload
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import OPS, Op, Transfer, Workload
+from penstock.network.fabric.workload import Op, Transfer, Workload
 from scaffolding.ranks import Ranks
 
 SIZES = (1, 1001, 7)
@@ -78,7 +78,7 @@ _BY = {
 def test_a_rank_that_is_dropped_or_mixed_up_with_another_is_seen_whatever_the_op(
     ranks: int, dtype: torch.dtype
 ) -> None:
-    for op in OPS[: 5 if dtype.is_floating_point else 4]:
+    for op in get_args(Op)[: 5 if dtype.is_floating_point else 4]:
         gave = [payload.contribution(rank, ranks, 4 * ranks, 0, dtype, op).double() for rank in range(ranks)]
         total, neutral = _BY[op](torch.stack(gave)), {"prod": 1.0, "min": 99.0}.get(op, 0.0)
         for rank in range(ranks):

@@ -12,7 +12,7 @@ import pytest
 from host_processes import abandoned
 
 from penstock.network.fabric.samples import Run
-from penstock.network.fabric.workload import preset
+from penstock.network.fabric.workload import mlp
 from penstock.network.machines import Machines
 from penstock.network.namespaces import why_not
 from penstock.network.parse import parse_link
@@ -37,7 +37,7 @@ def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (0, "")
     found = json.loads(said, parse_constant=pytest.fail)
     assert {"transfers", "step", "environment"} <= set(found)
-    assert [(t["name"], t["bytes"]) for t in found["transfers"]] == [(t.name, t.bytes) for t in preset("mlp").transfers]
+    assert [(t["name"], t["bytes"]) for t in found["transfers"]] == [(t.name, t.bytes) for t in mlp().transfers]
     for transfer in found["transfers"]:
         assert (transfer["collective"], transfer["algorithm"], transfer["trials"]) == ("all_reduce", "ring", 3)
         assert 0 < transfer["time_s"]["min"] <= transfer["time_s"]["mean"] <= transfer["time_s"]["max"]

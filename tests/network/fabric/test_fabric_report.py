@@ -21,10 +21,9 @@ from penstock.network.fabric.compare import compare
 from penstock.network.fabric.results import results
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.views import nccl
-from penstock.network.fabric.views.chart import Scale
 from penstock.network.fabric.views.numbers import seconds
 from penstock.network.fabric.views.page import page, write_page
-from penstock.network.fabric.views.plots import _timeline, draw
+from penstock.network.fabric.views.plots import Scale, _timeline, draw
 from penstock.network.fabric.views.text import show, show_comparison
 from penstock.network.fabric.workload import Transfer, Workload
 from penstock.report.frame import base_style

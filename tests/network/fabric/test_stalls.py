@@ -19,7 +19,7 @@ MS = 1_000_000
 STALL = {"since_ns": 1000 * MS, "length_ns": 50 * MS, "every_ns": 500 * MS, "until_ns": None}
 """The first from 1,500 to 1,550 ms, the second from 2,000 to 2,050."""
 
-IDLE = {"late": {"p50": None, "p99": None, "worst": None}, "no_room": 0, "busy_seconds": 0.0, "links": []}
+IDLE = {"late": dict.fromkeys(("p50", "p99", "worst")), "no_room": 0, "seconds": 9.0, "busy_seconds": 0.0, "links": []}
 """What else a switch counts."""
 
 

@@ -10,6 +10,6 @@ emulation/                runs workloads on hosts, through torch.distributed
 samples.py                every sample of a run, on disk, and the times of its trials
 statistics.py             percentiles with confidence intervals
 alpha_beta.py             fits of costs by closed form, and predictions for more hosts; ports.py  lower bounds
-results.py                the results of a run; compare.py: whether two runs differ; dry_run.py: what one would send
+results.py                the results of a run; compare.py: whether two runs differ
 views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

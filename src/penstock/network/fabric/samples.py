@@ -29,6 +29,7 @@ from penstock._base.errors import ArgumentError
 from penstock._base.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
 from penstock._base.formatting import printable_line, strip_all_control_chars
 from penstock.network import MAX_HOSTS
+from penstock.network.fabric.algorithms import ENGINE, or_default
 from penstock.network.fabric.steps import ROOTED
 from penstock.network.fabric.workload import MAX_SECONDS, Workload
 from penstock.network.scenario import AppliedEvent
@@ -88,9 +89,6 @@ class Run:
         transfers, hosts, network = record.workload.transfers, record.hosts, record.network
         if network and network["hosts"] != hosts:
             raise ArgumentError(f"{folder / RUN}: hosts={hosts:,}, but network.hosts={network['hosts']:,}")
-        if len(record.algorithms) not in (0, len(transfers)):
-            count = len(record.algorithms)
-            raise ArgumentError(f"{folder / RUN}: algorithms has {count:,} entries for {len(transfers):,} transfers")
         try:
             _ = record.topology
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one
@@ -102,45 +100,27 @@ class Run:
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
         takes_part = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
-        trials = len(table) // int(takes_part.sum()) if takes_part.any() else 0
-        start = np.full((trials, len(transfers), hosts), -1, np.int64)
+        of_trial = np.argwhere(takes_part)  # the transfer and the rank of each row of a trial
+        trials = len(table) // len(of_trial) if len(of_trial) else 0
+        expected = np.column_stack([np.repeat(np.arange(trials), len(of_trial)), np.tile(of_trial, (trials, 1))])
+        order = np.lexsort(table[:, 2::-1].T)[: len(expected)]  # without the rows of a trial that was cut off
+        rows = table[order]
+        if (wrong := (rows[:, :3] != expected).any(1) | (rows[:, 4] < rows[:, 3])).any():
+            line, row, right = (next(iter(column[wrong])) for column in (order + 2, rows, expected))
+            raise ArgumentError(
+                f"{folder / SAMPLES} is damaged: line {line}, {','.join(map(str, row))}: expected trial, transfer and "
+                f"rank {','.join(map(str, right))} once, with an end after the start. Restore the file as the run "
+                "wrote it, or run again"
+            )
+        start = np.full((trials, *takes_part.shape), -1, np.int64)
         end = start.copy()
-        if (fault := _find_fault(table, takes_part)) is not None:
-            path = folder / SAMPLES
-            raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
-        *indices, start_ns, end_ns = table[table[:, 0] < trials].T
-        start[tuple(indices)], end[tuple(indices)] = start_ns, end_ns
+        start[:, takes_part], end[:, takes_part] = rows[:, 3:].T.reshape(2, trials, len(of_trial))
         return cls(record, start, end, rounds)
 
     @cached_property
     def times(self) -> tuple[TransferTimes, ...]:
         """The times of each transfer, in the workload's order."""
         return tuple(TransferTimes.from_run(self, index) for index in range(len(self.record.workload.transfers)))
-
-
-def _find_fault(table: NDArray[np.int64], takes_part: NDArray[np.bool_]) -> str | None:
-    """Describe the first row that no run writes, if there is one: a run writes all rows of each trial once, in any
-    order, until it ends."""
-    transfers, hosts = takes_part.shape
-    trial, transfer, rank, start, end = table.T
-    limits = (trial, len(table)), (transfer, transfers), (rank, hosts)
-    inside = np.all([(values >= 0) & (values < limit) for values, limit in limits], axis=0)
-    inside[inside] = takes_part[transfer[inside], rank[inside]]
-    repeats = np.ones(len(table), bool)
-    repeats[np.unique((trial * transfers + transfer) * hosts + rank, return_index=True)[1]] = False
-    for mask, text in (
-        (~inside, "names a trial, transfer or rank that this run does not have"),
-        (end < start, "ends before it starts"),
-        (repeats, "repeats a trial, transfer and rank"),
-    ):
-        if mask.any():
-            first = int(mask.argmax())
-            return f"line {first + 2}, {','.join(map(str, table[first]))}, {text}"
-    counts = np.bincount(trial)
-    short = np.flatnonzero(counts[:-1] < takes_part.sum())
-    if len(short):
-        return f"trial {short[0]} has {counts[short[0]]} of {takes_part.sum()} rows, but later trials follow"
-    return None
 
 
 def _read_table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
@@ -216,7 +196,7 @@ def measured_step(run: Run) -> Seconds:
     """
     workload, hosts, scale = run.record.workload, run.start_ns.shape[2], 1e-9 / run.record.iterations
     members = [list(transfer.members(hosts)) for transfer in workload.transfers]
-    if run.record.meets:
+    if run.record.synchronizes_between_transfers:
         spans = [run.end_ns[:, n, ranks].max(1) - run.start_ns[:, n, ranks].min(1) for n, ranks in enumerate(members)]
         return np.asarray(np.sum(spans, axis=0) * scale)
     starts: dict[int, NDArray[np.int64]] = {}
@@ -299,7 +279,8 @@ _Counted = TypedDict("_Counted", {
 })
 _Port = TypedDict("_Port", {"up": _Counted, "down": _Counted})
 _Switch = TypedDict("_Switch", {
-    "late": _Late, "no_room": _Count, "busy_seconds": _Seconds, "stalls": list[_Stall], "links": list[_Port],
+    "late": _Late, "no_room": _Count, "seconds": _Seconds, "busy_seconds": _Seconds, "stalls": list[_Stall],
+    "links": list[_Port],
 })
 _Environment = TypedDict("_Environment", {
     "host": NotRequired[str], "cores": NotRequired[_Positive | None], "kernel": NotRequired[str | None],
@@ -317,30 +298,64 @@ for _kind in (MeasuredLink, Network, _Stall, _Late, _Counted, _Port, _Switch, _E
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are ignored.
+class Settings:
+    """What a run was asked to do: entries of both spec.json and run.json.
 
     Attributes:
-        algorithms: of each transfer; empty if it is `algorithm` for all.
-        meets: whether hosts waited for each other between the transfers of a trial.
-        iterations: how many times in a row a trial runs each transfer.
+        algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
+            "engine" means the backend's own collectives.
+        warmup: the number of trials before them, all checked for correct results; None for `spec.CHECKED` trials, and
+            then as many as it takes until times are steady.
+        iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
+        overlap: whether communication overlaps with computing the next layer, one transfer after another.
+        seed: of the payload.
+        join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
+        measures_links: whether to measure pairs of neighbors before the trials.
+        link: the hosts' link, as requested.
+        network: how `Machines.describe` describes the hosts' network; None if the hosts have a network of their own.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    workload: Workload
+    hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
+    algorithm: str = "ring"
+    trials: _Count = 200
+    warmup: _Count | None = None
+    overlap: bool = False
+    iterations: _Positive = 1
+    seed: int = 0
+    join_seconds: float = 120.0
+    stall_seconds: float = 120.0
+    backend: str = "gloo"
+    measures_links: bool = True
+    link: str | None = None
+    network: Network | None = None
+
+    @property
+    def synchronizes_between_transfers(self) -> bool:
+        """Whether hosts wait for each other between the transfers of a trial: sizes that belong to no job."""
+        return not self.workload.computes and not any(transfer.kind for transfer in self.workload.transfers)
+
+    def algorithm_for(self, index: int) -> str:
+        """Return a transfer's algorithm: the requested one, or its substitute if that lacks the collective."""
+        if self.algorithm in (ENGINE, ""):
+            return self.algorithm
+        return or_default(self.workload.transfers[index].collective, self.algorithm)
+
+
+@dataclass(frozen=True)
+class RunRecord(Settings):
+    """run.json: what ran, where, and how it ended. Entries of later versions are ignored.
+
+    Attributes:
+        warmup: how many trials there were, all in all.
     """
 
     __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
-    workload: Workload
-    hosts: Annotated[int, Field(ge=2, le=_MAX_HOSTS)]
     algorithm: str = ""
     trials: _Count = 0
     backend: str = ""
-    algorithms: tuple[str, ...] = ()
-    warmup: _Count | None = None
-    iterations: _Positive = 1
-    overlap: bool = False
-    meets: bool = False
-    seed: int = 0
-    link: str | None = None
     links: tuple[MeasuredLink, ...] = ()
-    network: Network | None = None
     switch: _Switch | None = None
     happened: tuple[AppliedEvent, ...] = ()
     environment: tuple[_Environment, ...] = ()
@@ -352,9 +367,6 @@ class RunRecord:
     complete: bool = False
     missing: str = ""
     version: int = 1
-    join_seconds: float | None = None
-    stall_seconds: float | None = None
-    measures_links: bool | None = None
     switch_qdiscs: str = ""
 
     @cached_property
@@ -368,15 +380,11 @@ class RunRecord:
         """Whether a scenario may have changed the links during the run: their properties are then not known."""
         return self.network is not None and bool(self.network["link"]) and self.network.get("rates") is None
 
-    def algorithm_for(self, index: int) -> str:
-        """Return a transfer's algorithm: the requested one, or its substitute if that lacks the collective."""
-        return self.algorithms[index] if self.algorithms else self.algorithm
-
     def runs_ahead(self, collective: str, shares: Sequence[int] = ()) -> bool:
         """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.
 
         In the other collectives, no rank finishes before all have started, and the first to start receives all it
         needs within its own time.
         """
-        alone = len(self.workload.transfers) == 1
-        return not self.meets and not alone and (collective in (*ROOTED, "send") or bool(shares))
+        follows_at_once = len(self.workload.transfers) > 1 and not self.synchronizes_between_transfers
+        return follows_at_once and (collective in (*ROOTED, "send") or bool(shares))

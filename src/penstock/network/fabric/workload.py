@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import STRICT
@@ -27,7 +27,6 @@ NCCL = {"float16": "half", "float32": "float", "float64": "double"}
 """nccl-tests' names, where they differ."""
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
-OPS: tuple[Op, ...] = get_args(Op)
 
 MAX_SECONDS = 1e9
 MAX_SIZES = 1000
@@ -117,7 +116,8 @@ class Workload:
             raise ArgumentError(
                 f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: pass a dtype of that size"
             )
-        parse_op(self.op, self.type_name)
+        if self.op == "avg" and "float" not in self.type_name:
+            raise ArgumentError(f"{self.type_name} cannot hold an average: pass op='sum', or a dtype like 'float32'")
         if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
             raise ArgumentError(f"op is {self.op!r}, but no transfer reduces: only {', '.join(REDUCES)} do")
         if not self.transfers:
@@ -141,6 +141,12 @@ class Workload:
                     f"shares {transfer.shares} and compute times {transfer.compute_by_rank}: pass two or more ranks, "
                     "each once; a time for each, or none; and only for an all_to_all shares, integers >= 0, not all 0"
                 )
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is computation before or after a transfer."""
+        before = (seconds for t in self.transfers for seconds in (t.compute_seconds, *t.compute_by_rank))
+        return any((self.compute_seconds, *before))
 
     @property
     def type_name(self) -> str:
@@ -192,16 +198,7 @@ def parse_dtype(text: str) -> str:
     return name
 
 
-def parse_op(text: str, dtype: str) -> Op:
-    """Look up a reduction op by name. Raise ArgumentError if it is unknown or not defined for this type."""
-    if text not in OPS:
-        raise ArgumentError(f"there is no op {text!r}: pass one of {', '.join(OPS)}")
-    if text == "avg" and "float" not in dtype:
-        raise ArgumentError(f"{dtype} cannot hold an average: pass --reduce-op sum, or a dtype like float32")
-    return text
-
-
-# -- by name -----------------------------------------------------------------------------------------------------------
+# -- a known job -------------------------------------------------------------------------------------------------------
 
 MLP_WIDTHS = (784, 256, 128, 64, 10)
 """The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
@@ -219,13 +216,6 @@ def mlp() -> Workload:
         transfers=tuple(Transfer(name, count * BYTES["float32"]) for name, count in reversed(layers)),
         notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
-
-
-def preset(name: str) -> Workload:
-    """Return the workload with this name. Raise ArgumentError if there is none."""
-    if name != "mlp":
-        raise ArgumentError(f"there is no preset {name!r}: pass one of mlp")
-    return mlp()
 
 
 # -- groups of transfers that differ only in microbatch or replica: a row of a table, a curve of a plot ----------------

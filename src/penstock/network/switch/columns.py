@@ -24,7 +24,7 @@ DUE_NS, TURN, EVENT = range(3)
 # Entries of `Tables.state`. ENOUGH: the decisions that a direction must have left for the loop to continue. From LATE
 # on: a histogram of frames over the binary logarithm of their lateness in nanoseconds.
 SPARES, WAITING, TURNS, SECONDS, NANOSECONDS, START_NS, LOW, READS, POLLS, FAILED, NO_SLOT = range(11)
-WAKING_NS, ENOUGH, LATE_NS, WORST_NS, BUSY_NS, LATE = range(11, 17)
+WAKING_NS, ENOUGH, WORST_NS, BUSY_NS, LATE = range(11, 16)
 PER_OCTAVE = 4
 STATE = LATE + 64 * PER_OCTAVE
 

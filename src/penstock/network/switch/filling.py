@@ -165,13 +165,13 @@ def counters(t: Tables) -> dict[str, Any]:
 
 
 def lateness(state: Any) -> dict[str, float | None]:
-    """Return how much later than requested frames left, in seconds: mean, worst, and upper bounds of quantiles."""
+    """Return how much later than requested frames left, in seconds: upper bounds of quantiles, and the worst."""
     counts = state[columns.LATE :]
     total = int(counts.sum())
-    figures: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}
+    figures: dict[str, float | None] = {"p50": None, "p99": None, "worst": None}
     if total:
         reached = np.cumsum(counts) / total
-        figures |= {"mean": float(state[columns.LATE_NS] / total / 1e9), "worst": float(state[columns.WORST_NS] / 1e9)}
+        figures["worst"] = float(state[columns.WORST_NS] / 1e9)
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             upper = 2.0 ** ((int(np.searchsorted(reached, share)) + 1) / columns.PER_OCTAVE) / 1e9
             figures[name] = min(upper, float(state[columns.WORST_NS]) / 1e9)

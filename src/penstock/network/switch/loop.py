@@ -284,7 +284,6 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
         t.state[col.FAILED] += 1
     _drop(t, slot)
     late = max(now - due, 1)
-    t.state[col.LATE_NS] += late
     t.state[col.WORST_NS] = max(t.state[col.WORST_NS], late)
     t.state[col.LATE + int(np.log2(late) * col.PER_OCTAVE)] += 1
 

@@ -41,22 +41,12 @@ def open_tap(name: str, namespace: Path | None) -> int:
     return create() if namespace is None else within(namespace, create)
 
 
-class Unread:
-    """Counts the frames that a host's device dropped because they were not read in time."""
+def open_counters(namespace: Path) -> int:
+    """Return a descriptor of the counters of a namespace's devices, for `count_unread`."""
+    return within(namespace, lambda: os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC))
 
-    def __init__(self, name: str, namespace: Path | None) -> None:
-        """Count for one device in a namespace."""
 
-        def open_counters() -> int:
-            return os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
-
-        self._name = name
-        self._counters = open_counters() if namespace is None else within(namespace, open_counters)
-
-    def count(self) -> int:
-        """Return the number of frames dropped so far."""
-        for line in os.pread(self._counters, 1 << 16, 0).decode().splitlines():
-            name, _, values = line.partition(":")
-            if name.strip() == self._name:
-                return int(values.split()[_DROPPED_OUT])
-        return 0
+def count_unread(counters: int, name: str) -> int:
+    """Return how many frames a device has dropped because they were not read in time."""
+    values = os.pread(counters, 1 << 16, 0).decode().partition(f"{name}:")[2]
+    return int(values.split()[_DROPPED_OUT])

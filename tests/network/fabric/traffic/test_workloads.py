@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError
 from penstock.network.fabric.traffic import from_model, layers, pipeline
-from penstock.network.fabric.workload import Workload, preset
+from penstock.network.fabric.workload import Workload, mlp
 from penstock.schedule import Op, generate
 from scaffolding import models
 from scaffolding.representatives import representatives
@@ -43,7 +43,7 @@ def of(case: models.Case, **options: object) -> Workload:
 
 def test_the_classic_classifier_sends_what_the_preset_does():
     workload = from_model(classifier(), (torch.randn(2, 1, 28, 28),), hosts=4)
-    assert [t.bytes for t in workload.transfers] == [t.bytes for t in preset("mlp").transfers]
+    assert [t.bytes for t in workload.transfers] == [t.bytes for t in mlp().transfers]
     assert {(t.collective, t.kind, t.ranks) for t in workload.transfers} == {("all_reduce", "gradient", ())}
     assert (workload.hosts, workload.element_bytes) == (4, 4)
 

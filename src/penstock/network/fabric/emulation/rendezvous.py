@@ -137,8 +137,6 @@ class RecordFile:
         self._path = folder / RUN if members.rank == 0 else None
         self._record = RunRecord(
             **{field.name: getattr(spec, field.name) for field in fields(spec)},
-            meets=spec.synchronizes_between_transfers,
-            algorithms=tuple(spec.algorithm_for(index) for index in range(len(spec.workload.transfers))),
             environment=tuple(hosts),
             machine_cores=os.cpu_count(),
             shared_machine=clock.is_shared(members.control),

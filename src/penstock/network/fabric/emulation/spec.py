@@ -1,20 +1,21 @@
-"""The specification of a run, as a file that every host reads."""
+"""The specification of a run, as a file that every host reads; and what a run would send, for a dry run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock._base.files import STRICT, read_json, validate, write_json
-from penstock.network.fabric.algorithms import ENGINE, algorithms, generate, or_default
-from penstock.network.fabric.samples import SPEC
-from penstock.network.fabric.workload import Workload
-
-BACKENDS = ("gloo", "nccl")
-"""Backends of torch.distributed."""
+from penstock._base.files import read_json, validate, write_json
+from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.network.fabric.samples import SPEC, Settings
+from penstock.network.fabric.steps import StepList, slots_by_port
+from penstock.network.fabric.workload import Group, Workload
 
 BOARD = "PENSTOCK_START_BOARD"
 """The environment variable that names the file in which host 0 announces trials; it is empty at first."""
@@ -33,61 +34,25 @@ _UNEVEN = ("pairwise", "direct")
 """Step lists of all_to_all that support shares."""
 
 
-def _computes(workload: Workload) -> bool:
-    computed = (max((transfer.compute_seconds, *transfer.compute_by_rank)) for transfer in workload.transfers)
-    return max(workload.compute_seconds, *computed) > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
+@dataclass(frozen=True)
+class Spec(Settings):
     """A run of penstock fabric.
-
-    Attributes:
-        algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
-            "engine" means the backend's own collectives.
-        warmup: the number of trials before them, all checked for correct results; None for `CHECKED` trials, and then
-            as many as it takes until times are steady.
-        iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
-        overlap: whether communication overlaps with computing the next layer, one transfer after another.
-        seed: of the payload.
-        join_seconds, stall_seconds: how long hosts have to join, and how long to wait for another before giving up.
-        measures_links: whether to measure pairs of neighbors before the trials.
-        link: the hosts' link, as requested.
-        network: how `Machines.describe` describes the hosts' network; None if the hosts have a network of their own.
 
     Raises:
         ArgumentError: a number is out of range, the workload needs another number of hosts, or no collective has the
             algorithm.
     """
 
-    __pydantic_config__ = STRICT
-    workload: Workload
-    hosts: int
-    algorithm: str = "ring"
-    trials: int = 200
-    warmup: int | None = None
-    overlap: bool = False
-    iterations: int = 1
-    seed: int = 0
-    join_seconds: float = 120.0
-    stall_seconds: float = 120.0
-    backend: str = "gloo"
-    measures_links: bool = True
-    link: str | None = None
-    network: dict[str, Any] | None = None
-
     def __post_init__(self) -> None:
         if self.hosts < 2:
             raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; pass --hosts 4, for example")
-        if self.backend not in BACKENDS:
-            raise ArgumentError(f"there is no backend {self.backend!r}: pass one of {', '.join(BACKENDS)}")
         if self.workload.hosts not in (0, self.hosts):
             raise ArgumentError(
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
                 f"pass --hosts {self.workload.hosts}"
             )
         check_counts(required=False, trials=self.trials, iterations=self.iterations, warmup=self.warmup)
-        if self.iterations > 1 and _computes(self.workload):
+        if self.iterations > 1 and self.workload.computes:
             raise ArgumentError(
                 f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
                 "computes: pass --sizes or a sweep, or --compute none"
@@ -117,18 +82,6 @@ class Spec:
         """The number of warm-up trials whose results are checked."""
         return CHECKED if self.warmup is None else self.warmup
 
-    @property
-    def synchronizes_between_transfers(self) -> bool:
-        """Whether hosts wait for each other between the transfers of a trial."""
-        by_hand = not any(transfer.kind for transfer in self.workload.transfers)  # sizes that belong to no job
-        return by_hand and not _computes(self.workload)
-
-    def algorithm_for(self, index: int) -> str:
-        """Return the algorithm of the transfer at this index."""
-        if self.algorithm == ENGINE:
-            return ENGINE
-        return or_default(self.workload.transfers[index].collective, self.algorithm)
-
     def write(self, folder: Path) -> Path:
         """Write the spec into the run's folder and return its path."""
         path = folder / SPEC
@@ -143,3 +96,54 @@ class Spec:
 
 Watch = Callable[[int], object]
 """Called with the number of each trial that has ended: on host 0, or wherever the hosts are started."""
+
+
+# -- what a run would send ---------------------------------------------------------------------------------------------
+
+
+def planned_traffic(spec: Spec, grouped: Iterable[Group]) -> dict[str, Any]:
+    """Return a row per group, and the totals. `times` counts all iterations of all transfers in the group; for
+    `sent_bytes` and `port_bytes` see `_busiest`."""
+    rows = []
+    for group in grouped:
+        first = spec.workload.transfers[group.indices[0]]
+        rows.append(
+            {
+                "name": group.name,
+                "kind": first.kind,
+                "collective": first.collective,
+                "algorithm": spec.algorithm_for(group.indices[0]),
+                "ranks": len(first.ranks) or spec.hosts,
+                "shares": list(first.shares),
+                "bytes": first.bytes,
+                "times": len(group.indices) * spec.iterations,
+                **_busiest(spec, group.indices),
+            }
+        )
+    about = {"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "iterations": spec.iterations}
+    return {**about, "transfers": rows, **_busiest(spec, range(len(spec.workload.transfers)))}
+
+
+def _busiest(spec: Spec, indices: Iterable[int]) -> dict[str, int | None]:
+    """Return the bytes that the busiest host sends and that pass the busiest port; None for the engine: unknown."""
+    passed: Counter[tuple[int, bool]] = Counter()
+    for index in indices:
+        transfer, algorithm = spec.workload.transfers[index], spec.algorithm_for(index)
+        if algorithm == ENGINE:
+            return {"sent_bytes": None, "port_bytes": None}
+        ranks = transfer.members(spec.hosts)
+        steps, slots = _steps(transfer.collective, algorithm, len(ranks), transfer.shares)
+        size = steps.slot_bytes(transfer.bytes, spec.workload.element_bytes) * spec.iterations
+        for (rank, leaves), count in slots.items():
+            passed[ranks[rank], leaves] += count * size
+    sent = (size for (_, leaves), size in passed.items() if leaves)
+    return {"sent_bytes": max(sent, default=0), "port_bytes": max(passed.values(), default=0)}
+
+
+@cache
+def _steps(
+    collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
+) -> tuple[StepList, Counter[tuple[int, bool]]]:
+    """Return the steps of a collective, and how many pieces of its buffer pass each port."""
+    steps = generate(collective, algorithm, ranks, shares)
+    return steps, slots_by_port(chain.from_iterable(steps.rounds))

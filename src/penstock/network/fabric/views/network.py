@@ -29,19 +29,10 @@ _FATES = {
 Data = Mapping[str, Any]
 
 
-def network_lines(
-    described: Data,
-    *,
-    counters: Data | None = None,
-    events: Sequence[str] = (),
-    elapsed_seconds: float | None = None,
-) -> list[str]:
-    """Describe a run's network, one fact per line; see `network_facts`.
-
-    `elapsed_seconds`: how long the switch has run; if None, how busy it was is not judged.
-    """
+def network_lines(described: Data, *, counters: Data | None = None, events: Sequence[str] = ()) -> list[str]:
+    """Describe a run's network, one fact per line; see `network_facts`."""
     lines = [f"{name:<11}{text}" for name, text in network_facts(described, counters=counters, events=events)]
-    reason = None if counters is None else saturated(counters, elapsed_seconds)
+    reason = None if counters is None else saturated(counters)
     return lines if reason is None else [*lines, f"warning: {reason}"]
 
 
@@ -83,7 +74,7 @@ def network_facts(
     return [*facts, ("switch", late)]
 
 
-def saturated(counters: Data, elapsed_seconds: float | None = None) -> str | None:
+def saturated(counters: Data) -> str | None:
     """Explain, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
     late = counters["late"]["p99"]
     reasons = []
@@ -91,8 +82,8 @@ def saturated(counters: Data, elapsed_seconds: float | None = None) -> str | Non
         reasons.append(f"1% of the frames left more than {seconds(late)} late")
     if counters["no_room"]:
         reasons.append(f"it ran out of memory for a frame {counters['no_room']:,} times")
-    if elapsed_seconds and counters["busy_seconds"] > MAX_BUSY * elapsed_seconds:
-        reasons.append(f"it was busy for {counters['busy_seconds'] / elapsed_seconds:.0%} of the time")
+    if (busy := counters["busy_seconds"] / max(counters["seconds"], 1e-9)) > MAX_BUSY:
+        reasons.append(f"it was busy for {busy:.0%} of the time")
     if not reasons:
         return None
     return (

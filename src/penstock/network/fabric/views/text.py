@@ -21,9 +21,7 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
 
     A run without a complete trial has no table.
     """
-    console.print(Text(title(run), "bold"), soft_wrap=True)
-    for line in warnings(run, results):
-        console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
+    show_head(run, results, console)
     console.print()
     if results["trials"]:
         _print_tables(results, console)
@@ -32,6 +30,13 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
         console.print(Text(f"{name:<10}{text}"), soft_wrap=True)
     for note in notes(run, results) if results["trials"] else ():
         console.print(Text(note, "dim"))
+
+
+def show_head(run: Run, results: dict[str, Any], console: Console) -> None:
+    """Print what was run, and reasons why its figures may not be what they seem."""
+    console.print(Text(title(run), "bold"), soft_wrap=True)
+    for line in warnings(run, results):
+        console.print(Text(f"warning: {line}", "bold yellow"), soft_wrap=True)
 
 
 def _print_tables(results: dict[str, Any], console: Console) -> None:
