@@ -48,27 +48,21 @@ class PredictionOptions:
     )
     plan: Path | None = option("Plan of the run, from `penstock plan`, to compare with.", metavar="FILE")
 
-    def of(self, run: TraceSteps, folder: RecordedRun | None) -> Prediction | None:
-        """Return the prediction of a profile, a plan or the run's directory; None if there is none of these."""
+    def of(self, run: TraceSteps) -> Prediction | None:
+        """Return the prediction of the profile or the plan; None if neither was passed."""
         from penstock.costs import read_profile
-        from penstock.plan import read_plan
         from penstock.plan.explain import Prediction
 
         if self.cuts is not None and self.profile is None:
             raise ArgumentError(f"--cuts {self.cuts!r} requires --profile; pass both")
-        about = None if folder is None else folder.about
-        plan = None
-        if self.plan is not None:
-            plan = read_plan(self.plan)
-            _check_plan(plan, run, folder, self.plan)
+        plan = None if self.plan is None else _read_plan(self.plan, run)
+        if self.profile is None and plan is not None:
+            return Prediction(plan.stage_seconds, plan.pipeline_seconds, unchecked="threads, rows or devices")
         if self.profile is None:
-            if plan is not None:
-                return Prediction(plan.stage_seconds, plan.pipeline_seconds, unchecked="threads, rows or devices")
-            recorded = None if folder is None else folder.predicted()
-            return None if recorded is None else Prediction(recorded.stage_seconds, recorded.step_seconds)
+            return None
         cuts = None if self.cuts is None else tuple(self.cuts.split(","))
         run_cuts, rows, threads = (None, None, 0) if plan is None else (plan.cuts, plan.choice.rows, 0)
-        if about is not None:
+        if (about := run.about) is not None:
             run_cuts, rows, threads = tuple(about.cuts), about.microbatch_rows, about.threads
             if cuts not in (None, run_cuts):
                 raise ArgumentError(
@@ -79,10 +73,12 @@ class PredictionOptions:
         return Prediction.of_profile(profile, depth, cuts, rows, threads, splits=order.splits)
 
 
-def _check_plan(plan: Plan, run: TraceSteps, folder: RecordedRun | None, file: Path) -> None:
-    """Raise ArgumentError if a run visibly did not follow this plan."""
-    order, choice = run.typical.slowest.schedule, plan.choice
-    about, remedy = None if folder is None else folder.about, "Pass the plan of the run, or omit --plan"
+def _read_plan(file: Path, run: TraceSteps) -> Plan:
+    """Read a plan. Raise ArgumentError if the run visibly did not follow it."""
+    from penstock.plan import read_plan
+
+    plan, order, about = read_plan(file), run.typical.slowest.schedule, run.about
+    choice, remedy = plan.choice, "Pass the plan of the run, or omit --plan"
     run_names = {order.name} & {*names()} if about is None else {about.schedule}
     run_sizes = [order.ranks, order.placement.depth, order.microbatches]
     plan_sizes = [choice.ranks, choice.stages, choice.microbatches]
@@ -99,6 +95,7 @@ def _check_plan(plan: Plan, run: TraceSteps, folder: RecordedRun | None, file: P
                 f"--plan {file}: it is for a model of {size:,} parameters, and the run's, {about.model}, has "
                 f"{about.parameters:,}. {remedy}"
             )
+    return plan
 
 
 def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
@@ -134,14 +131,15 @@ def explain(
     Actions of the trace are named by stage, op and microbatch (2F3), as in traces of
     penstock and torch, or described by columns.
     """
+    from penstock.plan.explain import Prediction, load_trace, steps_of_trace
     from penstock.plan.explain import explain as explain_run
-    from penstock.plan.explain import load_trace, steps_of_trace
 
     folder, trace = read_run_folder(run), steps_of_trace(load_trace(run, pattern))
     if step is not None and step != "all" and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = int(step) if step and step != "all" else None
-    explanation = explain_run(trace, step=number, predicted=prediction.of(trace, folder), what_ifs=what_if or ())
+    predicted = prediction.of(trace) or (None if folder is None else Prediction.of_run(folder))
+    explanation = explain_run(trace, step=number, predicted=predicted, what_ifs=what_if or ())
     if as_json:
         print_json(explanation.to_dict())
     else:
@@ -251,6 +249,8 @@ def _show_head(explanation: Explanation, console: Console) -> None:
         line += f"; {duration(outside)} outside the pipeline{causes}"
     console.print(line)
     added = {reason.value: value / step.seconds for reason, value in explanation.where.added_seconds.items()}
+    if added["unexplained"] < 0:
+        added["the replay is too slow"] = added.pop("unexplained")
     parts = [f"{name} {share:+.1%}" for name, share in added.items() if abs(share) >= 0.002]
     balanced = f"{duration(explanation.where.even_seconds)} if perfectly balanced"
     console.print(f"of the pipeline's {duration(step.pipeline_seconds)}: {', '.join([balanced, *parts])}")

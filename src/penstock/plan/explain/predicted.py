@@ -17,11 +17,12 @@ from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
 from penstock.simulate.computations import Floats
+from penstock.trace.runs import RecordedRun
 
 _TINY = 1e-12
 _TIMES = "forward_seconds", "input_gradient_seconds", "weight_gradient_seconds"
 _ALIKE_FACTOR = 1.5
-"""By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
+"""By how much more one stage may differ from what was predicted than another, if the prediction is of this run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,12 @@ class Prediction:
     price: tuple[Price, ...] | None = None
     note: str = ""
     unchecked: str = ""
+
+    @classmethod
+    def of_run(cls, run: RecordedRun) -> Prediction | None:
+        """Build the prediction that a run has in its folder; None if it has none."""
+        recorded = run.predicted()
+        return None if recorded is None else cls(recorded.stage_seconds, recorded.step_seconds)
 
     @classmethod
     def of_profile(
@@ -116,10 +123,19 @@ class Prediction:
         costs = self.costs or [StageCost(seconds / 3, seconds / 3, seconds / 3) for seconds in self.stage_seconds]
         return simulate(schedule, costs, self.link)
 
-    def unlikely(self, measured: Sequence[float]) -> bool:
-        """Whether the starts are guessed, and what stages took says that they were others."""
+    def ratios(self, measured: Sequence[float]) -> tuple[float, float]:
+        """Return the least and the largest ratio of what a stage took to what was predicted."""
         ratios = [took / expected for took, expected in zip(measured, self.stage_seconds, strict=False) if expected]
-        return self.guessed and bool(ratios) and max(ratios) > _ALIKE_FACTOR * min(ratios)
+        return min(ratios, default=1.0), max(ratios, default=1.0)
+
+    def is_off(self, measured: Sequence[float]) -> bool:
+        """Whether what stages took says that the prediction is of other stages."""
+        least, largest = self.ratios(measured)
+        return largest > _ALIKE_FACTOR * least
+
+    def unlikely(self, measured: Sequence[float]) -> bool:
+        """Whether the starts are guessed, and were probably others."""
+        return self.guessed and self.is_off(measured)
 
     def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
         """Return the best cuts, and what each stage then takes under two assumptions: the ratio of measured to

@@ -64,20 +64,10 @@ def comparison_bands(explanation: Explanation, costs: Sequence[StageCost] = ()) 
         ]
     if explanation.predicted is not None:
         memories = memory(schedule, costs, explanation.predicted) if costs else []
-        caveat = (
-            ""
-            if explanation.predicted_seconds == explanation.predicted.makespan_seconds
-            else "; roughly, without messages"
-        )
-        return [
-            band(
-                "predicted",
-                explanation.predicted,
-                schedule,
-                memory=_curves(memories),
-                note=f"from the stage times of the plan or profile{caveat}",
-            )
-        ]
+        note = "from the stage times of the plan or profile"
+        if explanation.predicted_seconds != explanation.predicted.makespan_seconds:
+            note += "; roughly, without messages"
+        return [band("predicted", explanation.predicted, schedule, memory=_curves(memories), note=note)]
     return [band("if perfectly balanced", explanation.even, schedule, note="stages, ranks and microbatches alike")]
 
 
