@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
 from penstock._base.formatting import format_bytes
 from penstock.costs import Outcome
@@ -49,7 +48,7 @@ def show(outcome: Outcome, console: Console, extra: Mapping[str, str] | None = N
         "assumed": costs.assumption,
         "costs": costs_of_stages(outcome),
     }
-    console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
+    console.print(title(outcome.schedule), style="bold", end="\n\n")
     for name, text in {**lines, **(extra or {})}.items():
         if text:
             console.print(f"{name:<15}{text}")

@@ -139,7 +139,7 @@ class _Figure:
         elif not alone:
             console.print("Every action takes one slot; pass costs to compare times.", style="dim")
         for name, reason in self.omitted.items():
-            console.print(f"omitted: {name} {reason}", style="dim", markup=False)
+            console.print(f"omitted: {name} {reason}", style="dim")
 
 
 def _note(outcome: Outcome) -> str:

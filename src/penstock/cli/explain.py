@@ -159,14 +159,14 @@ def read_run_folder(paths: Sequence[Path]) -> RecordedRun | None:
 def show(explanation: Explanation, console: Console) -> None:
     """Print the step, what to change first, and where the time went."""
     _show_head(explanation, console)
-    console.print("\n[bold]What to change first[/], and by how much that changes a step")
+    console.print(Text.assemble(("\nWhat to change first", "bold"), ", and by how much that changes a step"))
     console.print(_changes(explanation.advice) if explanation.advice else explanation.nothing)
     if explanation.what_ifs:
-        console.print("\n[bold]What if[/]")
+        console.print("\nWhat if", style="bold")
         console.print(_changes(explanation.what_ifs))
     slowest = f" (replica {explanation.step.slowest.number}, the slowest)" if len(explanation.step.replicas) > 1 else ""
     unit, name = (1.0, "s") if explanation.step.seconds >= 1 else (1e-3, "ms")
-    console.print(f"\n[bold]Where the time went[/], in {name}{slowest}")
+    console.print(Text.assemble(("\nWhere the time went", "bold"), f", in {name}{slowest}"))
     _show_ranks(explanation, unit, console)
     if (bubble := explanation.bubble) is not None:
         text = f"The largest bubble: rank {bubble.rank} waits {duration(bubble.seconds)} before {bubble.before}"
@@ -237,7 +237,7 @@ def _show_head(explanation: Explanation, console: Console) -> None:
     origin = explanation.origin
     if origin != "measured":
         origin += ", with its costs' unit for a second"
-    console.print(Text(f"{title(step.slowest.schedule)}{replicas}, {origin}", "bold"))
+    console.print(f"{title(step.slowest.schedule)}{replicas}, {origin}", style="bold")
     for note in run.notes:
         console.print(f"note: {note}", style="yellow")
     line = f"a step takes {duration(step.seconds)}"

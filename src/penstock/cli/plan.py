@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
@@ -99,7 +98,7 @@ def plan(
         if result.best:
             notes += _extrapolation_note(sizes, result.best[0].choice.rows)
         for note in [*([] if paper else cluster.notes), *notes]:
-            console.print(Text(f"note: {note}"), soft_wrap=True)
+            console.print(f"note: {note}", soft_wrap=True)
         if result.best:
             show(result, console, devices)
         elif result.closest is not None:

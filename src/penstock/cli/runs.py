@@ -41,11 +41,9 @@ def runs(
         return
     console = screen()
     if not summaries and words:
-        console.print(f"no run in {folder}/ matches --filter {words!r}", markup=False)
+        console.print(f"no run in {folder}/ matches --filter {words!r}")
     elif not summaries and not damaged:
-        console.print(
-            f"no runs in {folder}/: penstock.pipeline(..., run_dir='{folder}/NAME') records one", markup=False
-        )
+        console.print(f"no runs in {folder}/: penstock.pipeline(..., run_dir='{folder}/NAME') records one")
     if summaries:
         heads = ("run", "model", "schedule", "ranks", "micro-\nbatches", "step", "step time", "loss", "bubble")
         lines = table(*heads, "state", "started", left=3)
@@ -53,7 +51,7 @@ def runs(
             lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
         print_unbroken(console, lines)
     for error in damaged:
-        console.print(error, style="red", markup=False)
+        console.print(error, style="red")
 
 
 def figures(run: RunSnapshot) -> dict[str, str]:

@@ -45,7 +45,8 @@ def print_unbroken(console: Console, grid: Table) -> None:
 
     if table_width(grid, console) > console.width:
         grid.padding = (0, 1, 0, 0)
-    Console(file=console.file, highlight=False, width=max(table_width(grid, console), console.width)).print(grid)
+    width = max(table_width(grid, console), console.width)
+    Console(file=console.file, highlight=False, markup=False, emoji=False, width=width).print(grid)
 
 
 def columns_table(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
