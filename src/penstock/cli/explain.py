@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, prod
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,11 @@ from penstock.cli._outcome import make_format
 from penstock.report.text import pairs, print_columns
 from penstock.report.web.contents import duration
 from penstock.report.web.idle_table import explain_idle
-from penstock.schedule import names
 from penstock.simulate.figures import title
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.plan import Plan
     from penstock.plan.explain import Change, Explanation, Prediction, TraceSteps
     from penstock.plan.explain.explanation import StageTime
     from penstock.trace.runs import RecordedRun
@@ -51,11 +49,13 @@ class PredictionOptions:
     def of(self, run: TraceSteps) -> Prediction | None:
         """Return the prediction of the profile or the plan; None if neither was passed."""
         from penstock.costs import read_profile
+        from penstock.plan import read_plan
         from penstock.plan.explain import Prediction
+        from penstock.plan.explain.predicted import check_followed
 
         if self.cuts is not None and self.profile is None:
             raise ArgumentError(f"--cuts {self.cuts!r} requires --profile; pass both")
-        plan = None if self.plan is None else _read_plan(self.plan, run)
+        plan = None if self.plan is None else check_followed(read_plan(self.plan), run, f"--plan {self.plan}")
         if self.profile is None and plan is not None:
             return Prediction(plan.stage_seconds, plan.pipeline_seconds, unchecked="threads, rows or devices")
         if self.profile is None:
@@ -71,36 +71,6 @@ class PredictionOptions:
         order, profile = run.typical.slowest.schedule, read_profile(self.profile)
         depth, cuts = order.placement.depth, run_cuts if cuts is None else cuts
         return Prediction.of_profile(profile, depth, cuts, rows, threads, splits=order.splits)
-
-
-def _read_plan(file: Path, run: TraceSteps) -> Plan:
-    """Read a plan. Raise ArgumentError if the run visibly did not follow it."""
-    from penstock.plan import read_plan
-
-    plan, order, about = read_plan(file), run.typical.slowest.schedule, run.about
-    choice, remedy = plan.choice, "Pass the plan of the run, or omit --plan"
-    run_names = {order.name} & {*names()} if about is None else {about.schedule}
-    run_sizes = [order.ranks, order.placement.depth, order.microbatches]
-    plan_sizes = [choice.ranks, choice.stages, choice.microbatches]
-    cuts = None if about is None else [*about.cuts]
-    if run_sizes != plan_sizes or not run_names <= {choice.schedule} or cuts not in (None, [*plan.cuts]):
-        raise ArgumentError(
-            f"--plan {file}: the run, {_describe(order.name, run_sizes, cuts)}, did not follow it: "
-            f"{_describe(choice.schedule, plan_sizes, plan.cuts)}. {remedy}"
-        )
-    if plan.made_for is not None and about is not None and about.parameters:
-        size = sum(prod(shape) for shape in plan.made_for.parameters.values())
-        if size != about.parameters:
-            raise ArgumentError(
-                f"--plan {file}: it is for a model of {size:,} parameters, and the run's, {about.model}, has "
-                f"{about.parameters:,}. {remedy}"
-            )
-    return plan
-
-
-def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
-    counts = ", ".join(map(pluralize, sizes, ("rank", "stage", "microbatch")))
-    return f"{schedule} with {counts}" + ("" if cuts is None else f", cut at {', '.join(cuts) or 'nothing'}")
 
 
 def explain(

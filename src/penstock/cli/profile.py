@@ -97,7 +97,7 @@ def profile(
 
 def show(profile: Profile, console: Console) -> None:
     """Print the units, their totals by microbatch size, the links, and notes on their quality."""
-    from penstock.costs.sizes import quality_warnings
+    from penstock.costs.sizes import profile_notes
 
     inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
     runs = f"{pluralize(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
@@ -135,7 +135,7 @@ def show(profile: Profile, console: Console) -> None:
             "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
         }
         print_columns(console, columns, left=0)
-    for note in (*profile.notes, *quality_warnings(profile)):
+    for note in profile_notes([profile]):
         console.print(f"note: {note}", soft_wrap=True)
 
 
