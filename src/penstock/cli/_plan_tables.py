@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
-from penstock.cli._outcome import format_all, make_format
-from penstock.report.text import pairs, print_columns
+from penstock.report.text import format_all, make_format, pairs, print_columns
 from penstock.simulate import IdleCause
 
 if TYPE_CHECKING:

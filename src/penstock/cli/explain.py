@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock._base.errors import ArgumentError
-from penstock._base.formatting import pluralize
+from penstock._base.formatting import duration, pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
-from penstock.cli._outcome import make_format
-from penstock.report.text import pairs, print_columns
-from penstock.report.web.contents import duration
+from penstock.report.text import make_format, pairs, print_columns
 from penstock.report.web.idle_table import explain_idle
 from penstock.simulate.figures import title
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock._base.formatting import format_bytes
+from penstock._base.formatting import format_bytes, short_duration
 from penstock.cli._options import JSON, argument, option, print_json, screen
 from penstock.report.text import print_unbroken, table
 
@@ -56,7 +56,6 @@ def runs(
 
 def figures(run: RunSnapshot) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
-    from penstock.trace.runs.progress import format_duration
 
     def text(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else form(value)
@@ -64,7 +63,7 @@ def figures(run: RunSnapshot) -> dict[str, str]:
     progress = run.progress
     return {
         "steps": text(progress and progress.step, "{:,}".format),
-        "step time": text(progress and progress.seconds, format_duration),
+        "step time": text(progress and progress.seconds, short_duration),
         "samples/s": text(progress and progress.rows_per_second, "{:,.4g}".format),
         "loss": text(progress and progress.loss, lambda loss: f"{loss:#.4g}".removesuffix(".")),
         "bubble": text(progress and progress.bubble, "{:.0%}".format),

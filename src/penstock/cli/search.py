@@ -11,10 +11,11 @@ from penstock._base.files import check_writable
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import CUT, JSON, REQUIRED, options_on, output_option, print_json, screen
-from penstock.cli._outcome import format_all, show
+from penstock.cli._outcome import show
 from penstock.cli._schedule_options import check_search_size
 from penstock.costs import Outcome
 from penstock.costs.search import describe_placement, place, search_with, shorter_elsewhere
+from penstock.report.text import format_all
 from penstock.schedule import MICROBATCHES, write_csv
 from penstock.schedule.generators import ScheduleParams
 from penstock.simulate.figures import chunks

@@ -15,11 +15,11 @@ from penstock._base.formatting import pluralize
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, output_option, print_json, screen
-from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_all, show, shown_causes
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, show, shown_causes
 from penstock.cli._schedule_options import ScheduleOptions, Sized
 from penstock.costs import Costs, Outcome, with_one_model
 from penstock.report import write_perfetto
-from penstock.report.text import pairs, print_columns
+from penstock.report.text import format_all, pairs, print_columns
 from penstock.schedule import generate
 from penstock.simulate import NO_COST
 from penstock.simulate import simulate as timeline_of

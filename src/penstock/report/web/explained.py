@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._base.formatting import pluralize
+from penstock._base.formatting import duration, pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
-from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory
 from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
