@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.plan.explain import Change, Explanation, Prediction, TraceSteps
-    from penstock.plan.explain.explanation import StageTime
     from penstock.trace.runs import RecordedRun
 
 EPILOG = """\
@@ -172,33 +171,6 @@ def _step_variation(explanation: Explanation) -> list[str]:
     return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *describe(explanation.steps)]
 
 
-def _stragglers(explanation: Explanation) -> list[str]:
-    """Describe the slowdown by stragglers: of ranks, replicas and ops the two that cost most."""
-    slowdowns = explanation.slowdowns
-    if slowdowns is None or slowdowns.step < 1.01:
-        return []
-    replicas = enumerate(slowdowns.by_replica) if len(slowdowns.by_replica) > 1 else ()
-    parts = []
-    for kind, factors in (
-        ("rank ", enumerate(slowdowns.by_rank)),
-        ("replica ", replicas),
-        ("", slowdowns.by_op.items()),
-    ):
-        worst: list[tuple[Any, float]] = sorted(factors, key=lambda pair: -pair[1])[:2]
-        parts.append(", ".join(f"{kind}{name} {times:.2f}x" for name, times in worst if times >= 1.01))
-    alone = "; ".join(filter(None, parts))
-    return [
-        f"straggler slowdown {slowdowns.step:.2f}x (vs. typical op times){'; each alone: ' if alone else ''}{alone}"
-    ]
-
-
-def _vs_prediction(stage: StageTime) -> float:
-    """Return the ratio to the predicted time; infinite if that is 0."""
-    if stage.predicted_seconds:
-        return stage.seconds / stage.predicted_seconds
-    return inf if stage.seconds else 1.0
-
-
 def _show_head(explanation: Explanation, console: Console) -> None:
     step, run = explanation.step, explanation.run
     replicas = f", {pluralize(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
@@ -226,12 +198,14 @@ def _show_head(explanation: Explanation, console: Console) -> None:
     console.print(
         f"replay error: {explanation.replay_error:+.2%} of the step (worst {explanation.worst_error:.2%}{whole_steps})"
     )
-    for text in (*_stragglers(explanation), *_step_variation(explanation)):
+    slowdown = explanation.slowdowns.describe() if explanation.slowdowns else ""
+    for text in filter(None, (slowdown, *_step_variation(explanation))):
         console.print(text)
     if explanation.predicted_seconds is not None:
-        ratios = ((_vs_prediction(stage), stage) for stage in explanation.stages)
-        ratio, worst = max(ratios, key=lambda pair: abs(pair[0] - 1))
-        error = f"{ratio:.2f}x the prediction" if isfinite(ratio) else f"{duration(worst.seconds)}, predicted 0"
+        worst = max(explanation.stages, key=lambda stage: abs(stage.of_predicted - 1))
+        error = f"{worst.of_predicted:.2f}x the prediction"
+        if not isfinite(worst.of_predicted):
+            error = f"{duration(worst.seconds)}, predicted 0"
         predicted = f"predicted {duration(explanation.predicted_seconds)} for the pipeline"
         console.print(f"{predicted}; largest error at stage {worst.stage}: {error}")
 

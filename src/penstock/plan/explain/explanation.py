@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -50,6 +51,13 @@ class StageTime:
     seconds: float
     of_mean: float
     predicted_seconds: float | None = None
+
+    @property
+    def of_predicted(self) -> float:
+        """How many times the predicted time it takes; infinite if that is 0."""
+        if self.predicted_seconds:
+            return self.seconds / self.predicted_seconds
+        return math.inf if self.seconds else 1.0
 
 
 @dataclass(frozen=True, slots=True)
