@@ -10,7 +10,7 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 
 from penstock.cli import _schedule_options
-from penstock.cli._outcome import make_format
+from penstock.report.text import make_format
 from penstock.schedule import ScheduleSpec, add_communication, generate, names, schedule_specs, write_csv
 from penstock.schedule.generators import ScheduleParams
 from penstock.simulate import idle_time_by_cause, memory

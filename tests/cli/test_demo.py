@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.demo import introduction
 from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
@@ -118,7 +117,7 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ranks", [1, LAYERS])
 def test_introduction_fits_the_terminal(ranks: int) -> None:
-    text = introduction(Settings(ranks, "gpipe", microbatches=ROWS))
+    text = Settings(ranks, "gpipe", microbatches=ROWS).introduction()
     assert max(map(len, text.splitlines())) <= 80
     assert f"p = {ranks} " in text
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
+from rich.console import Console
 
+from penstock.cli.explain import show
 from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import explain, load_trace
+from penstock.plan.explain.breakdown import TimeCategory
 from penstock.report import to_perfetto
 from penstock.report.studio.open_view import open_view
 from penstock.report.web.sources import load_contents
@@ -346,6 +350,20 @@ def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
     doubted = as_json("explain", str(file), "--profile", profile(tmp_path, [0.04, 0.005, 0.005, 0.005]))
     assert any("They were probably others: stages take" in note for note in doubted["notes"])
     assert not any("instead of layers" in change["text"] for change in doubted["changes"])
+
+
+def test_a_replay_that_takes_longer_than_the_step_is_no_unexplained_time(tmp_path: Path) -> None:
+    found = explain(load_trace(a_timeline(tmp_path)))
+    less = {**found.where.added_seconds, TimeCategory.REST: -0.01 * found.step.seconds}
+    show(replace(found, where=replace(found.where, added_seconds=less)), Console(file=(file := StringIO()), width=200))
+    assert "the replay is too slow -1.0%" in file.getvalue()
+    assert "unexplained" not in file.getvalue().partition("What to change")[0]
+
+
+def test_names_in_a_trace_are_no_markup(tmp_path: Path) -> None:
+    events = named(measured(), "{a}")
+    file = write(tmp_path / "trace.json", [*events, {**events[0], "name": "[/x] [red] :smile:"}])
+    assert "such as '[/x] [red] :smile:'" in output("explain", str(file), columns=300)
 
 
 def test_that_stages_are_alike_is_not_said_where_the_replay_cannot_tell(tmp_path: Path) -> None:

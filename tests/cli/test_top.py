@@ -14,11 +14,12 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock._base.files import write_json_line
+from penstock._base.formatting import short_duration
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord, read_run
 from penstock.trace.runs.folder import append_lines
-from penstock.trace.runs.progress import Progress, format_duration
+from penstock.trace.runs.progress import Progress
 from penstock.trace.runs.summary import RunSnapshot, failure_messages, health
 from scaffolding.run_folders import about, says, steps
 
@@ -77,7 +78,7 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert smaller.rows_per_second == 256  # the last batch of an epoch is often smaller
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
-    said = [format_duration(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
+    said = [short_duration(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
     assert said == ["0 s", "39.4 ms", "2.5 s", "2 min", "10 min", "3 h 20 min", "4 d 4 h"]
 
 

@@ -1,5 +1,6 @@
 """A pipeline follows a plan: the same bits as with the arguments that the plan decides, or one clear refusal."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from penstock import ArgumentError, PartitionError, pipeline
 from penstock.costs import ModelFingerprint
+from penstock.pipe.apply_plan import DEFAULTS, AppliedPlan
 from penstock.plan import ParallelConfig, Plan
 from penstock.plan.plan import VARIABLE
 from scaffolding.models import squared_error
@@ -75,6 +77,9 @@ def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeyp
     monkeypatch.setenv(VARIABLE, str(tmp_path / "plan.json"))
     with pytest.warns(UserWarning, match="microbatches: overridden by the plan .*plan.json of penstock run"):
         assert _gradients(microbatches=8)[:2] == (PLAN.cuts, "interleaved-1f1b")
+    monkeypatch.setenv("RANK", "1")  # the first process says it, once for the job
+    with warnings.catch_warnings(action="error"):
+        AppliedPlan.of(None, {**DEFAULTS, "microbatches": 8}).check_rows(7)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,30 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TB"
 
 
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def duration(seconds: float) -> str:
+    """Format a measured time with four digits and a unit: `1.234 ms`."""
+    scale, unit = next(((s, u) for s, u in _SECONDS if abs(seconds) >= s * 0.99995), _SECONDS[-1 if seconds else 0])
+    value = seconds / scale
+    digits = max(0, 3 - len(str(int(abs(value)))) + 1)
+    return f"{value:,.{digits}f} {unit}"
+
+
+def short_duration(seconds: float) -> str:
+    """Format a time of a run or a step in short: `39.4 ms`, `2.5 s`, `5 min`, `3 h 20 min`, `4 d 3 h`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms" if seconds else "0 s"
+    if seconds < 99.5:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 def a(noun: str) -> str:
     """`a Tensor`, `an int`."""
     return f"{'an' if noun[:1] in tuple('aeioAEIO') else 'a'} {noun}"

@@ -79,7 +79,7 @@ def publish(temporary: Path, keep: int | None, files: Iterable[str]) -> Path:
     """Turn a fully written folder into a checkpoint, and delete all but the last `keep` checkpoints.
 
     Args:
-        aside: the folder, from `prepare`.
+        temporary: the folder, from `prepare`.
         keep: how many checkpoints to keep; None keeps all.
         files: the files that the ranks report having written; this process must see them all.
 

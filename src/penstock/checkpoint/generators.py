@@ -12,7 +12,7 @@ import torch
 class RngState:
     """Python's `random`, numpy's legacy generator (if numpy is loaded), and torch's defaults for CPU and CUDA.
 
-    Pass it to `save` and `load` as one of `others`. Rank 0's states are saved, and every rank loads them, so use it
+    Pass it to `save` and `load` in `stateful`. Rank 0's states are saved, and every rank loads them, so use it
     only if all ranks draw the same numbers. Penstock's own draws (dropout) do not need it: they are keyed by seed and
     step.
     """

@@ -60,8 +60,8 @@ def print_json(value: Any) -> None:
 
 
 def screen() -> Console:
-    """Return the console for tables."""
-    return Console(highlight=False)
+    """Return the console for tables, which shows texts as they are: names in traces and files are no markup."""
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:

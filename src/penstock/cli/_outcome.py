@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.text import Text
 
 from penstock._base.formatting import format_bytes
 from penstock.costs import Outcome
-from penstock.report.text import print_columns
+from penstock.report.text import format_all, make_format, print_columns
 from penstock.simulate import IdleCause
 from penstock.simulate.figures import WORK, chunks, title
 
@@ -49,7 +47,7 @@ def show(outcome: Outcome, console: Console, extra: Mapping[str, str] | None = N
         "assumed": costs.assumption,
         "costs": costs_of_stages(outcome),
     }
-    console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
+    console.print(title(outcome.schedule), style="bold", end="\n\n")
     for name, text in {**lines, **(extra or {})}.items():
         if text:
             console.print(f"{name:<15}{text}")
@@ -83,32 +81,6 @@ def _path(outcome: Outcome) -> str:
     parts = {op.value: path.seconds(op) for op in WORK} | {"links": path.link_seconds}
     shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
     return f"{len(path.spans):,} actions: {shares}"
-
-
-_MIN, _MAX = 1e-12, 1e18
-"""Range of the largest number for which no exponent is written."""
-
-
-def make_format(values: Sequence[float], max_decimals: int | None = None) -> Callable[[float], str]:
-    """Return the format for some numbers, with the decimals that they need.
-
-    `max_decimals` defaults to five significant digits of the largest number. Numbers that are too small or large for
-    that get five digits and an exponent.
-    """
-    largest = max(map(abs, values), default=0.0)
-    if largest and not _MIN <= largest < _MAX:
-        return lambda value: f"{value:.5g}"
-    if max_decimals is None:
-        max_decimals = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
-    slack = largest * 1e-9
-    exact = (d for d in range(max_decimals) if all(abs(round(value, d) - value) <= slack for value in values))
-    decimals = next(exact, max_decimals)
-    return lambda value: f"{value:,.{decimals}f}"
-
-
-def format_all(values: Sequence[float], max_decimals: int | None = None) -> list[str]:
-    """Format each number in the common format of all."""
-    return [*map(make_format(values, max_decimals), values)]
 
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[IdleCause]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
 from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
-from penstock.cli._outcome import format_all, make_format
-from penstock.report.text import pairs, print_columns
+from penstock.report.text import format_all, make_format, pairs, print_columns
 from penstock.simulate import IdleCause
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def show(result: PlanResult, console: Console, cluster: Cluster) -> None:
     """Print the best plans, the rank layout of the first, and the reasons for rejecting others."""
     best = result.best[0]
     tried = pluralize(len(result.best) + len(result.rejected), "plan")
-    console.print(f"[bold]{_describe(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s/step")
+    rest = f": the best of {tried}, {best.step_seconds:.4g} s/step"
+    console.print(Text.assemble((_describe(best.choice), "bold"), rest))
     if note := _pipeline_note(result, best):
         console.print(note)
     console.print()
@@ -55,10 +56,12 @@ def show(result: PlanResult, console: Console, cluster: Cluster) -> None:
     if equal > 1:
         note += f" The first {equal} are equivalent (within {result.equal:.1%}): the simplest is first."
     console.print(f"\n{note}", style="dim")
-    console.print("\n[bold]Rank layout of the best plan[/]")
+    console.print("\nRank layout of the best plan", style="bold")
     _show_ranks(best, cluster, console)
     for number, (head, lines) in enumerate(_reasons(result)):
-        console.print(head if number else f"\n[bold]Rejected plans[/]\n{head}")
+        if not number:
+            console.print("\nRejected plans", style="bold")
+        console.print(head)
         console.print(pairs(lines))
 
 
@@ -228,13 +231,14 @@ def show_shortfall(result: PlanResult, remedies: Sequence[tuple[str, Plan]], con
     assert closest is not None  # without any plan the planner has raised
     rank = closest.fullest
     required, static = closest.memory_bytes[rank], closest.held_bytes[rank]
-    console.print(
-        f"[bold]Nothing fits[/] into {format_bytes(closest.limit_bytes[rank])} per device. "
+    text = (
+        f" into {format_bytes(closest.limit_bytes[rank])} per device. "
         f"{_describe(closest.choice)}, with {len(closest.recompute)} of {closest.choice.stages} stages recomputed, is "
         f"closest: rank {rank} needs {format_bytes(required)}, {format_bytes(closest.lacking_bytes)} too much: "
         f"{format_bytes(static)} for parameters, gradients and the optimizer, and "
         f"{format_bytes(required - static)} for activations."
     )
+    console.print(Text.assemble(("Nothing fits", "bold"), text))
     if remedies:
         console.print("\nAny of these changes fits:")
     for options, plan in remedies:

@@ -49,10 +49,10 @@ def blame(
     else:
         sizes = {"rank": report.ranks, "stage": report.stages, "microbatch": report.microbatches, "step": report.steps}
         console = screen()
-        console.print(", ".join(pluralize(count, noun) for noun, count in sizes.items()), markup=False)
+        console.print(", ".join(pluralize(count, noun) for noun, count in sizes.items()))
         for note in report.notes:
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {note}")
         if report.ok:
-            console.print(report.summary(), markup=False, style="green")
+            console.print(report.summary(), style="green")
     if not report.ok:
         raise VerificationError(report.summary())

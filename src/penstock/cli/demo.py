@@ -7,11 +7,10 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from penstock._base.formatting import pluralize
 from penstock.cli._options import CUT, option
-from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
+from penstock.demo.settings import Settings
 from penstock.distributed.launch.processes import launch
-from penstock.schedule import MICROBATCHES, grid
+from penstock.schedule import MICROBATCHES
 
 
 def demo(
@@ -23,7 +22,7 @@ def demo(
 ) -> None:
     """Train a small GPT on Python's own source code in a pipeline. It takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
-    print(introduction(settings), flush=True)
+    print(settings.introduction(), flush=True)
     status = 1
     try:
         if ranks > 1:
@@ -37,23 +36,3 @@ def demo(
         if status:
             Console().show_cursor()  # an interrupted progress bar hides it
     raise typer.Exit(status)
-
-
-def introduction(settings: Settings) -> str:
-    """Describe the demo in 80 columns. Raise ArgumentError if an option is out of range."""
-    schedule = settings.order()
-    p, m = settings.ranks, settings.microbatches
-    split = "in one process" if p == 1 else f"split over {p} processes"
-    return f"""\
-penstock demo: a small GPT learns Python, {split}
-
-  model     {LAYERS} transformer blocks, {PARAMETERS / 1e6:.1f} million parameters, dropout 0.1;
-            it reads bytes; embedding and output layer share their weights
-  text      the source files of Python's standard library, 8 MB
-  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {pluralize(m, "microbatch")}
-  pipeline  p = {pluralize(p, "rank")} (processes), schedule {settings.schedule}; in slots of equal length:
-
-{grid(schedule, width=80)}
-
-  F: forward, B: backward, then the microbatch; a dot is a slot in which the
-  rank waits. All the dots together are the bubble."""

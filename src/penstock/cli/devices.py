@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from penstock._base.formatting import format_bytes
 from penstock.cli._options import argument, output_option, print_json, screen
 from penstock.report.text import print_columns
@@ -58,11 +56,11 @@ def devices(
     for spec in specs:
         cables = [cable.name for cable in (spec.link, spec.network) if cable is not None]
         aliases = f", also {', '.join(spec.aliases)}" if spec.aliases else ""
-        console.print(Text(f"{spec.key}{aliases}: {'; '.join([spec.name, *cables])}"), soft_wrap=True)
+        console.print(f"{spec.key}{aliases}: {'; '.join([spec.name, *cables])}", soft_wrap=True)
         for source in spec.sources:
-            console.print(Text(f"    {source}", "dim"), soft_wrap=True)
+            console.print(f"    {source}", style="dim", soft_wrap=True)
     console.print()
-    console.print(_SYMBOLS, style="dim", markup=False)
+    console.print(_SYMBOLS, style="dim")
 
 
 def _rate(cable: Interconnect | None) -> str:

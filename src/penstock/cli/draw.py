@@ -14,12 +14,13 @@ from penstock._base.files import write_text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, check_suffix, output_option, print_json, screen
-from penstock.cli._outcome import costs_of_stages, format_all
+from penstock.cli._outcome import costs_of_stages
 from penstock.cli._schedule_options import ScheduleOptions
 from penstock.costs import Outcome, with_one_model
 from penstock.report.svg import WIDTH, drawing_unit, make_panel
 from penstock.report.svg import svg as drawing
 from penstock.report.terminal import Palette, legend, on_one_axis, slots
+from penstock.report.text import format_all
 from penstock.report.web.screenshot import browser, write_drawing
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import slot_timeline
@@ -139,7 +140,7 @@ class _Figure:
         elif not alone:
             console.print("Every action takes one slot; pass costs to compare times.", style="dim")
         for name, reason in self.omitted.items():
-            console.print(f"omitted: {name} {reason}", style="dim", markup=False)
+            console.print(f"omitted: {name} {reason}", style="dim")
 
 
 def _note(outcome: Outcome) -> str:

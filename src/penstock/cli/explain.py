@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, prod
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from penstock._base.errors import ArgumentError
-from penstock._base.formatting import pluralize
+from penstock._base.formatting import duration, pluralize
 from penstock.cli._options import JSON, REQUIRED, argument, option, print_json, screen
-from penstock.cli._outcome import make_format
-from penstock.report.text import pairs, print_columns
-from penstock.report.web.contents import duration
+from penstock.report.text import make_format, pairs, print_columns
 from penstock.report.web.idle_table import explain_idle
-from penstock.schedule import names
 from penstock.simulate.figures import title
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.plan import Plan
     from penstock.plan.explain import Change, Explanation, Prediction, TraceSteps
-    from penstock.plan.explain.explanation import StageTime
     from penstock.trace.runs import RecordedRun
 
 EPILOG = """\
@@ -48,27 +43,23 @@ class PredictionOptions:
     )
     plan: Path | None = option("Plan of the run, from `penstock plan`, to compare with.", metavar="FILE")
 
-    def of(self, run: TraceSteps, folder: RecordedRun | None) -> Prediction | None:
-        """Return the prediction of a profile, a plan or the run's directory; None if there is none of these."""
+    def of(self, run: TraceSteps) -> Prediction | None:
+        """Return the prediction of the profile or the plan; None if neither was passed."""
         from penstock.costs import read_profile
         from penstock.plan import read_plan
         from penstock.plan.explain import Prediction
+        from penstock.plan.explain.predicted import check_followed
 
         if self.cuts is not None and self.profile is None:
             raise ArgumentError(f"--cuts {self.cuts!r} requires --profile; pass both")
-        about = None if folder is None else folder.about
-        plan = None
-        if self.plan is not None:
-            plan = read_plan(self.plan)
-            _check_plan(plan, run, folder, self.plan)
+        plan = None if self.plan is None else check_followed(read_plan(self.plan), run, f"--plan {self.plan}")
+        if self.profile is None and plan is not None:
+            return Prediction(plan.stage_seconds, plan.pipeline_seconds, unchecked="threads, rows or devices")
         if self.profile is None:
-            if plan is not None:
-                return Prediction(plan.stage_seconds, plan.pipeline_seconds, unchecked="threads, rows or devices")
-            recorded = None if folder is None else folder.predicted()
-            return None if recorded is None else Prediction(recorded.stage_seconds, recorded.step_seconds)
+            return None
         cuts = None if self.cuts is None else tuple(self.cuts.split(","))
         run_cuts, rows, threads = (None, None, 0) if plan is None else (plan.cuts, plan.choice.rows, 0)
-        if about is not None:
+        if (about := run.about) is not None:
             run_cuts, rows, threads = tuple(about.cuts), about.microbatch_rows, about.threads
             if cuts not in (None, run_cuts):
                 raise ArgumentError(
@@ -77,33 +68,6 @@ class PredictionOptions:
         order, profile = run.typical.slowest.schedule, read_profile(self.profile)
         depth, cuts = order.placement.depth, run_cuts if cuts is None else cuts
         return Prediction.of_profile(profile, depth, cuts, rows, threads, splits=order.splits)
-
-
-def _check_plan(plan: Plan, run: TraceSteps, folder: RecordedRun | None, file: Path) -> None:
-    """Raise ArgumentError if a run visibly did not follow this plan."""
-    order, choice = run.typical.slowest.schedule, plan.choice
-    about, remedy = None if folder is None else folder.about, "Pass the plan of the run, or omit --plan"
-    run_names = {order.name} & {*names()} if about is None else {about.schedule}
-    run_sizes = [order.ranks, order.placement.depth, order.microbatches]
-    plan_sizes = [choice.ranks, choice.stages, choice.microbatches]
-    cuts = None if about is None else [*about.cuts]
-    if run_sizes != plan_sizes or not run_names <= {choice.schedule} or cuts not in (None, [*plan.cuts]):
-        raise ArgumentError(
-            f"--plan {file}: the run, {_describe(order.name, run_sizes, cuts)}, did not follow it: "
-            f"{_describe(choice.schedule, plan_sizes, plan.cuts)}. {remedy}"
-        )
-    if plan.made_for is not None and about is not None and about.parameters:
-        size = sum(prod(shape) for shape in plan.made_for.parameters.values())
-        if size != about.parameters:
-            raise ArgumentError(
-                f"--plan {file}: it is for a model of {size:,} parameters, and the run's, {about.model}, has "
-                f"{about.parameters:,}. {remedy}"
-            )
-
-
-def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
-    counts = ", ".join(map(pluralize, sizes, ("rank", "stage", "microbatch")))
-    return f"{schedule} with {counts}" + ("" if cuts is None else f", cut at {', '.join(cuts) or 'nothing'}")
 
 
 def explain(
@@ -134,14 +98,15 @@ def explain(
     Actions of the trace are named by stage, op and microbatch (2F3), as in traces of
     penstock and torch, or described by columns.
     """
+    from penstock.plan.explain import Prediction, load_trace, steps_of_trace
     from penstock.plan.explain import explain as explain_run
-    from penstock.plan.explain import load_trace, steps_of_trace
 
     folder, trace = read_run_folder(run), steps_of_trace(load_trace(run, pattern))
     if step is not None and step != "all" and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = int(step) if step and step != "all" else None
-    explanation = explain_run(trace, step=number, predicted=prediction.of(trace, folder), what_ifs=what_if or ())
+    predicted = prediction.of(trace) or (None if folder is None else Prediction.of_run(folder))
+    explanation = explain_run(trace, step=number, predicted=predicted, what_ifs=what_if or ())
     if as_json:
         print_json(explanation.to_dict())
     else:
@@ -161,14 +126,14 @@ def read_run_folder(paths: Sequence[Path]) -> RecordedRun | None:
 def show(explanation: Explanation, console: Console) -> None:
     """Print the step, what to change first, and where the time went."""
     _show_head(explanation, console)
-    console.print("\n[bold]What to change first[/], and by how much that changes a step")
+    console.print(Text.assemble(("\nWhat to change first", "bold"), ", and by how much that changes a step"))
     console.print(_changes(explanation.advice) if explanation.advice else explanation.nothing)
     if explanation.what_ifs:
-        console.print("\n[bold]What if[/]")
+        console.print("\nWhat if", style="bold")
         console.print(_changes(explanation.what_ifs))
     slowest = f" (replica {explanation.step.slowest.number}, the slowest)" if len(explanation.step.replicas) > 1 else ""
     unit, name = (1.0, "s") if explanation.step.seconds >= 1 else (1e-3, "ms")
-    console.print(f"\n[bold]Where the time went[/], in {name}{slowest}")
+    console.print(Text.assemble(("\nWhere the time went", "bold"), f", in {name}{slowest}"))
     _show_ranks(explanation, unit, console)
     if (bubble := explanation.bubble) is not None:
         text = f"The largest bubble: rank {bubble.rank} waits {duration(bubble.seconds)} before {bubble.before}"
@@ -206,40 +171,13 @@ def _step_variation(explanation: Explanation) -> list[str]:
     return [f"{len(times)} steps take {duration(min(times))} to {duration(max(times))}", *describe(explanation.steps)]
 
 
-def _stragglers(explanation: Explanation) -> list[str]:
-    """Describe the slowdown by stragglers: of ranks, replicas and ops the two that cost most."""
-    slowdowns = explanation.slowdowns
-    if slowdowns is None or slowdowns.step < 1.01:
-        return []
-    replicas = enumerate(slowdowns.by_replica) if len(slowdowns.by_replica) > 1 else ()
-    parts = []
-    for kind, factors in (
-        ("rank ", enumerate(slowdowns.by_rank)),
-        ("replica ", replicas),
-        ("", slowdowns.by_op.items()),
-    ):
-        worst: list[tuple[Any, float]] = sorted(factors, key=lambda pair: -pair[1])[:2]
-        parts.append(", ".join(f"{kind}{name} {times:.2f}x" for name, times in worst if times >= 1.01))
-    alone = "; ".join(filter(None, parts))
-    return [
-        f"straggler slowdown {slowdowns.step:.2f}x (vs. typical op times){'; each alone: ' if alone else ''}{alone}"
-    ]
-
-
-def _vs_prediction(stage: StageTime) -> float:
-    """Return the ratio to the predicted time; infinite if that is 0."""
-    if stage.predicted_seconds:
-        return stage.seconds / stage.predicted_seconds
-    return inf if stage.seconds else 1.0
-
-
 def _show_head(explanation: Explanation, console: Console) -> None:
     step, run = explanation.step, explanation.run
     replicas = f", {pluralize(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
     origin = explanation.origin
     if origin != "measured":
         origin += ", with its costs' unit for a second"
-    console.print(Text(f"{title(step.slowest.schedule)}{replicas}, {origin}", "bold"))
+    console.print(f"{title(step.slowest.schedule)}{replicas}, {origin}", style="bold")
     for note in run.notes:
         console.print(f"note: {note}", style="yellow")
     line = f"a step takes {duration(step.seconds)}"
@@ -251,6 +189,8 @@ def _show_head(explanation: Explanation, console: Console) -> None:
         line += f"; {duration(outside)} outside the pipeline{causes}"
     console.print(line)
     added = {reason.value: value / step.seconds for reason, value in explanation.where.added_seconds.items()}
+    if added["unexplained"] < 0:
+        added["the replay is too slow"] = added.pop("unexplained")
     parts = [f"{name} {share:+.1%}" for name, share in added.items() if abs(share) >= 0.002]
     balanced = f"{duration(explanation.where.even_seconds)} if perfectly balanced"
     console.print(f"of the pipeline's {duration(step.pipeline_seconds)}: {', '.join([balanced, *parts])}")
@@ -258,12 +198,14 @@ def _show_head(explanation: Explanation, console: Console) -> None:
     console.print(
         f"replay error: {explanation.replay_error:+.2%} of the step (worst {explanation.worst_error:.2%}{whole_steps})"
     )
-    for text in (*_stragglers(explanation), *_step_variation(explanation)):
+    slowdown = explanation.slowdowns.describe() if explanation.slowdowns else ""
+    for text in filter(None, (slowdown, *_step_variation(explanation))):
         console.print(text)
     if explanation.predicted_seconds is not None:
-        ratios = ((_vs_prediction(stage), stage) for stage in explanation.stages)
-        ratio, worst = max(ratios, key=lambda pair: abs(pair[0] - 1))
-        error = f"{ratio:.2f}x the prediction" if isfinite(ratio) else f"{duration(worst.seconds)}, predicted 0"
+        worst = max(explanation.stages, key=lambda stage: abs(stage.of_predicted - 1))
+        error = f"{worst.of_predicted:.2f}x the prediction"
+        if not isfinite(worst.of_predicted):
+            error = f"{duration(worst.seconds)}, predicted 0"
         predicted = f"predicted {duration(explanation.predicted_seconds)} for the pipeline"
         console.print(f"{predicted}; largest error at stage {worst.stage}: {error}")
 

@@ -26,6 +26,6 @@ def init(
     }
     width = max(map(len, next_commands))
     console = screen()
-    console.print(f"wrote {file}. Next:", markup=False)
+    console.print(f"wrote {file}. Next:")
     for command, purpose in next_commands.items():
-        console.print(f"  {command:<{width}}  # {purpose}", markup=False)
+        console.print(f"  {command:<{width}}  # {purpose}")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from penstock._base.formatting import collapse_ranges, format_bytes, pluralize
 from penstock.cli._options import JSON, option, print_json, screen
@@ -62,7 +61,7 @@ def inspect(
 def show(inspection: Inspection, console: Console) -> None:
     """Print the tables."""
     size = f"{inspection.parameters:,} parameters, {format_bytes(inspection.parameter_bytes)}"
-    console.print(Text(f"{inspection.model}: {size}, {pluralize(len(inspection.stages), 'stage')}", "bold"))
+    console.print(f"{inspection.model}: {size}, {pluralize(len(inspection.stages), 'stage')}", style="bold")
     piece = "the batch" if inspection.microbatches == 1 else f"one of {inspection.microbatches} microbatches"
     console.print(f"activations and transfers: for {piece}", end="\n\n")
     _show_stages(inspection, console)
@@ -76,7 +75,7 @@ def show(inspection: Inspection, console: Console) -> None:
         columns = {"workspace" if kind == "working" else kind: sizes for kind, sizes in columns.items()}
         print_columns(console, {"rank": range(len(inspection.memory)), **columns})
     for number, line in enumerate(_remarks(inspection)):
-        console.print(Text(line if number else f"\n{line}"), soft_wrap=True)
+        console.print(line if number else f"\n{line}", soft_wrap=True)
 
 
 def _show_stages(inspection: Inspection, console: Console) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_seconds
 from penstock._base.files import check_writable
@@ -63,6 +62,7 @@ def plan(
     it (--device h100) for an estimate. For an analytic transformer model, pass
     --transformer.
     """
+    from penstock.costs.sizes import profile_notes
     from penstock.plan import FixedNumbers, make_plans
     from penstock.plan.remedies import remedies
     from penstock.schedule.generators import schedule_spec
@@ -81,7 +81,7 @@ def plan(
         transformer.check_unused()
         profiles = _profiles(target, profile or [], cluster)
         devices, sizes, link_note = _measured(profiles, cluster)
-        notes = _profile_notes(profiles)
+        notes = profile_notes(profiles)
     result = make_plans(sizes, devices, global_batch_size, fixed, search_seconds=search_time)
     if out is not None and result.best:
         result.best[0].save(out)
@@ -97,9 +97,9 @@ def plan(
                 f"the last of {pluralize(devices.hosts, 'host')} has {extra} of {pluralize(per_host, 'device')}"
             )
         if result.best:
-            notes += _extrapolation_note(sizes, result.best[0].choice.rows)
+            notes += filter(None, [sizes.extrapolation_note(result.best[0].choice.rows)])
         for note in [*([] if paper else cluster.notes), *notes]:
-            console.print(Text(f"note: {note}"), soft_wrap=True)
+            console.print(f"note: {note}", soft_wrap=True)
         if result.best:
             show(result, console, devices)
         elif result.closest is not None:
@@ -131,14 +131,6 @@ def _measured(profiles: Sequence[Profile], cluster: ClusterOptions) -> tuple[Clu
     return devices, Sizes.of(profiles), f"Links were not measured: {note}"
 
 
-def _profile_notes(profiles: Sequence[Profile]) -> list[str]:
-    """Return notes on profiles that were not measured, or not on a quiet machine."""
-    from penstock.costs.sizes import quality_warnings
-
-    notes = (note for profile in profiles for note in profile.notes)
-    return list(dict.fromkeys((*notes, *(note for profile in profiles for note in quality_warnings(profile)))))
-
-
 def _usage(plan: Plan, file: Path) -> str:
     """Return the code with which a script follows the plan."""
     choice = plan.choice
@@ -154,20 +146,6 @@ def _usage(plan: Plan, file: Path) -> str:
         f'  x, y = (whole.chunk({choice.replicas})[mesh.get_local_rank("dp")] for whole in (x, y))\n'
         "  penstock.pipeline(model, (x,), ..., mesh=mesh)"
     )
-
-
-def _extrapolation_note(sizes: Sizes, rows: int) -> list[str]:
-    """Return a note if a microbatch size is outside those of the profiles."""
-    measured = sorted(sizes.profiles)
-    if measured[0] <= rows <= measured[-1]:
-        return []
-    covered = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
-    sizes_to_add = ",".join(map(str, sorted({rows, *measured})))
-    smaller = ", and small microbatches usually take longer" if rows < measured[0] else ""
-    return [
-        f"the best plan has microbatches of {pluralize(rows, 'sample')}, but the profile only of {covered}: times are "
-        f"extrapolated{smaller}; add --microbatch-sizes {sizes_to_add} to `penstock profile` to be sure"
-    ]
 
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:

@@ -8,7 +8,6 @@ from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
@@ -93,20 +92,20 @@ def profile(
     if out is not None:
         measured.save(out)
         uses = f"penstock plan --profile {out}, or penstock.pipeline(..., balance={out!r})"
-        console.print(Text(f"\nwritten to {out}: {uses}"), soft_wrap=True)
+        console.print(f"\nwritten to {out}: {uses}", soft_wrap=True)
 
 
 def show(profile: Profile, console: Console) -> None:
     """Print the units, their totals by microbatch size, the links, and notes on their quality."""
-    from penstock.costs.sizes import quality_warnings
+    from penstock.costs.sizes import profile_notes
 
     inputs = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
     runs = f"{pluralize(profile.runs, 'run')} each" if profile.source == "measured" else "an estimate"
     if profile.action_seconds is not None:
         runs += f"; the runtime adds {1e6 * profile.action_seconds:.0f} us to each forward and backward of a stage"
     head = f"{pluralize(len(profile.units), 'unit')} on {profile.device_name or profile.device}"
-    console.print(Text(f"{head}, {runs}", "bold"), soft_wrap=True)
-    console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
+    console.print(f"{head}, {runs}", style="bold", soft_wrap=True)
+    console.print(f"for one microbatch: {inputs}", end="\n\n", soft_wrap=True)
     _show_units(profile, console)
     if (split := [unit.split for unit in profile.units]) != [*profile.units]:
         forward, inputs, weights = _times(split)
@@ -136,8 +135,8 @@ def show(profile: Profile, console: Console) -> None:
             "GB/s": ["-" if rate is None else f"{rate / 1e9:.3g}" for rate in rates],
         }
         print_columns(console, columns, left=0)
-    for note in (*profile.notes, *quality_warnings(profile)):
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+    for note in profile_notes([profile]):
+        console.print(f"note: {note}", soft_wrap=True)
 
 
 def _times(units: Sequence[UnitCost]) -> list[str]:

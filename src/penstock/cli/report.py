@@ -48,8 +48,8 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        is_default, folder = prediction == PredictionOptions(), read_run_folder(run)
-        text = page(load_contents(run, step, None if is_default else lambda steps: prediction.of(steps, folder)))
+        read_run_folder(run)  # raises if there are several
+        text = page(load_contents(run, step, None if prediction == PredictionOptions() else prediction.of))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock._base.formatting import format_bytes
+from penstock._base.formatting import format_bytes, short_duration
 from penstock.cli._options import JSON, argument, option, print_json, screen
 from penstock.report.text import print_unbroken, table
 
@@ -41,11 +41,9 @@ def runs(
         return
     console = screen()
     if not summaries and words:
-        console.print(f"no run in {folder}/ matches --filter {words!r}", markup=False)
+        console.print(f"no run in {folder}/ matches --filter {words!r}")
     elif not summaries and not damaged:
-        console.print(
-            f"no runs in {folder}/: penstock.pipeline(..., run_dir='{folder}/NAME') records one", markup=False
-        )
+        console.print(f"no runs in {folder}/: penstock.pipeline(..., run_dir='{folder}/NAME') records one")
     if summaries:
         heads = ("run", "model", "schedule", "ranks", "micro-\nbatches", "step", "step time", "loss", "bubble")
         lines = table(*heads, "state", "started", left=3)
@@ -53,12 +51,11 @@ def runs(
             lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
         print_unbroken(console, lines)
     for error in damaged:
-        console.print(error, style="red", markup=False)
+        console.print(error, style="red")
 
 
 def figures(run: RunSnapshot) -> dict[str, str]:
     """Return the metrics of a run to compare, as text."""
-    from penstock.trace.runs.progress import format_duration
 
     def text(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else form(value)
@@ -66,7 +63,7 @@ def figures(run: RunSnapshot) -> dict[str, str]:
     progress = run.progress
     return {
         "steps": text(progress and progress.step, "{:,}".format),
-        "step time": text(progress and progress.seconds, format_duration),
+        "step time": text(progress and progress.seconds, short_duration),
         "samples/s": text(progress and progress.rows_per_second, "{:,.4g}".format),
         "loss": text(progress and progress.loss, lambda loss: f"{loss:#.4g}".removesuffix(".")),
         "bubble": text(progress and progress.bubble, "{:.0%}".format),

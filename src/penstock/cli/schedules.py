@@ -47,7 +47,7 @@ def schedules(as_json: bool = output_option("Print only one JSON list.", "--json
     }
     print_columns(console, columns, left=4)
     console.print()
-    console.print(_SYMBOLS, style="dim", markup=False)
+    console.print(_SYMBOLS, style="dim")
 
 
 def _describe(entry: ScheduleSpec) -> dict[str, Any]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock._base.errors import ArgumentError, check_counts
 from penstock._base.files import check_writable
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import CUT, JSON, REQUIRED, options_on, output_option, print_json, screen
-from penstock.cli._outcome import format_all, show
+from penstock.cli._outcome import show
 from penstock.cli._schedule_options import check_search_size
 from penstock.costs import Outcome
-from penstock.costs.search import describe_placement, place, search_with, shorter_elsewhere
+from penstock.costs.search import ShorterSchedule, describe_placement, place, search_with, shorter_elsewhere
+from penstock.report.text import format_all
 from penstock.schedule import MICROBATCHES, write_csv
 from penstock.schedule.generators import ScheduleParams
-from penstock.simulate.figures import chunks
 
 if TYPE_CHECKING:
     from penstock.simulate.search import SearchResult
@@ -80,8 +80,7 @@ def search(
     placement = place(options.placement, options.ranks, options.chunks())
     settings = {"objective": options.objective, "seconds": options.time_limit, "seed": options.seed}
     result = search_with(stage_costs, placement, options.microbatches, limit, **settings)
-    other = shorter_elsewhere(result, stage_costs, limit)
-    elsewhere = None if other is None else _alternative(result, other)
+    elsewhere = shorter_elsewhere(result, stage_costs, limit)
     outcome = Outcome(result.schedule, stage_costs.of(result.schedule), result.timeline, costs=stage_costs)
     if as_json:
         metrics = {
@@ -93,7 +92,7 @@ def search(
             "best_by_name": result.baseline,
             "best_by_name_objective": result.baseline_seconds if result.baseline else None,
             "placement": options.placement,
-            "shorter_elsewhere": elsewhere,
+            "shorter_elsewhere": None if elsewhere is None else asdict(elsewhere),
         }
         print_json(outcome.to_dict() | metrics)
     else:
@@ -102,22 +101,7 @@ def search(
         write_csv(result.schedule, out)
 
 
-def _alternative(result: SearchResult, other: Outcome) -> dict[str, Any]:
-    """Describe a shorter schedule elsewhere. `share`: the cost of one of its stages, relative to the search's."""
-    from penstock.simulate.search.result import objective_of
-
-    count, where = chunks(other.schedule), describe_placement(other.schedule.placement)
-    loop = f"--placement loop --stages-per-rank {count}" if count > 1 else "--placement loop"
-    return {
-        "name": other.schedule.name,
-        "seconds": objective_of(other.timeline, result.objective),
-        "where": where,
-        "option": "--placement v" if where == "on a V" else loop,
-        "share": chunks(result.schedule) / count,
-    }
-
-
-def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured: bool) -> dict[str, str]:
+def _summary(result: SearchResult, elsewhere: ShorterSchedule | None, *, measured: bool) -> dict[str, str]:
     """Return the lines that a search adds to its schedule's metrics. `measured`: costs are cut for each placement."""
     where, (bound,) = describe_placement(result.schedule.placement), format_all([result.lower_bound_seconds])
     lines = {
@@ -132,9 +116,9 @@ def _summary(result: SearchResult, elsewhere: dict[str, Any] | None, *, measured
         )
         lines["best named"] = f"{result.baseline}: {difference}"
     if elsewhere is not None:
-        saved, (seconds,) = 1 - elsewhere["seconds"] / result.objective_seconds, format_all([elsewhere["seconds"]])
-        text = f"{elsewhere['name']} {elsewhere['where']} is {saved:.1%} shorter: {seconds}; use {elsewhere['option']}"
-        if elsewhere["share"] != 1 and not measured:
-            text += f", and multiply the costs by {elsewhere['share']:g}, since they are per stage"
+        saved, (seconds,) = 1 - elsewhere.seconds / result.objective_seconds, format_all([elsewhere.seconds])
+        text = f"{elsewhere.name} {elsewhere.where} is {saved:.1%} shorter: {seconds}; use {elsewhere.option}"
+        if elsewhere.share != 1 and not measured:
+            text += f", and multiply the costs by {elsewhere.share:g}, since they are per stage"
         lines["alternative"] = text
     return lines

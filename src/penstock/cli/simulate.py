@@ -15,11 +15,11 @@ from penstock._base.formatting import pluralize
 from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._options import JSON, output_option, print_json, screen
-from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, format_all, show, shown_causes
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, show, shown_causes
 from penstock.cli._schedule_options import ScheduleOptions, Sized
 from penstock.costs import Costs, Outcome, with_one_model
 from penstock.report import write_perfetto
-from penstock.report.text import pairs, print_columns
+from penstock.report.text import format_all, pairs, print_columns
 from penstock.schedule import generate
 from penstock.simulate import NO_COST
 from penstock.simulate import simulate as timeline_of
@@ -104,7 +104,7 @@ def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: 
     """Print a row per schedule, then the schedules that the numbers do not allow, with the reasons."""
     schedule = outcomes[0].schedule
     numbers = f"p = {pluralize(schedule.ranks, 'rank')}, m = {pluralize(schedule.microbatches, 'microbatch')}"
-    console.print(f"[bold]{numbers}; the shortest span first[/]")
+    console.print(f"{numbers}; the shortest span first", style="bold")
     _show_costs(outcomes[0].costs, _WITH_ONE_SIZE, console)
     console.print()
     columns: dict[str, Sequence[object]] = {
@@ -120,7 +120,7 @@ def _show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: 
         columns[HEADS[cause]] = [f"{100 * t / (makespan * schedule.ranks):.1f}" if t else "-" for t, makespan in idle]
     print_columns(console, columns)
     if reasons:
-        console.print("\n[bold]Not possible with these numbers[/]")
+        console.print("\nNot possible with these numbers", style="bold")
         console.print(pairs(reasons.items()))
     console.print(
         f"\nvpp: stages per rank. Bubble: idle share of the span.\n"
@@ -141,12 +141,12 @@ def _sweep(requested: ScheduleOptions, costs: Costs, *, as_json: bool) -> None:
         print_json({"sweep": [*cells.values()], "not_allowed": not_allowed})
         return
     console = screen()
-    console.print("[bold]Speedup over one device (and parallel efficiency)[/]")
+    console.print("Speedup over one device (and parallel efficiency)", style="bold")
     _show_costs(costs, _WITH_SEVERAL_SIZES, console)
     all_ranks = sorted({p for _, p, _ in (*cells, *refused)})
     all_microbatches = sorted({m for _, _, m in (*cells, *refused)})
     for name in dict.fromkeys(name for name, *_ in cells):
-        console.print(f"\n[bold]{name}[/]")
+        console.print(f"\n{name}", style="bold")
         columns = {
             f"m = {m}": [
                 "{speedup:.2f} ({efficiency:.0%})".format(**cell) if (cell := cells.get((name, p, m))) else "-"
@@ -156,7 +156,7 @@ def _sweep(requested: ScheduleOptions, costs: Costs, *, as_json: bool) -> None:
         }
         print_columns(console, {"ranks": all_ranks, **columns}, left=0)
     if refused:
-        console.print("\n[bold]Not possible[/]")
+        console.print("\nNot possible", style="bold")
     by_reason: defaultdict[tuple[str, str], list[Sized]] = defaultdict(list)
     for sized, reason in refused.items():
         by_reason[sized[0], reason].append(sized)

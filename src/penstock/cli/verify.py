@@ -304,7 +304,7 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     full_batch = report["full_batch"]
     explained = f"full batch: {full_batch['text']}" if full_batch and full_batch["verdict"] == "explained" else ""
     for text in filter(None, (notes, explained, f"{report['schedule']}, {sizes}: {report['summary']}")):
-        console.print(f"\n{text}", soft_wrap=True, markup=False)
+        console.print(f"\n{text}", soft_wrap=True)
 
 
 def _fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

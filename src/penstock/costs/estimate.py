@@ -44,9 +44,7 @@ def estimate(counted: Profile, device: DeviceSpec, efficiency: Efficiency = DEFA
     )
 
 
-def fit_efficiency(
-    measured: Iterable[Profile], device: DeviceSpec, start: Efficiency = DEFAULT_EFFICIENCY
-) -> Efficiency:
+def fit_efficiency(measured: Iterable[Profile], device: DeviceSpec) -> Efficiency:
     """Fit the constants with which estimates are closest to what these profiles measured on devices of this kind.
 
     Raises:
@@ -64,7 +62,7 @@ def fit_efficiency(
             )
         for size in profile.each_size:
             measurements += _measurements(size.units)
-    return calibrate(measurements, device, start)
+    return calibrate(measurements, device, DEFAULT_EFFICIENCY)
 
 
 def _estimate_units(units: Sequence[UnitCost], device: DeviceSpec, efficiency: Efficiency) -> tuple[UnitCost, ...]:

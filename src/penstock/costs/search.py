@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock._base.errors import ArgumentError
@@ -56,15 +57,28 @@ def search_with(
     return search(placement, microbatches, constant, costs.links, memory_limit=limit, **settings)
 
 
-def shorter_elsewhere(result: SearchResult, costs: Costs, activation_limit: float | None) -> Outcome | None:
+@dataclass(frozen=True, slots=True)
+class ShorterSchedule:
+    """A named schedule that is shorter on another placement than a search's: where that is, in words and as an option
+    of `penstock search`; `share`: the cost of one of its stages, relative to the search's."""
+
+    name: str
+    seconds: float
+    where: str
+    option: str
+    share: float
+
+
+def shorter_elsewhere(result: SearchResult, costs: Costs, activation_limit: float | None) -> ShorterSchedule | None:
     """Return the shortest named schedule on another placement that the search could try, if it trains the same model
     faster within the limit."""
     from penstock.simulate.search.result import objective_of
 
-    placement, rank_costs = result.schedule.placement, costs.of_ranks(chunks(result.schedule))
+    placement, own_chunks = result.schedule.placement, chunks(result.schedule)
+    rank_costs = costs.of_ranks(own_chunks)
     max_activations = math.inf if activation_limit is None else activation_limit * (1 + _SLACK)
     limit = result.objective_seconds * (1 - _SLACK)
-    best: Outcome | None = None
+    best: ShorterSchedule | None = None
     for entry in schedule_specs():
         try:
             schedule = generate(entry.name, placement.ranks, result.schedule.microbatches)
@@ -76,5 +90,8 @@ def shorter_elsewhere(result: SearchResult, costs: Costs, activation_limit: floa
             continue
         seconds = objective_of(outcome.timeline, result.objective)
         if seconds < limit and max(outcome.peak_activations) <= max_activations:
-            limit, best = seconds, outcome
+            limit, where, count = seconds, describe_placement(schedule.placement), chunks(schedule)
+            loop = f"loop --stages-per-rank {count}" if count > 1 else "loop"
+            option = f"--placement {'v' if where == 'on a V' else loop}"
+            best = ShorterSchedule(schedule.name, seconds, where, option, own_chunks / count)
     return best

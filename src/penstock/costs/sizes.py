@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -114,6 +114,19 @@ class Sizes:
             return tuple(map(_raise_to, interpolated, proportional))
         return tuple(interpolated)
 
+    def extrapolation_note(self, rows: int) -> str:
+        """Return a note on a plan whose microbatch size is outside the measured ones; empty if it is not."""
+        measured = sorted(self.profiles)
+        if measured[0] <= rows <= measured[-1]:
+            return ""
+        covered = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
+        sizes_to_add = ",".join(map(str, sorted({rows, *measured})))
+        smaller = ", and small microbatches usually take longer" if rows < measured[0] else ""
+        return (
+            f"the best plan has microbatches of {pluralize(rows, 'sample')}, but the profile only of {covered}: times "
+            f"are extrapolated{smaller}; add --microbatch-sizes {sizes_to_add} to `penstock profile` to be sure"
+        )
+
 
 def measured_rows(profile: Profile) -> int:
     """Return the microbatch size that was measured; if the profile does not say, the first dimension of most inputs.
@@ -196,6 +209,12 @@ def quality_warnings(profile: Profile) -> tuple[str, ...]:
                 "something else ran; measure again"
             )
     return tuple(warnings)
+
+
+def profile_notes(profiles: Sequence[Profile]) -> list[str]:
+    """Return the notes of profiles and the warnings on their quality, each once."""
+    warnings = (note for profile in profiles for note in quality_warnings(profile))
+    return [*dict.fromkeys((*(note for profile in profiles for note in profile.notes), *warnings))]
 
 
 def _seconds(size: Profile) -> float:

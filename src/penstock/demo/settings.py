@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock._base.errors import ArgumentError, check_counts
-from penstock.schedule import MICROBATCHES, Schedule, generate
+from penstock._base.formatting import pluralize
+from penstock.schedule import MICROBATCHES, Schedule, generate, grid
 
 LAYERS = 4
 PARAMETERS = 1_853_568
@@ -55,6 +56,24 @@ class Settings:
         if self.out.exists() and not self.out.is_dir():
             raise ArgumentError(f"--out {self.out}: this is a file; pass a folder")
         return generate(self.schedule, self.ranks, self.microbatches)
+
+    def introduction(self) -> str:
+        """Describe the demo in 80 columns. Raise ArgumentError if an option is out of range."""
+        schedule, p = self.order(), self.ranks
+        split = "in one process" if p == 1 else f"split over {p} processes"
+        return f"""\
+penstock demo: a small GPT learns Python, {split}
+
+  model     {LAYERS} transformer blocks, {PARAMETERS / 1e6:.1f} million parameters, dropout 0.1;
+            it reads bytes; embedding and output layer share their weights
+  text      the source files of Python's standard library, 8 MB
+  batch     {ROWS} rows of {CONTEXT} bytes, cut into m = {pluralize(self.microbatches, "microbatch")}
+  pipeline  p = {pluralize(p, "rank")} (processes), schedule {self.schedule}; in slots of equal length:
+
+{grid(schedule, width=80)}
+
+  F: forward, B: backward, then the microbatch; a dot is a slot in which the
+  rank waits. All the dots together are the bubble."""
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments for `python -m penstock.demo`."""

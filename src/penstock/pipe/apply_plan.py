@@ -47,10 +47,9 @@ class AppliedPlan:
         Raises:
             ArgumentError: it is no plan, or was given together with an argument that it decides.
         """
-        path = os.environ.get(VARIABLE)
-        if plan is None and not path:
+        source = (os.environ.get(VARIABLE) or None) if plan is None else plan
+        if source is None:
             return cls(None)
-        source = path if plan is None else plan
         if not isinstance(source, (Plan, str, os.PathLike)):
             raise ArgumentError(
                 f"plan={source!r}: expected a penstock.plan.Plan, or the path of one (`penstock plan --out`)"
@@ -60,7 +59,7 @@ class AppliedPlan:
         if conflicts and plan is not None:
             raise ArgumentError(f"plan= already decides {', '.join(conflicts)}; pass only one of the two")
         if conflicts:
-            warn(f"{', '.join(conflicts)}: overridden by the plan {path} of penstock run")
+            _warn(f"{', '.join(conflicts)}: overridden by the plan {source} of penstock run")
         return cls(loaded)
 
     @property
@@ -96,36 +95,32 @@ class AppliedPlan:
         if self.plan is None:
             return
         choice = self.plan.choice
-        if self.plan.made_for is not None:
-            made_for = self.plan.made_for
-            fingerprint = compute_fingerprint(
-                as_module(model), made_for.device if device_type == "meta" else device_type
-            )
-            if difference := first_difference(made_for, fingerprint):
+        if (made_for := self.plan.made_for) is not None:
+            device_type = made_for.device if device_type == "meta" else device_type
+            if difference := first_difference(made_for, compute_fingerprint(as_module(model), device_type)):
                 raise PlanError(
                     f"plan= is not for this model on this device: {difference}; make a plan of this one with "
                     "`penstock plan`"
                 )
-            planned, threads = made_for.threads, torch.get_num_threads()
-            if planned not in (0, threads):
-                warn(
-                    f"the plan's times are of {pluralize(planned, 'thread')} per rank, and this one has {threads}: "
-                    f"steps will not take what it predicts; profile with --threads {threads} while nothing else runs, "
-                    "and plan again"
+            if made_for.threads not in (0, threads := torch.get_num_threads()):
+                _warn(
+                    f"the plan's times are of {pluralize(made_for.threads, 'thread')} per rank, and this one has "
+                    f"{threads}: steps will not take what it predicts; profile with --threads {threads} while nothing "
+                    "else runs, and plan again",
+                    "LOCAL_RANK",
                 )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"
             if choice.replicas > 1:
-                start = (
-                    "" if world.ranks * world.data_parallel == choice.devices else f"start {choice.devices} processes, "
-                )
-                remedy = f"{start}pass mesh={self.plan.mesh}, and each replica its own rows of the batch"
+                remedy = f"pass mesh={self.plan.mesh}, and each replica its own rows of the batch"
+                if world.ranks * world.data_parallel != choice.devices:
+                    remedy = f"start {choice.devices} processes, {remedy}"
             raise PlanError(
                 f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
                 f"{world.data_parallel} x {world.ranks}: {remedy}"
             )
         if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
-            warn(
+            _warn(
                 "the processes are not arranged as in the plan, so that it may be slower than predicted: pass "
                 f"mesh={self.plan.mesh}"
             )
@@ -136,7 +131,13 @@ class AppliedPlan:
             return
         planned, actual = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
         if actual != planned:
-            warn(
+            _warn(
                 f"the plan is for microbatches of {pluralize(planned, 'row')}, and the example's have {actual}: times "
                 "and memory will not be as planned; make a plan for this batch with `penstock plan --global-batch-size`"
             )
+
+
+def _warn(message: str, number: str = "RANK") -> None:
+    """Warn in the first process of a job, or by LOCAL_RANK of each host: all others would say the same."""
+    if os.environ.get(number, "0") == "0":
+        warn(message)

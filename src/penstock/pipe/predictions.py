@@ -1,6 +1,6 @@
 """What is known of a run before its first step: how long one should take, and what each rank should hold.
 
-Memory is what forwards and backwards make on fake tensors, added up by the simulator.
+Memory is what forwards and backwards make on fake tensors, added up in the order of each rank's actions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.plan.activation_policy import Transient, transient_by_rank
 from penstock.schedule import Schedule, drop_backward
-from penstock.simulate import LinkCost, StageCost, memory, simulate
+from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.memory_use import activations_by_action
 from penstock.trace.runs.reader import RecordedPrediction
 
 
@@ -93,7 +94,7 @@ def predict_rank_memory(
         complete = [Footprint(size, f.kept + f.working - size) for size, f in zip(received, complete, strict=True)]
     activations = _net_activations(complete, input_bytes)
     costs = [StageCost(1, 1, 1, activation_bytes=size, weight_gradient_bytes=size) for size in activations]
-    peaks = [rank_memory.peak_activations for rank_memory in memory(order, costs, simulate(order, costs))]
+    peaks = [held.max(initial=0.0) for held, _ in activations_by_action(order, costs)]
     placement, depth = order.placement, order.placement.depth
     transients = [Transient(f.working, size) for f, size in zip(complete, input_bytes, strict=True)]
     by_rank = transient_by_rank(placement, order.microbatches, transients)

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs import UnitCost, kept_bytes, tied_bytes_overcount
-from penstock.schedule import Action, Op, Placement, Row, Schedule, stages_with_backward
+from penstock.schedule import Action, Op, Placement, Row, Schedule
 from penstock.schedule.activations import offload_trips, recomputed_microbatches
 from penstock.simulate import StageCost
 from penstock.simulate.computations import IS_COMPUTE, column
 from penstock.simulate.costs import LinkCost, StageCosts
-from penstock.simulate.memory_use import allocation_table
+from penstock.simulate.memory_use import activations_by_action
 
 Floats = NDArray[np.float64]
 
@@ -101,23 +101,21 @@ def tied_overcounts(placement: Placement, pieces: Sequence[Sequence[UnitCost]]) 
 def peaks_if_all_kept(schedule: Schedule, costs: Sequence[StageCost], transient: Sequence[Transient]) -> list[float]:
     """Return the memory of each rank if every stage keeps its activations, without the batch. `costs`, `transient`: of
     each stage of one copy."""
-    placement, peaks = schedule.placement, []
-    stage_costs = [(cost,) for cost in costs] * placement.pipelines
-    changes = allocation_table(stage_costs, stages_with_backward(schedule))[0, ..., 0]
-    for row, stages in zip(schedule.rows, placement.by_rank, strict=True):
-        op, stage = _computations(row)
-        allocated, freed = changes[:, op, stage]
-        activations = np.cumsum(allocated) - np.cumsum(freed) + freed
-        rank_costs = [costs[stage % placement.depth] for stage in stages]
+    peaks, held = [], activations_by_action(schedule, costs)
+    for row, stages, (activations, _) in zip(schedule.rows, schedule.placement.by_rank, held, strict=True):
+        rank_costs = [costs[stage % len(costs)] for stage in stages]
         static_bytes = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in rank_costs)
-        peaks.append(static_bytes + float((activations + transient_bytes(row, costs, transient)).max(initial=0.0)))
+        usage = activations[IS_COMPUTE[column(row.op)]] + transient_bytes(row, costs, transient)
+        peaks.append(static_bytes + float(usage.max(initial=0.0)))
     return peaks
 
 
 def transient_bytes(row: Row, costs: Sequence[StageCost], transient: Sequence[Transient]) -> Floats:
     """Return the gradients of a rank's parameters, from each stage's first backward on, and the transient memory of the
     running computation. An optimizer drops gradients before each step: `zero_grad` does by default."""
-    op, stage = _computations(row)
+    op = column(row.op)
+    computes = IS_COMPUTE[op]
+    op, stage = op[computes], column(row.stage)[computes]
     workspace = np.array([entry.working for entry in transient])[stage % len(costs)]
     gradients = np.zeros(len(op))
     for number in np.unique(stage).tolist():
@@ -134,12 +132,6 @@ def transient_bytes(row: Row, costs: Sequence[StageCost], transient: Sequence[Tr
             gradients[backward[0] + 1 :] += memory.early_bytes
             gradients[weights[0] + 1 :] += size - memory.early_bytes
     return np.asarray(workspace + gradients)
-
-
-def _computations(row: Row) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
-    op = column(row.op)
-    chosen = IS_COMPUTE[op]
-    return op[chosen], column(row.stage)[chosen]
 
 
 MAX_COMBINATIONS = 4096

@@ -1,8 +1,9 @@
-"""Tables for a terminal, none of whose cells is cut off."""
+"""Tables for a terminal, none of whose cells is cut off, and numbers in columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def print_unbroken(console: Console, grid: Table) -> None:
 
     if table_width(grid, console) > console.width:
         grid.padding = (0, 1, 0, 0)
-    Console(file=console.file, highlight=False, width=max(table_width(grid, console), console.width)).print(grid)
+    width = max(table_width(grid, console), console.width)
+    Console(file=console.file, highlight=False, markup=False, emoji=False, width=width).print(grid)
 
 
 def columns_table(columns: Mapping[str, Iterable[object]], left: int = 1) -> Table:
@@ -64,3 +66,29 @@ def columns_table(columns: Mapping[str, Iterable[object]], left: int = 1) -> Tab
 def print_columns(console: Console, columns: Mapping[str, Iterable[object]], left: int = 1) -> None:
     """Print a table of these columns, unbroken."""
     print_unbroken(console, columns_table(columns, left))
+
+
+_MIN, _MAX = 1e-12, 1e18
+"""Range of the largest number for which no exponent is written."""
+
+
+def make_format(values: Sequence[float], max_decimals: int | None = None) -> Callable[[float], str]:
+    """Return the format for some numbers, with the decimals that they need.
+
+    `max_decimals` defaults to five significant digits of the largest number. Numbers that are too small or large for
+    that get five digits and an exponent.
+    """
+    largest = max(map(abs, values), default=0.0)
+    if largest and not _MIN <= largest < _MAX:
+        return lambda value: f"{value:.5g}"
+    if max_decimals is None:
+        max_decimals = max(0, 4 - math.floor(math.log10(largest))) if largest else 0
+    slack = largest * 1e-9
+    exact = (d for d in range(max_decimals) if all(abs(round(value, d) - value) <= slack for value in values))
+    decimals = next(exact, max_decimals)
+    return lambda value: f"{value:,.{decimals}f}"
+
+
+def format_all(values: Sequence[float], max_decimals: int | None = None) -> list[str]:
+    """Format each number in the common format of all."""
+    return [*map(make_format(values, max_decimals), values)]

@@ -141,16 +141,21 @@ def memory_after_actions(schedule: Schedule, activations: Sequence[int], static:
         activations: for each stage, what a microbatch keeps from forward to backward.
         static: for each stage, what it holds all the time.
     """
-    placement, depth = schedule.placement, len(static)
-    costs = [(StageCost(0, 0, 0, activation_bytes=size, weight_gradient_bytes=size),) for size in activations]
-    costs *= placement.stages // depth
-    allocated, freed = allocation_table(costs, stages_with_backward(schedule))[0, ..., 0]
-    by_rank = []
-    for row, stages in zip(schedule.rows, placement.by_rank, strict=True):
-        static_bytes = sum(static[stage % depth] for stage in stages)
-        usage = static_bytes + np.cumsum((allocated - freed)[column(row.op), column(row.stage)])
-        by_rank.append(usage.astype(int).tolist())
-    return by_rank
+    costs = [StageCost(0, 0, 0, activation_bytes=size, weight_gradient_bytes=size) for size in activations]
+    held = zip(schedule.placement.by_rank, activations_by_action(schedule, costs), strict=True)
+    static_bytes = ((sum(static[stage % len(static)] for stage in stages), after) for stages, (_, after) in held)
+    return [(size + after).astype(int).tolist() for size, after in static_bytes]
+
+
+def activations_by_action(schedule: Schedule, costs: Sequence[StageCost]) -> Iterator[tuple[Floats, Floats]]:
+    """Yield, for each rank, what activations take during each of its actions, and after it. `costs`: of each stage of
+    one copy."""
+    by_stage = [(cost,) for cost in costs] * schedule.placement.pipelines
+    table = allocation_table(by_stage, stages_with_backward(schedule))[0, ..., 0]
+    for row in schedule.rows:
+        allocated, freed = table[:, column(row.op), column(row.stage)]
+        after = np.cumsum(allocated - freed)
+        yield after + freed, after
 
 
 _GATHERS = (Op.UNSHARD.code, Op.RESHARD.code)

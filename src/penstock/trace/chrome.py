@@ -6,7 +6,6 @@ import bisect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from operator import itemgetter
 from re import Pattern
 from typing import Any
@@ -142,33 +141,23 @@ def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
 
 
 def _complete_events(events: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Events with a start and a duration; a begin (B) and its end (E) become one."""
+    """Events with a start and a duration; a begin (B) becomes one with its end (E), the next of its name or at all."""
     complete: list[Mapping[str, Any]] = []
     open_ranges: defaultdict[tuple[int | str, int | str], list[Mapping[str, Any]]] = defaultdict(list)
     timed = (event for event in events if isinstance(event, dict) and _is_time(event.get("ts")))
-    for _, simultaneous in groupby(sorted(timed, key=_timestamp), key=_timestamp):
-        ends = []
-        for event in simultaneous:
-            if event.get("ph") == "X":
-                complete.append(event)
-            elif event.get("ph") == "B":
-                open_ranges[_id(event, "pid"), _id(event, "tid")].append(event)
-            elif event.get("ph") == "E":
-                ends.append(event)
-        for end in ends:  # only now: what is shorter than the clock's tick ends when it begins
-            if stack := open_ranges[_id(end, "pid"), _id(end, "tid")]:
-                innermost = stack[-_MAX_OPEN:]
-                begin = stack.pop(_find_begin(end, innermost) - len(innermost))
-                complete.append({**begin, "dur": end["ts"] - begin["ts"]})
+    for event in sorted(timed, key=_timestamp):  # in the file's order where times are equal
+        if event.get("ph") == "X":
+            complete.append(event)
+            continue
+        thread = open_ranges[_id(event, "pid"), _id(event, "tid")]
+        if event.get("ph") == "B":
+            thread.append(event)
+        elif event.get("ph") == "E" and thread:
+            innermost = thread[: -_MAX_OPEN - 1 : -1]
+            same_name = (n for n, begin in enumerate(innermost) if begin.get("name") == event.get("name"))
+            begin = thread.pop(-1 - next(same_name, 0))
+            complete.append({**begin, "dur": event["ts"] - begin["ts"]})
     return sorted(complete, key=_timestamp)
-
-
-def _find_begin(end: Mapping[str, Any], ranges: Sequence[Mapping[str, Any]]) -> int:
-    """Return which of the open ranges ends: the innermost of its name, or of all, that began before, or else just
-    now."""
-    same_name = [i for i, event in enumerate(ranges) if event.get("name") == end.get("name")] or [*range(len(ranges))]
-    before = [i for i in same_name if _timestamp(ranges[i]) < _timestamp(end)]
-    return (before or same_name)[-1]
 
 
 def _timestamp(event: Mapping[str, Any]) -> float:

@@ -30,7 +30,8 @@ from scaffolding.nanoseconds import merged
 
 
 def trial_of(measured: Timeline, *, shared: bool = False, predicted: Prediction | None = None) -> WhatIfContext:
-    return WhatIfContext.from_step(steps_of_trace(recorded(measured)).typical, predicted, shared=shared)
+    trial = WhatIfContext.from_step(steps_of_trace(recorded(measured)).typical, predicted)
+    return replace(trial, shared=shared)
 
 
 def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Prediction:
@@ -150,6 +151,9 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
     assert known.step_seconds == pytest.approx(repaired)
     assert known.error < 0.01
     assert not advice(explain(measured, predicted=profile(1.5)), "zb-")
+    slow = recorded(timeline(lambda s, k: 2.0, lambda s, k: 4.0))  # so the profile is of something else
+    (unsure,) = advice(explain(slow, predicted=profile(1.5)), "schedule zb-h1")
+    assert unsure.claim.startswith("at most -")
     (wider,) = advice(explain(measured, predicted=profile(1.05, spread=0.1)), "schedule zb-h1")
     assert wider.error > known.error + 0.02
     (widest,) = advice(explain(measured, predicted=profile(1.05, spread=0.5)), "schedule zb-h1")
@@ -329,6 +333,19 @@ def test_a_trace_of_actions_that_overlap_has_the_schedules_name(name: str) -> No
     ran = schedule.with_rows([*row] for row in schedule.rows)
     found = explain(recorded(simulate(ran, StageCost(1.0, 1.0, 1.0), LinkCost(0.02))))
     assert found.step.slowest.schedule.name == name
+
+
+def test_a_profile_that_is_off_does_not_silence_a_heavy_stage() -> None:
+    """It has one unit a stage, so no better cut."""
+
+    def advised(times: float) -> list[Change]:
+        heavy = timeline(lambda s, k: times if s == 2 else 1.0, lambda s, k: 2 * times if s == 2 else 2.0)
+        return advice(explain(recorded(heavy), predicted=profile()), "stage 2 takes")
+
+    assert not advised(1.3)
+    (found,) = advised(2.0)
+    assert found.claim.startswith("at most -")
+    assert "no better cut, but stages took 1.00 to 2.00 times what it says" in found.note
 
 
 def test_a_prediction_that_is_far_off_is_said_first() -> None:

@@ -45,7 +45,8 @@ class TimeBreakdown:
 
     Attributes:
         even_seconds: the pipeline's time with stages, ranks and microbatches alike and nothing between actions.
-        added_seconds: what each reason adds, in the order in which they were added; may be below 0.
+        added_seconds: what each reason adds, in the order in which they were added; may be below 0. What is unexplained
+            is the measured time less the replay's.
         ranks: of the slowest replica.
     """
 

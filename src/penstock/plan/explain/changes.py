@@ -23,6 +23,8 @@ from penstock.simulate.memory_use import memory_after_actions
 from penstock.trace.measured import Replica, Step
 from penstock.trace.runs.about import RunInfo
 
+LARGE_ERROR = 0.25
+"""A prediction that is wrong by this fraction is reported in the first note, and its costs are not relied on."""
 MIN_GAIN = 0.005
 """Changes that save a smaller fraction of a step than this are not listed."""
 _MIN_SHARE = 1 / 3
@@ -49,20 +51,14 @@ class WhatIfContext:
 
     @classmethod
     def from_step(
-        cls,
-        step: Step,
-        predicted: Prediction | None = None,
-        *,
-        shared: bool = False,
-        rolled: int = 0,
-        typical: bool = False,
+        cls, step: Step, predicted: Prediction | None = None, *, rolled: int = 0, typical: bool = False
     ) -> WhatIfContext:
         """Build the trial of a step. `rolled`: as if its microbatches had come this many places later; `typical`: as if
         none of its actions had been an outlier."""
         factors = fit_factors(step.replicas)
         seconds = np.roll(factors.by_microbatch if typical else factors.seconds, rolled, axis=3)
         factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
-        return cls(step, factors, build_replay(step, seconds), predicted, shared)
+        return cls(step, factors, build_replay(step, seconds), predicted)
 
     @property
     def slowest(self) -> Replica:
@@ -116,8 +112,11 @@ class WhatIfContext:
 
     @property
     def price(self) -> tuple[Price, ...] | None:
-        """The cost of splitting a backward, by the profile."""
-        return self.predicted.price if self.predicted else None
+        """The cost of splitting a backward, by a profile whose stages take what they took in the run."""
+        if self.predicted is None:
+            return None
+        took, expected = self.totals[: len(self.predicted.stage_seconds)].sum(), sum(self.predicted.stage_seconds)
+        return self.predicted.price if abs(took - expected) < LARGE_ERROR * took else None
 
     @property
     def totals(self) -> Floats:
@@ -214,26 +213,33 @@ def _suggest_cut(trial: WhatIfContext) -> Iterator[Change]:
     stage = int(np.argmax(totals))
     if not mean or totals[stage] < _UNEVEN_FACTOR * mean:
         return
-    rank = placement.rank_of[stage]
-    finding = f"stage {stage} takes {totals[stage] / mean:.2f} times the mean (rank {rank})"
+    finding = f"stage {stage} takes {totals[stage] / mean:.2f} times the mean (rank {placement.rank_of[stage]})"
     prediction = trial.predicted
-    if prediction is None or not prediction.units or prediction.unlikely(list(totals)):
-        option = "--profile" if prediction is None or not prediction.units else "--cuts"
-        note = _add_doubt(trial, f"if stages were even; pass {option} to see which cuts exist")
-        yield Change(
-            "cut", f"{finding}: move layers to other stages", (trial.even_stages(trial.replay),), note, measured=False
-        )
-        return
-    starts, *ends = prediction.recut([float(total) for total in totals])
-    moves = [
-        f"begin stage {index} at {prediction.units[after].name} instead of {prediction.units[before].name}"
-        for index, (before, after) in enumerate(zip(prediction.starts, starts, strict=True))
-        if before != after
-    ]
-    if moves:
+    if prediction is None or not prediction.units:
+        missing = "pass --profile to see which cuts exist"
+    elif prediction.unlikely(list(totals)):
+        missing = "pass --cuts to see which cuts exist"
+    else:
+        starts, *ends = prediction.recut([float(total) for total in totals])
+        moves = [
+            f"begin stage {index} at {prediction.units[after].name} instead of {prediction.units[before].name}"
+            for index, (before, after) in enumerate(zip(prediction.starts, starts, strict=True))
+            if before != after
+        ]
         cases = tuple(trial.rescale_stages(trial.replay, np.array(new), totals) for new in ends)
         note = _add_doubt(trial, "units as profiled, scaled to what was measured")
-        yield Change("cut", f"{finding}: {'; '.join(moves)}", cases, note)
+        change = Change("cut", f"{finding}: {'; '.join(moves)}", cases, note)
+        is_off = prediction.is_off(list(totals))
+        if moves and not (is_off and trial.expected_gain(change) < MIN_GAIN):
+            yield change
+            return
+        if not is_off:
+            return
+        ratios = "{:.2f} to {:.2f}".format(*prediction.ratios(list(totals)))
+        missing = f"the profile knows no better cut, but stages took {ratios} times what it says"
+    note = _add_doubt(trial, f"if stages were even; {missing}")
+    cases = (trial.even_stages(trial.replay),)
+    yield Change("cut", f"{finding}: move layers to other stages", cases, note, measured=False, key="even")
 
 
 def _add_doubt(trial: WhatIfContext, note: str) -> str:

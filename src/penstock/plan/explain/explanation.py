@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock._base.errors import ArgumentError
 from penstock.plan.explain.breakdown import Bubble, TimeBreakdown, break_down, find_largest_bubble
-from penstock.plan.explain.changes import MIN_GAIN, WhatIfContext, suggestions, what_if
+from penstock.plan.explain.changes import LARGE_ERROR, MIN_GAIN, WhatIfContext, suggestions, what_if
 from penstock.plan.explain.factors import action_seconds
 from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.replay import Change, build_replay
@@ -28,8 +29,6 @@ _SERIALIZED = (
 )
 _EXACT_ERROR = 1e-7
 """Measured steps are never replayed with a smaller error."""
-_LARGE_ERROR = 0.25
-"""A prediction that is wrong by this fraction is reported in the first note."""
 _MAX_ADVICE = 6
 _MIN_OVERLAP, _SERIAL = 0.01, 0.8
 _MAX_STEPS = 5
@@ -52,6 +51,13 @@ class StageTime:
     seconds: float
     of_mean: float
     predicted_seconds: float | None = None
+
+    @property
+    def of_predicted(self) -> float:
+        """How many times the predicted time it takes; infinite if that is 0."""
+        if self.predicted_seconds:
+            return self.seconds / self.predicted_seconds
+        return math.inf if self.seconds else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +252,7 @@ def _confirming_trials(trial: WhatIfContext, similar: Sequence[Step]) -> list[Wh
 def _prediction_notes(predicted: Prediction, trial: WhatIfContext, seconds: float) -> list[str]:
     """Return the notes on how far off the prediction is, or why it may be of another run."""
     measured_seconds, notes = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
-    if seconds and measured_seconds and abs(seconds / measured_seconds - 1) >= _LARGE_ERROR:
+    if seconds and measured_seconds and abs(seconds / measured_seconds - 1) >= LARGE_ERROR:
         unchecked = f"it may be of other {predicted.unchecked}, or " if predicted.unchecked else ""
         reason = "" if notes else f": {unchecked}other work may have run on the machine"
         notes.insert(0, f"the pipeline took {measured_seconds / seconds:.2f} times what was predicted{reason}")
@@ -254,12 +260,8 @@ def _prediction_notes(predicted: Prediction, trial: WhatIfContext, seconds: floa
         return notes
     names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
     guess = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
-    measured = [float(total) for total in trial.totals]
-    if predicted.unlikely(measured):
-        ratios = [
-            actual / expected for actual, expected in zip(measured, predicted.stage_seconds, strict=False) if expected
-        ]
-        wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
+    if predicted.unlikely(list(trial.totals)):
+        wrong = "{:.2f} to {:.2f} times what was predicted".format(*predicted.ratios(list(trial.totals)))
         guess += f". They were probably others: stages take {wrong}, so the prediction below is not of this run"
     return [*notes, guess]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -13,15 +14,18 @@ from penstock.costs import Profile, UnitCost, best_cuts
 from penstock.costs.links import link_for
 from penstock.costs.stage_costs import build_cut_problem, price_stages
 from penstock.plan.explain.schedules import Price
-from penstock.schedule import Schedule
+from penstock.plan.plan import Plan
+from penstock.schedule import Schedule, names
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import NO_COST, LinkCost, StageCost, simulate
 from penstock.simulate.computations import Floats
+from penstock.trace.measured import TraceSteps
+from penstock.trace.runs import RecordedRun
 
 _TINY = 1e-12
 _TIMES = "forward_seconds", "input_gradient_seconds", "weight_gradient_seconds"
 _ALIKE_FACTOR = 1.5
-"""By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
+"""By how much more one stage may differ from what was predicted than another, if the prediction is of this run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,12 @@ class Prediction:
     price: tuple[Price, ...] | None = None
     note: str = ""
     unchecked: str = ""
+
+    @classmethod
+    def of_run(cls, run: RecordedRun) -> Prediction | None:
+        """Build the prediction that a run has in its folder; None if it has none."""
+        recorded = run.predicted()
+        return None if recorded is None else cls(recorded.stage_seconds, recorded.step_seconds)
 
     @classmethod
     def of_profile(
@@ -87,13 +97,15 @@ class Prediction:
             notes.append(f"ranks had {pluralize(threads, 'thread')}, and the profile was made with {profile.threads}")
         unchecked = ["threads"] * (not threads and profile.device == "cpu") + ["rows"] * (not rows or not any(sizes))
         profile = sizes.get(rows or 0, profile)
-        names = [unit.name for unit in profile.units]
+        unit_names = [unit.name for unit in profile.units]
         units = tuple(unit.split if splits else unit for unit in profile.units)
         link = link_for(profile)
         if cuts is None:
             starts = best_cuts(build_cut_problem(units, link), stages)
         else:
-            first = {cut: [n for n, name in enumerate(names) if f"{name}.".startswith(f"{cut}.")][:1] for cut in cuts}
+            first = {
+                cut: [n for n, name in enumerate(unit_names) if f"{name}.".startswith(f"{cut}.")][:1] for cut in cuts
+            }
             if unknown := [cut for cut in cuts if not first[cut]]:
                 raise ArgumentError(
                     f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile: that is of another model, or these "
@@ -116,10 +128,19 @@ class Prediction:
         costs = self.costs or [StageCost(seconds / 3, seconds / 3, seconds / 3) for seconds in self.stage_seconds]
         return simulate(schedule, costs, self.link)
 
-    def unlikely(self, measured: Sequence[float]) -> bool:
-        """Whether the starts are guessed, and what stages took says that they were others."""
+    def ratios(self, measured: Sequence[float]) -> tuple[float, float]:
+        """Return the least and the largest ratio of what a stage took to what was predicted."""
         ratios = [took / expected for took, expected in zip(measured, self.stage_seconds, strict=False) if expected]
-        return self.guessed and bool(ratios) and max(ratios) > _ALIKE_FACTOR * min(ratios)
+        return min(ratios, default=1.0), max(ratios, default=1.0)
+
+    def is_off(self, measured: Sequence[float]) -> bool:
+        """Whether what stages took says that the prediction is of other stages."""
+        least, largest = self.ratios(measured)
+        return largest > _ALIKE_FACTOR * least
+
+    def unlikely(self, measured: Sequence[float]) -> bool:
+        """Whether the starts are guessed, and were probably others."""
+        return self.guessed and self.is_off(measured)
 
     def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
         """Return the best cuts, and what each stage then takes under two assumptions: the ratio of measured to
@@ -141,6 +162,35 @@ class Prediction:
         stages = _seconds(price_stages(self.units, starts, self.action_seconds))
         by_unit = tuple(seconds + overhead * ratio for seconds, ratio in zip(units, ratios, strict=True))
         return tuple(starts), by_unit, tuple(seconds * ratio for seconds, ratio in zip(stages, ratios, strict=True))
+
+
+def check_followed(plan: Plan, run: TraceSteps, what: str) -> Plan:
+    """Return the plan. Raise ArgumentError if the run visibly did not follow it. `what`: the beginning of the
+    message."""
+    order, about, choice = run.typical.slowest.schedule, run.about, plan.choice
+    remedy = "Pass the plan of the run, or omit --plan"
+    run_names = {order.name} & {*names()} if about is None else {about.schedule}
+    run_sizes = [order.ranks, order.placement.depth, order.microbatches]
+    plan_sizes = [choice.ranks, choice.stages, choice.microbatches]
+    cuts = None if about is None else [*about.cuts]
+    if run_sizes != plan_sizes or not run_names <= {choice.schedule} or cuts not in (None, [*plan.cuts]):
+        raise ArgumentError(
+            f"{what}: the run, {_describe(order.name, run_sizes, cuts)}, did not follow it: "
+            f"{_describe(choice.schedule, plan_sizes, plan.cuts)}. {remedy}"
+        )
+    if plan.made_for is not None and about is not None and about.parameters:
+        size = sum(prod(shape) for shape in plan.made_for.parameters.values())
+        if size != about.parameters:
+            raise ArgumentError(
+                f"{what}: it is for a model of {size:,} parameters, and the run's, {about.model}, has "
+                f"{about.parameters:,}. {remedy}"
+            )
+    return plan
+
+
+def _describe(schedule: str, sizes: Sequence[int], cuts: Sequence[str] | None) -> str:
+    counts = ", ".join(map(pluralize, sizes, ("rank", "stage", "microbatch")))
+    return f"{schedule} with {counts}" + ("" if cuts is None else f", cut at {', '.join(cuts) or 'nothing'}")
 
 
 def _seconds(costs: Sequence[StageCost]) -> tuple[float, ...]:

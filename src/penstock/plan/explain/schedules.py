@@ -42,8 +42,11 @@ class Price:
 FREE, TYPICAL, EXPENSIVE = Price(), Price(1.05, 0.575, 0.575, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
 """If pieces cost nothing; as usual, and in small stages, by benchmarks/split_backward: the latter with all that the
 shortest action of an op takes as its fixed cost."""
-_JOIN_NOTE = "if splitting a backward costs up to half of the work; pass --profile to know"
-_SPLIT_NOTE = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages; pass --profile to know"
+_JOIN_NOTE = "if splitting a backward costs up to half of the work; pass a --profile of this run to know"
+_SPLIT_NOTE = (
+    "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages; pass a --profile of this run to "
+    "know"
+)
 
 
 def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Change:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from penstock.simulate.computations import Floats
 from penstock.trace.measured import Step, TraceSteps
 from penstock.trace.outside_pipeline import BACKWARD, FORWARD, Among, Durations, OutsidePipeline, measure_ops
 
+_MIN_SLOWDOWN = 1.01
 _MAX_SIMULATED = 5_000_000
 """The maximum number of actions to simulate for slowdowns."""
 
@@ -75,6 +77,18 @@ class Slowdowns:
     by_rank: tuple[float, ...]
     by_replica: tuple[float, ...]
     by_op: Mapping[str, float]
+
+    def describe(self) -> str:
+        """Return a sentence: of ranks, replicas and ops the two that cost most; empty if they cost nothing."""
+        if self.step < _MIN_SLOWDOWN:
+            return ""
+        replicas = enumerate(self.by_replica) if len(self.by_replica) > 1 else ()
+        parts = []
+        for kind, factors in (("rank ", enumerate(self.by_rank)), ("replica ", replicas), ("", self.by_op.items())):
+            worst: list[tuple[Any, float]] = sorted(factors, key=lambda pair: -pair[1])[:2]
+            parts.append(", ".join(f"{kind}{name} {times:.2f}x" for name, times in worst if times >= _MIN_SLOWDOWN))
+        alone = "; ".join(filter(None, parts))
+        return f"straggler slowdown {self.step:.2f}x (vs. typical op times){alone and '; each alone: '}{alone}"
 
 
 def compute_slowdowns(schedule: Schedule, outside: OutsidePipeline, seconds: Mapping[str, float]) -> Slowdowns:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from penstock.plan import Plan
     from penstock.plan.explain import Change, Explanation
 
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-
 
 class Metric(NamedTuple):
     """A number that is shown large: its name, its value with unit, and a detail."""
@@ -101,14 +99,6 @@ class Contents:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     explanation: Explanation | None = None
     plan: Plan | None = None
-
-
-def duration(seconds: float) -> str:
-    """Format a duration with four digits and a unit: 1.234 ms."""
-    scale, unit = next(((s, u) for s, u in _UNITS if abs(seconds) >= s * 0.99995), _UNITS[-1 if seconds else 0])
-    value = seconds / scale
-    digits = max(0, 3 - len(str(int(abs(value)))) + 1)
-    return f"{value:,.{digits}f} {unit}"
 
 
 def date_text(iso: str) -> str:

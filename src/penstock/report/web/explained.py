@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock._base.formatting import pluralize
+from penstock._base.formatting import duration, pluralize
 from penstock.plan.explain import Explanation
 from penstock.report.text import TURNS
-from penstock.report.web.contents import Contents, Metric, PeakMemory, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory
 from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule.timeline import Timeline
@@ -64,20 +64,10 @@ def comparison_bands(explanation: Explanation, costs: Sequence[StageCost] = ()) 
         ]
     if explanation.predicted is not None:
         memories = memory(schedule, costs, explanation.predicted) if costs else []
-        caveat = (
-            ""
-            if explanation.predicted_seconds == explanation.predicted.makespan_seconds
-            else "; roughly, without messages"
-        )
-        return [
-            band(
-                "predicted",
-                explanation.predicted,
-                schedule,
-                memory=_curves(memories),
-                note=f"from the stage times of the plan or profile{caveat}",
-            )
-        ]
+        note = "from the stage times of the plan or profile"
+        if explanation.predicted_seconds != explanation.predicted.makespan_seconds:
+            note += "; roughly, without messages"
+        return [band("predicted", explanation.predicted, schedule, memory=_curves(memories), note=note)]
     return [band("if perfectly balanced", explanation.even, schedule, note="stages, ranks and microbatches alike")]
 
 

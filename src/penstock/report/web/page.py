@@ -13,9 +13,9 @@ from markupsafe import Markup
 
 from penstock._base.errors import require
 from penstock._base.files import finite
-from penstock._base.formatting import format_bytes
+from penstock._base.formatting import duration, format_bytes
 from penstock.report.frame import frame
-from penstock.report.web.contents import Contents, duration
+from penstock.report.web.contents import Contents
 from penstock.report.web.timeline_data import timeline_data
 
 STATIC = files("penstock.report.web").joinpath("static")

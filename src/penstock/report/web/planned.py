@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from penstock._base.formatting import format_bytes, pluralize
+from penstock._base.formatting import duration, format_bytes, pluralize
 from penstock.plan import Plan
 from penstock.plan.explain import Prediction
 from penstock.plan.predict import schedule_for_plan
-from penstock.report.web.contents import Contents, Metric, PeakMemory, Section, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory, Section
 from penstock.report.web.idle_table import predicted_idle
 from penstock.report.web.timeline_data import band, curve
 from penstock.schedule import Schedule

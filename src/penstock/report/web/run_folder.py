@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from penstock._base.errors import ArgumentError, ScheduleError
-from penstock._base.formatting import format_bytes, pluralize
+from penstock._base.formatting import duration, format_bytes, pluralize
 from penstock.plan.explain import Explanation
-from penstock.report.web.contents import Contents, Metric, PeakMemory, Section, Series, date_text, duration
+from penstock.report.web.contents import Contents, Metric, PeakMemory, Section, Series, date_text
 from penstock.report.web.explained import TURNS_NOTE, comparison_bands, idle_metrics, prediction_metrics, vs_prediction
 from penstock.report.web.idle_table import explain_idle
 from penstock.report.web.timeline_data import band

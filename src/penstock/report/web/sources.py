@@ -78,9 +78,8 @@ def _load_folder(path: Path, step: int | None, prediction: Predictor | None, wha
         if what_ifs:
             raise
         return from_run(run, None, last, (*damaged, str(error)))
-    recorded = run.predicted()
-    predicted = None if recorded is None else Prediction(recorded.stage_seconds, recorded.step_seconds)
-    explanation = _explain(files, step, prediction(trace) if prediction else predicted, tuple(what_ifs))
+    predicted = prediction(trace) if prediction else Prediction.of_run(run)
+    explanation = _explain(files, step, predicted, tuple(what_ifs))
     return from_run(run, explanation, explanation.step.number, other_prediction=prediction is not None)
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from penstock._base.formatting import short_duration
 from penstock.trace.runs.records import StepRecord, with_text_loss
 
 RECENT = 20
@@ -77,23 +78,10 @@ class Progress:
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.0%}")
         if self.left_seconds and not over:
-            parts.append(f"{format_duration(self.left_seconds)} left")
+            parts.append(f"{short_duration(self.left_seconds)} left")
         return ", ".join(parts)
 
 
 def seconds_between(steps: Sequence[StepRecord]) -> list[float]:
     """Return the seconds from the end of each step to that of the next: with the optimizer and all else in the loop."""
     return [after.at_seconds - before.at_seconds for before, after in pairwise(steps)]
-
-
-def format_duration(seconds: float) -> str:
-    """`39.4 ms`, `2.5 s`, `5 min`, `3 h 20 min`, `4 d 3 h`."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms" if seconds else "0 s"
-    if seconds < 99.5:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
