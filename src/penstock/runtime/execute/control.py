@@ -182,7 +182,7 @@ class Control:
 
     @contextmanager
     def waiting_for(self, activity: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a wait outside a program: register it with the watchdog, so that an error names the first cause."""
+        """Wrap a wait outside the actions: register it with the watchdog, so that an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(activity, peers)
         with self.reporting((RuntimeError, OSError)):
             yield

@@ -48,7 +48,7 @@ Enter = Callable[[], Context]
 
 
 class BoundStage:
-    """One stage of one program, with its features: those of `features/registry.py`, and the user's own.
+    """One stage of one bound schedule, with its features: those of `features/registry.py`, and the user's own.
 
     `await_inputs`, `forward` and so on each make the function that runs one action.
 

@@ -1,5 +1,5 @@
 """Defines features: what a stage does besides its forward and backward, in hooks that determine when. And what a
-feature is made from: a program's binding, and the stage in it.
+feature is made from: the binding of a schedule, and the stage in it.
 
 A feature overrides the hooks that it needs and leaves the others alone. If several features have the same hook, the
 first in the order of `registry.py` is the outermost.
@@ -234,10 +234,10 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """One stage of one rank's program.
+    """One stage of a schedule that is being bound, on its rank.
 
     Attributes:
-        binding: what the program is made from: all stages, the schedule, and the user's choices.
+        binding: what the bound schedule is made from: all stages, the schedule, and the user's choices.
         number: the rank's, in messages.
         index: the stage's, over all ranks; a second copy of the model counts on.
         stages: the stage as each microbatch runs it, with any code that earlier features gave it.
