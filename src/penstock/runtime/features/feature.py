@@ -7,7 +7,7 @@ first in the order of `registry.py` is the outermost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,14 +136,6 @@ class Feature:
         return NOTHING
 
 
-class BatchNorms(Feature):
-    """Batch norms whose running statistics wait for the end of the step: `deferred_norm.DeferredNorms`."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """These statistics, as far as this process holds them."""
-        return ()
-
-
 HOOKS = tuple(name for name in vars(Feature) if name != "applies" and not name.startswith("_"))
 
 
@@ -208,6 +200,7 @@ class Binding:
         recompute: one choice per stage of one copy of the model, for training.
         offload: the same for offload: whether what backward needs waits in the host's memory.
         norms: batch norms whose statistics are deferred, in training.
+        deferred: the `id` of each buffer whose update so waits for the end of the step.
         sharded: the stages that `fully_shard` was applied to.
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
         check_finite: in training, raise if a value, the loss or a gradient is NaN or Inf.
@@ -221,7 +214,8 @@ class Binding:
     training: bool
     recompute: Sequence[Recompute] = ("never",)
     offload: Sequence[bool] = (False,)
-    norms: BatchNorms | None = None
+    norms: Feature | None = None
+    deferred: Set[int] = frozenset()
     sharded: Mapping[int, ShardedStage] = field(default_factory=dict)
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
@@ -268,12 +262,6 @@ class StageContext:
     def stage(self) -> Stage:
         """The same, with the code that earlier features gave it."""
         return merge_kinds(self.stages)
-
-    @property
-    def deferred(self) -> set[int]:
-        """The `id` of each buffer whose update waits for the end of the step."""
-        norms = self.binding.norms
-        return set() if norms is None else {id(buffer) for buffer in norms.buffers()}
 
     @property
     def keeper(self) -> Keeper | None:
@@ -345,7 +333,7 @@ def check_forward_order(stage: StageContext) -> None:
     """
     if stage.copies or stage.in_order(Op.F):
         return
-    merged, deferred = stage.stage, stage.deferred
+    merged, deferred = stage.stage, stage.binding.deferred
     updated = [repr(name) for name in merged.meta.updated if id(merged.buffers.get(name)) not in deferred]
     for carried in (*updated, *(item.text for item in merged.remembered)):
         raise PartitionError(

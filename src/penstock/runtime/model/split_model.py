@@ -19,7 +19,7 @@ from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.names import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.executor import BoundSchedule
+from penstock.runtime.execute.executor import BoundSchedule, Mode
 from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.sharding import ShardedStage, check_sharding
@@ -129,35 +129,27 @@ class SplitModel:
                 del cache[next(iter(cache))]
         return placed
 
-    def look(self) -> tuple[Any, ...]:
-        """Look at the model before a step: return its `signature`.
+    def look(self, *, training: bool) -> Mode:
+        """Look at the model before a step: return its `mode`.
 
         Raises:
             ArgumentError: it no longer holds the parameters that the pipeline was made with.
         """
         if self._frames is None:  # sharding replaces the parameters
             self._originals.check_unchanged()
-        return self.signature()
+        return self.mode(training=training)
 
-    def signature(self) -> tuple[Any, ...]:
-        """Return what a recording depends on besides its inputs: each module's mode, which parameters are trained,
-        autocast, and the plain attributes of modules whose forwards were recorded call by call."""
+    def mode(self, *, training: bool) -> Mode:
+        """Return what a recording depends on besides its inputs."""
         with plain_tensors():  # those of other ranks would look at each call
             trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._loss_only or {}).values())))
-        return (
-            tuple(map(_training, self.modules)),
-            trained,
-            tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
-            self._partitioner.attributes(),
-        )
+        autocast = tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds())
+        settings = tuple(map(_training, self.modules)), trained, autocast
+        return Mode(training, settings, self._partitioner.attributes())
 
     @contextmanager
-    def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wrap a step: its own changes to the model's attributes need no new recording. See `undo_on_error`.
-
-        Args:
-            signature: what `signature` returned before the step.
-        """
+    def accepting_own_changes(self, bound: BoundSchedule) -> Iterator[None]:
+        """Wrap a step: its own changes to the model's attributes need no new recording. See `undo_on_error`."""
         loss_buffers = {tensor for tensor in (self._loss_only or {}).values() if not isinstance(tensor, nn.Parameter)}
         uncertain = {stage.buffers[name] for stage in self._local_stages() for name in stage.may_update}
         updated = {*bound.updated, *uncertain, *loss_buffers} if bound.training else None
@@ -165,7 +157,7 @@ class SplitModel:
         with undo_on_error(self.modules, parameters, updated, local=self._engine.world.is_local):
             yield
             self._originals.settle()
-            self._partitioner.settle(signature[-1])
+            self._partitioner.settle(bound.kind.mode.attributes)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return every parameter of the unsplit model, without duplicates, in the model's order."""

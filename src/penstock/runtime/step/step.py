@@ -106,7 +106,7 @@ class Steps:
             is_first = training and number == 0
             if is_first and self.has_inputs:
                 self._warn_if_nothing_trains(batch)
-            with self.model_parts.accepting_own_changes(bound.kind.mode, bound), norms:
+            with self.model_parts.accepting_own_changes(bound), norms:
                 times = self.engine.run_step(bound, feed, number, timed=timeline)
                 adds_up = bound.head.adds_up and len(bound.kind.sizes) > 1 and not self._is_advised
                 if is_first and adds_up and self.reduction == "mean":
@@ -231,7 +231,7 @@ class Steps:
         if replicas is None:
             return weights(reduction, bound.kind.sizes, targets or ())
         watched = engine.control.watchdog
-        settings = self.bound_schedules.compute_digest(bound.kind.mode[1:-1])  # modes, requires_grad flags, autocast
+        settings = self.bound_schedules.compute_digest(bound.kind.mode.settings)
         mean = partial(replicas.mean, training=bound.training, settings=settings, watched=watched)
         if reduction == "sum":
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
