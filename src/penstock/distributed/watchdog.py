@@ -309,8 +309,8 @@ class Watchdog:
         if self.failure is None and (self.step, self.position) == self._activity[:2]:
             if waits or device_waits or not self._all_here.is_set():
                 self._check_wait(now)
-            elif self.position.action:  # it may wait, unseen: in a collective of FSDP, or of the user's own
-                self._warn(now, long_action(self._rank, self.statuses, self.partners))
+            elif self.position.action and self._warns(now):  # it may wait, unseen: in a collective of the user's
+                notify(long_action(self._rank, self.statuses, self.partners))
         if self.failure is not None and not self._closed.is_set():
             self._failed_at = now if self._failed_at is None else self._failed_at
             seconds = now - self._failed_at
@@ -338,23 +338,25 @@ class Watchdog:
             self._record(Failure(0, action, reason, "lost"))
         if self.failure is not None or not self._all_here.is_set():
             return
-        root, chain = wait_chain(self._rank, self.statuses)
-        if now - self._activity_since >= self._timeouts.timeout_seconds:
-            self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
-        else:
-            self._warn(now, chain)
+        is_over = now - self._activity_since >= self._timeouts.timeout_seconds
+        if is_over or self._warns(now):
+            root, chain = wait_chain(self._rank, self.statuses)
+            if is_over:
+                self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
+            else:
+                notify(chain)
 
     def _needs_all(self, seconds: float) -> bool:
         """Whether this rank, which has not moved on for so long, needs the statuses of all: soon, for a report."""
         report_seconds = min(self._warned_seconds + self._timeouts.warn_seconds, self._timeouts.timeout_seconds)
         return self._rank == 0 or seconds + self._timeouts.stall_seconds >= report_seconds
 
-    def _warn(self, now: float, text: str) -> None:
-        """Print the text every `warn_seconds` for which this rank does not move on."""
+    def _warns(self, now: float) -> bool:
+        """Whether to warn now: every `warn_seconds` for which this rank does not move on."""
         seconds = now - self._activity_since
-        if seconds >= self._warned_seconds + self._timeouts.warn_seconds:
+        if is_due := seconds >= self._warned_seconds + self._timeouts.warn_seconds:
             self._warned_seconds = seconds
-            notify(text)
+        return is_due
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)

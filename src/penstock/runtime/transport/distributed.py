@@ -43,8 +43,7 @@ HEADER_BYTES = 2048
 class DistributedTransport:
     """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks.
 
-    `pinned`: what arrives goes on to another device, so it is put into pinned memory. `observer`: called for each
-    message; None: no one.
+    `pinned`: what arrives goes on to another device, so it is put into pinned memory. `observer`: see `Observable`.
     """
 
     def __init__(self, rank: int, groups: Groups, device: torch.device, *, pinned: bool = False) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,10 +55,10 @@ class Channel(Protocol):
 
 
 class Pending(Protocol):
-    """A collective that has been started."""
+    """A collective or a message that has been started, such as torch's `Work`."""
 
-    def wait(self) -> None:
-        """Wait until the tensors that it was started with hold the result."""
+    def wait(self) -> object:
+        """Wait until the tensors that it was started with hold the result. On a device, only its stream waits."""
 
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -130,17 +130,18 @@ class Transport(PointToPoint, Collectives, Protocol):
     ranks: int
 
 
-class Waitable(Protocol):
-    """What makes the current stream wait for a message, such as torch's `Work`."""
-
-    def wait(self) -> object: ...
-
-
-Begun = Callable[[Sequence[Waitable]], None]
+Begun = Callable[[Sequence[Pending]], None]
 """Called once a message has begun, with what waits for it."""
 
 Observer = Callable[[Action, tuple[int, int]], Begun]
 """Called when a message is about to begin, with its `SEND` or `RECV`, and its source and target rank."""
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A transport whose messages have their own streams on a device. It calls `observer` for each; None: no one."""
+
+    observer: Observer | None
 
 
 @dataclass(frozen=True, slots=True)
