@@ -93,21 +93,17 @@ class Control:
             with self.waiting_for("equal parameters", self.world.partners):
                 copy_from_first(tensors, self.groups["column"], self.staging)
 
-    def share_with_all(self, value: T) -> T:
-        """Return the first process's object on every process of the mesh."""
-        return self._share(value, "everyone", 0, self.mesh_peers)
-
-    def share(self, value: T, source_rank: int = 0) -> T:
-        """Return one rank's object on every rank of the pipeline. Each process calls it once."""
-        return self._share(value, "pipeline", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
-
-    def _share(self, value: T, role: Role, source: int, peers: tuple[int, ...], group_source: int = 0) -> T:
+    def share(self, value: T, source_rank: int = 0, role: Role = "pipeline") -> T:
+        """Return one rank's object on every rank of the pipeline; or of the mesh ("everyone"), by numbers there."""
         if self.groups is None:
             return value
-        box = [value]
-        with self.waiting_for("broadcast", peers if self.world.number == source else (source,)):
-            dist.broadcast_object_list(box, group=self.groups[role], group_src=group_source)
+        box, source = [value], source_rank if role == "everyone" else self.world.numbers[source_rank]
+        with self.waiting_for("broadcast", self._peers(role) if self.world.number == source else (source,)):
+            dist.broadcast_object_list(box, group=self.groups[role], group_src=source_rank)
         return box[0]
+
+    def _peers(self, role: Role) -> tuple[int, ...]:
+        return self.mesh_peers if role == "everyone" else self.pipeline_peers
 
     def transfer(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
         """Return one rank's object on some others. Exactly these ranks call it."""
@@ -209,25 +205,23 @@ class Control:
         """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups["everyone"]
 
-    def gather(self, value: Any, activity: str = "gather") -> list[Any]:
-        """Return every process's object on all of them. Every process calls it.
+    def gather(self, value: Any, activity: str = "gather", role: Role = "everyone") -> list[Any]:
+        """Return every process's object on all of them, in the mesh or in the pipeline. All of these call it.
 
         Args:
             activity: the name of the wait, for reports of a rank that hangs.
         """
-        return self._gather(value, "everyone", activity, self.mesh_peers)
-
-    def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
-        """Like `gather`, for the ranks of this pipeline."""
-        return self._gather(value, "pipeline", activity, self.pipeline_peers)
-
-    def _gather(self, value: Any, role: Role, activity: str, peers: tuple[int, ...]) -> list[Any]:
         if self.groups is None:
             return [value]
+        peers = self._peers(role)
         values: list[Any] = [None] * (len(peers) + 1)
         with self.waiting_for(activity, peers):
             dist.all_gather_object(values, value, group=self.groups[role])
         return values
+
+    def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
+        """Like `gather`, for the ranks of this pipeline."""
+        return self.gather(value, activity, "pipeline")
 
     @contextmanager
     def reporting(

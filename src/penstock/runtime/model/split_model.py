@@ -227,7 +227,7 @@ class SplitModel:
 
     def _adopt_division(self) -> None:
         """Cut where the first process does: the work of a block, and how long it takes, differ between processes."""
-        division = self._engine.control.share_with_all(self._partitioner.division)
+        division = self._engine.control.share(self._partitioner.division, role="everyone")
         if division != self._partitioner.division:
             self._derived.clear()
             self._partitioner.divide(division)
