@@ -106,9 +106,8 @@ class Control:
         return self.mesh_peers if role == "everyone" else self.pipeline_peers
 
     def transfer(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
-        """Return one rank's object on some others. Exactly these ranks call it."""
-        if self.groups is None:
-            return value
+        """Return one rank's object on some others, in several processes. Exactly these ranks call it."""
+        assert self.groups is not None
         group, local_rank, box = self.groups["pipeline"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
         peers = targets if local_rank == source_rank else [source_rank]
