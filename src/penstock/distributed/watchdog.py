@@ -84,14 +84,14 @@ class Watchdog:
     ) -> None:
         self.position: Position = OUTSIDE
         self.step = 0
-        self.device: Callable[[], DeviceLag | None] = _do_nothing
+        self.device: Callable[[], DeviceLag | None] = lambda: None
         self.device_lag: DeviceLag | None = None
         self.failure: Failure | None = None
         self.statuses: list[RankStatus] = [RankStatus()] * ranks
         self.partners: Sequence[int] = ()
         self.members: Sequence[int] = range(ranks)
-        self.on_raise: Callable[[Failure | None], object] = _do_nothing
-        self.before_exit: Callable[[], object] = _do_nothing
+        self.on_raise: Callable[[Failure | None], object] = lambda _: None
+        self.before_exit: Callable[[], object] = lambda: None
         self._rank, self._timeouts = rank, timeouts or Timeouts()
         self._address, self._connection = address or {}, connection
         self.offset = HostOffset(self._address.get("clock", ""))
@@ -143,15 +143,7 @@ class Watchdog:
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, timeouts: Timeouts, missing: MissingRanks) -> Watchdog:
         """Connect to rank 0's server, start to watch, and wait until all ranks have come. Raise as `connect`."""
-        try:
-            connection = heartbeat_server.connect(address, rank, timeouts.stall_seconds)
-        except OSError as error:
-            hosts = f"{' or '.join(address['hosts'])}, port {address['port']}"
-            raise RankFailedError(
-                f"rank {rank} cannot reach rank 0 at {hosts} ({error}), where ranks report failures to each other. "
-                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
-            ) from error
-        return_address = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
+        connection, return_address = heartbeat_server.first_connection(address, rank, timeouts.stall_seconds)
         watchdog = cls(rank, ranks, timeouts, return_address, connection)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
@@ -415,10 +407,6 @@ class Watchdog:
         self.close()
         if self._server:
             self._server.await_leaving()
-
-
-def _do_nothing(*_: object) -> None:
-    """The default callback: no recorder, and a device that is the host and never falls behind."""
 
 
 def _flush() -> None:

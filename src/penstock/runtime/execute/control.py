@@ -246,18 +246,18 @@ class Control:
 
     def fail(self, error: BaseException) -> BaseException:
         """Report to the others that this rank raised, unless they know; return the error to raise: the first cause."""
-        position, is_local = self.watchdog.position, self.world.is_local
+        position, failed_before = self.watchdog.position, isinstance(error, RankFailedError)
         failure = Failure.of(self.world.number, position.action or None, error)
-        in_doubt = is_doubtful(error) and not is_local
+        in_doubt = is_doubtful(error) and not self.world.is_local
         self.watchdog.on_raise(None if in_doubt else failure)
-        if self._agreed:
+        if self._agreed:  # a refusal, which every rank raises
             return error
-        if is_local or isinstance(error, RankFailedError):
+        if failed_before or self.world.is_local:  # there is no one to tell
             self.watchdog.position = OUTSIDE
-            if position.action and not isinstance(error, RankFailedError):
+            if position.action and not failed_before:
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if in_doubt:
+        if in_doubt:  # another's failure, known soon, may be the cause
             if (cause := self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS)) is not None:
                 return cause
             self.watchdog.on_raise(failure)
