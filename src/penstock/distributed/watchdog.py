@@ -319,15 +319,11 @@ class Watchdog:
         """Check, while the main thread or its device waits or ranks have yet to come, whether rank 0, which would know
         of a lost rank, is lost itself, and whether the wait is too long.
         """
-        action, reason = self.statuses[0].doing.action or None, None
-        if self._down_since is not None and now - self._down_since >= self._timeouts.beat_seconds:
-            reason = GONE
-        elif now - self._answered_at >= self._timeouts.stall_seconds:
-            reason = explain_silence(
-                now - self._answered_at, Process(*self._address["process"]).state(), self._timeouts
-            )
-        if reason is not None and self._rank != 0:
-            self._record(Failure(0, action, reason, "lost"))
+        if self._rank != 0:
+            is_gone = self._down_since is not None and now - self._down_since >= self._timeouts.beat_seconds
+            state, silence = Process(*self._address["process"]).state, now - self._answered_at
+            if (reason := GONE if is_gone else explain_silence(silence, state, self._timeouts)) is not None:
+                self._record(Failure(0, self.statuses[0].doing.action or None, reason, "lost"))
         if self.failure is not None or not self._all_here.is_set():
             return
         is_over = now - self._activity_since >= self._timeouts.timeout_seconds
