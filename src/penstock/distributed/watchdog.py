@@ -301,7 +301,7 @@ class Watchdog:
         if self.failure is None and (self.step, self.position) == self._activity[:2]:
             if waits or device_waits or not self._all_here.is_set():
                 self._check_wait(now)
-            elif self.position.action and self._warns(now):  # it may wait, unseen: in a collective of the user's
+            elif self.position.action and self._warns(now):  # maybe an unseen wait: in FSDP, or of the user's own
                 notify(long_action(self._rank, self.statuses, self.partners))
         if self.failure is not None and not self._closed.is_set():
             self._failed_at = now if self._failed_at is None else self._failed_at
