@@ -70,13 +70,13 @@ class Sockets:
     def connect(self, source_rank, target_rank):
         """Nothing to do: all ranks are connected."""
 
-    def channel(self, program, link, source_rank, target_rank, *, backward):
+    def channel(self, number, link, source_rank, target_rank, *, backward):
         peer = target_rank if source_rank == self.rank else source_rank
-        self.channels.append(Channel(self, peer, link, (program, link, backward)))
+        self.channels.append(Channel(self, peer, link, (number, link, backward)))
         return self.channels[-1]
 
-    def release(self, program):
-        self.channels = [channel for channel in self.channels if channel.key[0] != program]
+    def release(self, number):
+        self.channels = [channel for channel in self.channels if channel.key[0] != number]
 
     def end_step(self):
         for channel in self.channels:

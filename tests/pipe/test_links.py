@@ -67,14 +67,14 @@ class Wire:
     rank, ranks = 0, 2
 
     def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
-        self.link, self.now, self.programs, self.busy = LinkCost(latency_seconds, bytes_per_second), 0.0, set[int](), 0
+        self.link, self.now, self.numbers, self.busy = LinkCost(latency_seconds, bytes_per_second), 0.0, set[int](), 0
 
-    def channel(self, program: int, *_: Any, **__: Any) -> Any:
+    def channel(self, number: int, *_: Any, **__: Any) -> Any:
         def send(microbatch: int, message: Sequence[Tensor]) -> None:
             self.now += self.link.seconds(sum(t.numel() * t.element_size() for t in message))
             self.busy += 1
-            self.now += 9.0 * (program not in self.programs) + 0.5 * (self.busy % 3 == 0)
-            self.programs.add(program)
+            self.now += 9.0 * (number not in self.numbers) + 0.5 * (self.busy % 3 == 0)
+            self.numbers.add(number)
 
         def receive(microbatch: int) -> list[Tensor]:
             self.now += self.link.seconds(links.SMALL_BYTES)
@@ -85,7 +85,7 @@ class Wire:
     def end_step(self) -> None:
         """Nothing is left over."""
 
-    def release(self, program: int) -> None:
+    def release(self, number: int) -> None:
         """Nothing is held."""
 
     def perf_counter(self) -> float:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure
-from penstock.distributed.launch.processes import AgentResult, Outcome, explain_end
+from penstock.distributed.launch.processes import Outcome, explain_end
 from penstock.network import nodes, reaper
 from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork
@@ -105,9 +105,8 @@ def test_first_of_several_failures_is_the_jobs(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     for failure in (RankFailure(0, 1, 500), RankFailure(3, -9, 200), RankFailure(2, 5, 300)):
         failure.write(str(path))
-    assert explain_end(AgentResult(agent=0, exitcode=1), str(path), ["it"]) == Outcome(
-        137, "rank 3 was killed by SIGKILL"
-    )
+    ended = explain_end(Outcome(1, agent=0, exitcode=1), str(path), ["it"])
+    assert (ended.status, ended.message) == (137, "rank 3 was killed by SIGKILL")
 
 
 def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Path) -> None:

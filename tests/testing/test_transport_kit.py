@@ -55,16 +55,16 @@ def shared_mailbox(key: Callable[[int, Link, bool], Any], kind: type[Posted] = P
 
         def connect(self, source_rank: int, target_rank: int) -> None: ...
 
-        def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Posted:
-            made = kind(box, key(program, link, backward), link)
-            self.channels.append((program, made))
+        def channel(self, number: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Posted:
+            made = kind(box, key(number, link, backward), link)
+            self.channels.append((number, made))
             return made
 
         def end_step(self) -> None:
             for _, channel in self.channels:
                 channel.agreement.end_step()
 
-        def release(self, program: int) -> None: ...
+        def release(self, number: int) -> None: ...
 
         def drop_step(self) -> None: ...
 
@@ -74,15 +74,15 @@ def shared_mailbox(key: Callable[[int, Link, bool], Any], kind: type[Posted] = P
 
 
 def test_a_mailbox_that_both_ranks_share_conforms() -> None:
-    names = check_factory(shared_mailbox(lambda program, link, backward: (program, link, backward)))
+    names = check_factory(shared_mailbox(lambda number, link, backward: (number, link, backward)))
     assert names == [script.__name__ for script in scripts_for(collectives=False)]
 
 
 @pytest.mark.parametrize(
     ("key", "script"),
     [
-        (lambda program, link, backward: (program, link), "directions_of_a_link_do_not_mix"),
-        (lambda program, link, backward: (program, backward), "links_of_two_ranks_do_not_mix"),
+        (lambda number, link, backward: (number, link), "directions_of_a_link_do_not_mix"),
+        (lambda number, link, backward: (number, backward), "links_of_two_ranks_do_not_mix"),
     ],
 )
 def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None:

@@ -74,6 +74,11 @@ def collapse_ranges(names: Iterable[str]) -> list[str]:
     return [f"{before}{first if first == last else f'{first}-{last}'}{after}" for before, first, last, after in ranges]
 
 
+def name_stages(numbers: Collection[int]) -> str:
+    """Format `stage 1`, or `stages 0-2, 4`."""
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, numbers)))}"
+
+
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """`did you mean 'ring'? `, if an unknown name resembles one of `names`; otherwise an empty string."""
     close = difflib.get_close_matches(name, [*names], 1, cutoff)

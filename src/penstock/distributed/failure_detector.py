@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock._base.process import Process, ProcessState
 from penstock.distributed.failure import Failure, RankStatus
@@ -169,16 +170,15 @@ class FailureDetector:
 
     def _lost(self, entry: _RankState) -> str | None:
         """Return what the silence of a rank that has joined means; None while it may be alive."""
-        seconds = self._clock() - entry.heard_at
-        if entry.process is None or seconds < self._timeouts.stall_seconds:
+        if entry.process is None:
             return None
-        return explain_silence(seconds, self._state(entry.process), self._timeouts)
+        return explain_silence(self._clock() - entry.heard_at, partial(self._state, entry.process), self._timeouts)
 
 
-def explain_silence(seconds: float, state: ProcessState, timeouts: Timeouts) -> str | None:
-    """Return what a rank's silence means after `stall_seconds`; None if its process may be running but unable to
-    answer."""
-    match state:
+def explain_silence(seconds: float, state: Callable[[], ProcessState], timeouts: Timeouts) -> str | None:
+    """Return what a rank's silence means; None before `stall_seconds`, and if its process may be running but unable to
+    answer. `state` looks the process up."""
+    match "running" if seconds < timeouts.stall_seconds else state():
         case "running":
             return None
         case "stopped":

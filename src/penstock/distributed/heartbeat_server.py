@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
+from penstock._base.errors import RankFailedError
 from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.distributed.failure import Failure, RankStatus, name_ranks, notify
@@ -60,11 +61,6 @@ class Connection:
         self._error: OSError | None = None
         self.rank: int | None = None  # whose it is, for the server; None for a guest
         self.opened = time.monotonic()
-
-    @property
-    def host(self) -> str:
-        """The other side's address in numbers."""
-        return str(self.link.getpeername()[0])
 
     def send(self, message: dict[str, Any], greeting: str = "") -> None:
         """Send a message. Raise OSError if the other side is gone, or so slow to read that its buffers are full."""
@@ -284,6 +280,19 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
         return connection
     assert problem is not None
     raise problem
+
+
+def first_connection(address: Address, rank: int, seconds: float) -> tuple[Connection, Address]:
+    """`connect`; and where to return to without looking up names. Raise RankFailedError instead of OSError."""
+    try:
+        connection = connect(address, rank, seconds)
+    except OSError as error:
+        hosts = f"{' or '.join(address['hosts'])}, port {address['port']}"
+        raise RankFailedError(
+            f"rank {rank} cannot reach rank 0 at {hosts} ({error}), where ranks report failures to each other. "
+            f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
+        ) from error
+    return connection, {**address, "hosts": [str(connection.link.getpeername()[0])]}
 
 
 def _on_one_machine() -> bool:

@@ -84,14 +84,14 @@ class Watchdog:
     ) -> None:
         self.position: Position = OUTSIDE
         self.step = 0
-        self.device: Callable[[], DeviceLag | None] = _do_nothing
+        self.device: Callable[[], DeviceLag | None] = lambda: None
         self.device_lag: DeviceLag | None = None
         self.failure: Failure | None = None
         self.statuses: list[RankStatus] = [RankStatus()] * ranks
         self.partners: Sequence[int] = ()
         self.members: Sequence[int] = range(ranks)
-        self.on_raise: Callable[[Failure | None], object] = _do_nothing
-        self.before_exit: Callable[[], object] = _do_nothing
+        self.on_raise: Callable[[Failure | None], object] = lambda _: None
+        self.before_exit: Callable[[], object] = lambda: None
         self._rank, self._timeouts = rank, timeouts or Timeouts()
         self._address, self._connection = address or {}, connection
         self.offset = HostOffset(self._address.get("clock", ""))
@@ -143,15 +143,7 @@ class Watchdog:
     @classmethod
     def join(cls, address: Address, rank: int, ranks: int, timeouts: Timeouts, missing: MissingRanks) -> Watchdog:
         """Connect to rank 0's server, start to watch, and wait until all ranks have come. Raise as `connect`."""
-        try:
-            connection = heartbeat_server.connect(address, rank, timeouts.stall_seconds)
-        except OSError as error:
-            hosts = f"{' or '.join(address['hosts'])}, port {address['port']}"
-            raise RankFailedError(
-                f"rank {rank} cannot reach rank 0 at {hosts} ({error}), where ranks report failures to each other. "
-                f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
-            ) from error
-        return_address = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
+        connection, return_address = heartbeat_server.first_connection(address, rank, timeouts.stall_seconds)
         watchdog = cls(rank, ranks, timeouts, return_address, connection)
         watchdog._all_here.clear()
         watchdog._thread = threading.Thread(target=watchdog._watch, name="penstock-watchdog", daemon=True)
@@ -309,8 +301,8 @@ class Watchdog:
         if self.failure is None and (self.step, self.position) == self._activity[:2]:
             if waits or device_waits or not self._all_here.is_set():
                 self._check_wait(now)
-            elif self.position.action:  # it may wait, unseen: in a collective of FSDP, or of the user's own
-                self._warn(now, long_action(self._rank, self.statuses, self.partners))
+            elif self.position.action and self._warns(now):  # maybe an unseen wait: in FSDP, or of the user's own
+                notify(long_action(self._rank, self.statuses, self.partners))
         if self.failure is not None and not self._closed.is_set():
             self._failed_at = now if self._failed_at is None else self._failed_at
             seconds = now - self._failed_at
@@ -327,34 +319,32 @@ class Watchdog:
         """Check, while the main thread or its device waits or ranks have yet to come, whether rank 0, which would know
         of a lost rank, is lost itself, and whether the wait is too long.
         """
-        action, reason = self.statuses[0].doing.action or None, None
-        if self._down_since is not None and now - self._down_since >= self._timeouts.beat_seconds:
-            reason = GONE
-        elif now - self._answered_at >= self._timeouts.stall_seconds:
-            reason = explain_silence(
-                now - self._answered_at, Process(*self._address["process"]).state(), self._timeouts
-            )
-        if reason is not None and self._rank != 0:
-            self._record(Failure(0, action, reason, "lost"))
+        if self._rank != 0:
+            is_gone = self._down_since is not None and now - self._down_since >= self._timeouts.beat_seconds
+            state, silence = Process(*self._address["process"]).state, now - self._answered_at
+            if (reason := GONE if is_gone else explain_silence(silence, state, self._timeouts)) is not None:
+                self._record(Failure(0, self.statuses[0].doing.action or None, reason, "lost"))
         if self.failure is not None or not self._all_here.is_set():
             return
-        root, chain = wait_chain(self._rank, self.statuses)
-        if now - self._activity_since >= self._timeouts.timeout_seconds:
-            self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
-        else:
-            self._warn(now, chain)
+        is_over = now - self._activity_since >= self._timeouts.timeout_seconds
+        if is_over or self._warns(now):
+            root, chain = wait_chain(self._rank, self.statuses)
+            if is_over:
+                self._record(Failure(root, self.statuses[root].doing.action or None, chain, "stalled"))
+            else:
+                notify(chain)
 
     def _needs_all(self, seconds: float) -> bool:
         """Whether this rank, which has not moved on for so long, needs the statuses of all: soon, for a report."""
         report_seconds = min(self._warned_seconds + self._timeouts.warn_seconds, self._timeouts.timeout_seconds)
         return self._rank == 0 or seconds + self._timeouts.stall_seconds >= report_seconds
 
-    def _warn(self, now: float, text: str) -> None:
-        """Print the text every `warn_seconds` for which this rank does not move on."""
+    def _warns(self, now: float) -> bool:
+        """Whether to warn now: every `warn_seconds` for which this rank does not move on."""
         seconds = now - self._activity_since
-        if seconds >= self._warned_seconds + self._timeouts.warn_seconds:
+        if is_due := seconds >= self._warned_seconds + self._timeouts.warn_seconds:
             self._warned_seconds = seconds
-            notify(text)
+        return is_due
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
@@ -413,10 +403,6 @@ class Watchdog:
         self.close()
         if self._server:
             self._server.await_leaving()
-
-
-def _do_nothing(*_: object) -> None:
-    """The default callback: no recorder, and a device that is the host and never falls behind."""
 
 
 def _flush() -> None:

@@ -66,12 +66,11 @@ def measure_links(
 
 
 def _measure(
-    transport: Transport, source: int, target: int, device: torch.device, program: int, message_bytes: int
+    transport: Transport, source: int, target: int, device: torch.device, first: int, message_bytes: int
 ) -> MeasuredLink | None:
-    """Measure one direction of a link; return the result on the sending rank. `program`: the first of three numbers of
-    its own."""
+    """Measure one direction of a link; return the result on the sending rank. `first`: of three numbers of its own."""
     sends = transport.rank == source
-    reply_channel = transport.channel(program, _BACK, target, source, backward=True)
+    reply_channel = transport.channel(first, _BACK, target, source, backward=True)
 
     def trip_seconds(number: int, size: int) -> float:
         """Return the seconds of the shortest trip: a message of this many bytes, and a small one back."""
@@ -92,8 +91,8 @@ def _measure(
         transport.release(number)
         return min(seconds[WARM_UP_TRIPS:])
 
-    small, large = trip_seconds(program + 1, SMALL_BYTES), trip_seconds(program + 2, message_bytes)
-    transport.release(program)
+    small, large = trip_seconds(first + 1, SMALL_BYTES), trip_seconds(first + 2, message_bytes)
+    transport.release(first)
     if not sends:
         return None
     rate = (message_bytes - SMALL_BYTES) / (large - small) if large > MIN_TRIP_RATIO * small else None

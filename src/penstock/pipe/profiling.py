@@ -189,7 +189,7 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
         with control.reporting(close=control.close):
             with control.agreed(), control.working("the measuring of units"):
                 local_profile = units()
-            shared_profile = control.share_with_all(local_profile)
+            shared_profile = control.share(local_profile, role="everyone")
             sizes = [unit.boundary_bytes for unit in shared_profile.units if unit.boundary_bytes]
             size = statistics.median_high(sizes) if sizes else DEFAULT_MESSAGE_BYTES
             return replace(shared_profile, links=measure_links(control, local_device, size))

@@ -50,7 +50,7 @@ def record(session: Session, config: RunConfig, plan: Plan | None = None) -> Non
         except OSError as error:
             if os.path.isdir(path):  # otherwise the recorder warns of it; training goes on
                 warn(f"run_dir={str(path)!r}: {error}; a second job in this folder will not be detected")
-    run_id, refusal = engine.control.share_with_all((uuid.uuid4().hex, refusal))
+    run_id, refusal = engine.control.share((uuid.uuid4().hex, refusal), role="everyone")
     if refusal is not None:
         raise ArgumentError(refusal)
     info = previous = None
@@ -60,7 +60,7 @@ def record(session: Session, config: RunConfig, plan: Plan | None = None) -> Non
             previous = earlier_run(path)
             info = describe(session, config, run_id, plan)
             initial = _initial_files(session, info, plan)
-    verified_mark = engine.control.share_with_all("" if previous is None else previous.verified)
+    verified_mark = engine.control.share("" if previous is None else previous.verified, role="everyone")
     verified_fingerprints.update({verified_mark} & {session.fingerprint()})
     recorder = Recorder(config, run_id, info, previous, initial, engine.world, engine.control.watchdog, engine.devices)
     weakref.finalize(session, recorder.end_now)  # if it is dropped, or the program ends, without `close`

@@ -24,7 +24,7 @@ from penstock.runtime.execute.engine import Engine, draws_outside_modules
 from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.features.feature import Binding
-from penstock.runtime.features.registry import RECOMPUTE, offload_by_stage, recompute_by_stage
+from penstock.runtime.features.registry import offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
 from penstock.runtime.loss.functions import explain_missing_target
 from penstock.runtime.model.split_model import SplitModel
@@ -63,7 +63,7 @@ class Session:
         self._closed = False
         self._close_callbacks: list[Callable[[], None]] = []
         with engine.control.agreed():
-            self.recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
+            self.recompute = recompute_by_stage(options.recompute, order.placement.depth)
             self.offload = offload_by_stage(options.offload, order.placement.depth)
             bind = partial(
                 Binding,

@@ -29,7 +29,7 @@ class Rank:
     CPU; those that the transport sends and receives are on `device`."""
 
     transport: Transport
-    program: int
+    number: int
     device: torch.device
     channels: dict[tuple[Link, bool], Channel] = field(default_factory=dict)
     pending: list[Pending] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Rank:
     def channel(self, link: Link = LINK, *, backward: bool = False) -> Channel:
         if (link, backward) not in self.channels:
             ends = int(backward), 1 - int(backward)
-            self.channels[link, backward] = self.transport.channel(self.program, link, *ends, backward=backward)
+            self.channels[link, backward] = self.transport.channel(self.number, link, *ends, backward=backward)
         return self.channels[link, backward]
 
     def send(self, k: int, message: Message, *, backward: bool = False, link: Link = LINK) -> None:
@@ -222,12 +222,12 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
         yield from on_both_ranks(Rank.end_step)
 
 
-def a_released_program_makes_room_for_another() -> Iterator[Step]:
-    """Release a program, as for batches of a new shape; the next one uses the same link with another layout."""
+def a_released_number_makes_room_for_another() -> Iterator[Step]:
+    """Release a number, as for batches of a new shape; the next one uses the same link with another layout."""
 
     def release(rank: Rank) -> None:
-        rank.transport.release(rank.program)
-        rank.program += 1000  # unused by other scripts
+        rank.transport.release(rank.number)
+        rank.number += 1000  # unused by other scripts
         rank.channels.clear()
 
     for rows in (1, 2, 3):
@@ -399,7 +399,7 @@ POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
     absent_tensors_arrive_as_none,
     what_arrives_is_memory_of_its_own,
     another_layout_is_refused_by_the_sender,
-    a_released_program_makes_room_for_another,
+    a_released_number_makes_room_for_another,
     directions_of_a_link_do_not_mix,
     links_of_two_ranks_do_not_mix,
     every_dtype_travels,

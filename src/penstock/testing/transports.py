@@ -50,9 +50,9 @@ def _run(transports: Mapping[int, PointToPoint], device: torch.device, on_start:
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
     has_collectives = not any(missing_methods(transport, COLLECTIVES) for transport in transports.values())
-    for program, script in enumerate(scripts_for(collectives=has_collectives, one_process=len(transports) > 1)):
+    for number, script in enumerate(scripts_for(collectives=has_collectives, one_process=len(transports) > 1)):
         on_start(script.__name__)
-        ranks = {rank: Rank(cast(Transport, transport), program, device) for rank, transport in transports.items()}
+        ranks = {rank: Rank(cast(Transport, transport), number, device) for rank, transport in transports.items()}
         try:
             for rank, step in script():
                 if rank in ranks:

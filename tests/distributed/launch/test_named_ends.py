@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ from penstock.distributed.launch.endings import (
     note_failure,
     register_run,
 )
-from penstock.distributed.launch.processes import AgentResult, Outcome, explain_end
+from penstock.distributed.launch.processes import Outcome, explain_end
 
 RAISED = "rank 1 failed at 1F2: ValueError: boom"
 
-FAILED = AgentResult(agent=0, exitcode=1)
+FAILED, STOPPED = Outcome(1, agent=0, exitcode=1), Outcome(130, received=2, agent=0, exitcode=1)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +56,10 @@ def test_the_first_failure_names_the_rank_and_its_status_is_the_jobs(
 def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     path.touch()
-    assert explain_end(AgentResult(0, -9), str(path), ["the agent"]) == Outcome(137, "the agent was killed by SIGKILL")
+    killed = Outcome(137, agent=0, exitcode=-9)
+    assert explain_end(killed, str(path), ["the agent"]) == replace(killed, message="the agent was killed by SIGKILL")
     RankFailure(1, 1, 5).write(str(path))
-    assert explain_end(AgentResult(0, 1, received=2), str(path), ["the agent"]) == Outcome(130, "stopped by Ctrl-C", 2)
+    assert explain_end(STOPPED, str(path), ["the agent"]) == replace(STOPPED, message="stopped by Ctrl-C")
     assert [describe_signal(number) for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
 
 
@@ -85,7 +87,7 @@ def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch:
     explain_end(FAILED, str(path), ["the agent"])
     after = [json.loads((ranks / f"{rank}.json").read_text())["state"]["failure"] for rank in before]
     assert after == [RAISED, RAISED, None, RAISED]
-    explain_end(AgentResult(0, 1, received=2), str(path), ["the agent"])  # a signal that came after a failure
+    explain_end(STOPPED, str(path), ["the agent"])  # a signal that came after a failure
     assert json.loads((ranks / "1.json").read_text())["state"]["failure"] == RAISED
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import RankFailure, register_run
-from penstock.distributed.launch.processes import AgentResult, Outcome, explain_end, temporary_file
+from penstock.distributed.launch.processes import Outcome, explain_end, temporary_file
 from penstock.distributed.launch.user import User
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become others")
@@ -86,7 +86,8 @@ def test_root_tells_no_folder_that_the_user_could_not(
         for run in (of_root, own):
             register_run(run)
         RankFailure(1, 3, 7, "why").write(path)
-        assert explain_end(AgentResult(0, 1), path, ["the agent"], nobody) == Outcome(3, "why")
+        ended = explain_end(Outcome(1, agent=0, exitcode=1), path, ["the agent"], nobody)
+        assert (ended.status, ended.message) == (3, "why")
     assert (of_root / "ranks/0.json").read_text() == record
     assert json.loads((own / "ranks/0.json").read_text())["state"]["failure"] == "why"
     assert os.geteuid() == os.getegid() == 0

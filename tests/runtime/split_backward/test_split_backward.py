@@ -431,7 +431,7 @@ def test_i_frees_all_but_what_w_needs_and_w_frees_that(call: Callable[[Any, Tens
         stage.step()
         assert graph[-1]() is None
         assert activations[-1]() is None
-        waiting = [weakref.ref(call.grad) for call in stage.split._waiting[0]]
+        waiting = [weakref.ref(call.grad) for call in stage.split._put_off[0][0]]
         assert [ref() is not None for ref in waiting] == [True, True]
         stage.split.weight_gradients(0)
         assert [ref() for ref in waiting] == [None, None]

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
@@ -65,8 +65,8 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     check(command, ranks, threads)
     agent = agent_command(["--standalone", f"--nproc-per-node={ranks}", *command])
     with temporary_file("failures") as failures:
-        result = supervise([agent], {**QUIET, **os.environ, **thread_environment(ranks, threads), FAILURES: failures})
-        outcome = explain_end(result, failures, [f"the agent of ranks 0 to {ranks - 1}"])
+        ended = supervise([agent], {**QUIET, **os.environ, **thread_environment(ranks, threads), FAILURES: failures})
+        outcome = explain_end(ended, failures, [f"the agent of ranks 0 to {ranks - 1}"])
     return outcome.report()
 
 
@@ -76,15 +76,20 @@ class Outcome:
 
     Attributes:
         status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
-        message: what failed first, in a line, or that a signal to this process ended everything; "" if nothing did.
-        received: that signal, if any.
+        message: by `explain_end`: what failed first, in a line, or that a signal to this process ended everything; ""
+            if nothing did.
+        received: the first signal that was passed on, if any was.
         happened: what a network's scenario changed, in order.
+        agent: the first that failed; None: none did.
+        exitcode: its exit status, or -n for signal n.
     """
 
     status: int
     message: str = ""
     received: int | None = None
     happened: tuple[Any, ...] = ()
+    agent: int | None = None
+    exitcode: int = 0
 
     def report(self) -> int:
         """Print what failed first, and return the exit status. Raise KeyboardInterrupt: a signal, its argument."""
@@ -95,8 +100,8 @@ class Outcome:
         return self.status
 
 
-def explain_end(result: AgentResult, failures: str, agents: Sequence[str], user: User | None = None) -> Outcome:
-    """Explain how a job ended whose agents did. What failed first goes into the folders of runs, too.
+def explain_end(ended: Outcome, failures: str, agents: Sequence[str], user: User | None = None) -> Outcome:
+    """Explain how a job ended whose agents ended so. What failed first goes into the folders of runs, too.
 
     Args:
         failures: the file that `FAILURES` named.
@@ -104,19 +109,19 @@ def explain_end(result: AgentResult, failures: str, agents: Sequence[str], user:
         user: whose the ranks were, if not this process's own.
     """
     first = RankFailure.first(failures)
-    status = result.status
-    if result.received:
+    status = ended.status
+    if ended.received:
         failed = first is not None and first.message and not was_interrupted(first.message)
-        message = str(first) if failed else describe_signal(result.received)
-    elif result.agent is None:
-        return Outcome(status)
-    elif result.exitcode < 0 or first is None:
-        message = f"{agents[result.agent]} {describe_exit(result.exitcode)}"
+        message = str(first) if failed else describe_signal(ended.received)
+    elif ended.agent is None:
+        return ended
+    elif ended.exitcode < 0 or first is None:
+        message = f"{agents[ended.agent]} {describe_exit(ended.exitcode)}"
     else:
         status, message = shell_status(first.exitcode or 1), str(first)
     with user.acting() if user else contextlib.nullcontext():
         write_failure_to_runs(failures, message)
-    return Outcome(status, message, result.received)
+    return replace(ended, status=status, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +144,6 @@ class EndTimeouts:
 DEFAULT_TIMEOUTS = EndTimeouts()
 
 
-@dataclass(frozen=True, slots=True)
-class AgentResult:
-    """How agents ended.
-
-    Attributes:
-        agent: the first that failed; None: none did.
-        exitcode: its exit status, or -n for signal n.
-        received: the first signal that was passed on, if any was.
-    """
-
-    agent: int | None
-    exitcode: int = 0
-    received: int | None = None
-
-    @property
-    def status(self) -> int:
-        """The exit status as a shell reports it."""
-        return shell_status(self.exitcode) if self.received is None else 128 + self.received
-
-
 def supervise(
     commands: Iterable[Sequence[str]],
     environment: Mapping[str, str],
@@ -168,7 +153,7 @@ def supervise(
     seconds: float = float("inf"),
     forwards: bool = True,
     timeouts: EndTimeouts = DEFAULT_TIMEOUTS,
-) -> AgentResult:
+) -> Outcome:
     """Start agents and wait until all have ended, or have to. None of their processes is left.
 
     Args:
@@ -209,7 +194,9 @@ def supervise(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         first = _wait(agents, jobs, received, poll, until, timeouts)
         exitcode = 0 if first is None else agents[first].returncode
-        return AgentResult(first, exitcode, received[0] if received else None)
+        if received:
+            return Outcome(128 + received[0], received=received[0], agent=first, exitcode=exitcode)
+        return Outcome(shell_status(exitcode), agent=first, exitcode=exitcode)
 
 
 def _wait(

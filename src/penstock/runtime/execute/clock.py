@@ -21,8 +21,7 @@ from penstock._base.compat import is_accelerator
 from penstock.distributed.failure import OUTSIDE, DeviceLag, Position
 from penstock.distributed.host_clock import now_ns
 from penstock.distributed.watchdog import Watchdog
-from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.protocol import Begun, Transport, Waitable
+from penstock.runtime.transport.protocol import Begun, Observable, Pending, Transport
 from penstock.schedule import Action
 
 Moment = tuple[Action, int, int, int]
@@ -103,7 +102,7 @@ class StreamClock:
         stream.wait_stream(self._module.current_stream(self._device))
         began = self.mark(stream)
 
-        def begun(works: Sequence[Waitable]) -> None:
+        def begun(works: Sequence[Pending]) -> None:
             with self._module.stream(stream):  # which waits for the message, in place of the one that computes
                 for work in works:
                     work.wait()
@@ -189,13 +188,11 @@ def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Cl
     Args:
         transports, clocks: by rank.
     """
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
-        yield
-        return
+    blocks = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0"
     noted = [
         (transport, clock)
         for rank, transport in transports.items()
-        if isinstance(transport, DistributedTransport) and isinstance(clock := clocks[rank], StreamClock)
+        if not blocks and isinstance(transport, Observable) and isinstance(clock := clocks[rank], StreamClock)
     ]
     for transport, clock in noted:
         transport.observer = clock.message

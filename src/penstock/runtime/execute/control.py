@@ -93,26 +93,21 @@ class Control:
             with self.waiting_for("equal parameters", self.world.partners):
                 copy_from_first(tensors, self.groups["column"], self.staging)
 
-    def share_with_all(self, value: T) -> T:
-        """Return the first process's object on every process of the mesh."""
-        return self._share(value, "everyone", 0, self.mesh_peers)
-
-    def share(self, value: T, source_rank: int = 0) -> T:
-        """Return one rank's object on every rank of the pipeline. Each process calls it once."""
-        return self._share(value, "pipeline", self.world.numbers[source_rank], self.pipeline_peers, source_rank)
-
-    def _share(self, value: T, role: Role, source: int, peers: tuple[int, ...], group_source: int = 0) -> T:
+    def share(self, value: T, source_rank: int = 0, role: Role = "pipeline") -> T:
+        """Return one rank's object on every rank of the pipeline; or of the mesh ("everyone"), by numbers there."""
         if self.groups is None:
             return value
-        box = [value]
-        with self.waiting_for("broadcast", peers if self.world.number == source else (source,)):
-            dist.broadcast_object_list(box, group=self.groups[role], group_src=group_source)
+        box, source = [value], source_rank if role == "everyone" else self.world.numbers[source_rank]
+        with self.waiting_for("broadcast", self._peers(role) if self.world.number == source else (source,)):
+            dist.broadcast_object_list(box, group=self.groups[role], group_src=source_rank)
         return box[0]
 
+    def _peers(self, role: Role) -> tuple[int, ...]:
+        return self.mesh_peers if role == "everyone" else self.pipeline_peers
+
     def transfer(self, value: T, source_rank: int, target_ranks: Sequence[int]) -> T:
-        """Return one rank's object on some others. Exactly these ranks call it."""
-        if self.groups is None:
-            return value
+        """Return one rank's object on some others, in several processes. Exactly these ranks call it."""
+        assert self.groups is not None
         group, local_rank, box = self.groups["pipeline"], self.world.rank, [value]
         targets = [rank for rank in target_ranks if rank != source_rank]
         peers = targets if local_rank == source_rank else [source_rank]
@@ -182,7 +177,7 @@ class Control:
 
     @contextmanager
     def waiting_for(self, activity: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a wait outside a program: register it with the watchdog, so that an error names the first cause."""
+        """Wrap a wait outside the actions: register it with the watchdog, so that an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(activity, peers)
         with self.reporting((RuntimeError, OSError)):
             yield
@@ -209,25 +204,23 @@ class Control:
         """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups["everyone"]
 
-    def gather(self, value: Any, activity: str = "gather") -> list[Any]:
-        """Return every process's object on all of them. Every process calls it.
+    def gather(self, value: Any, activity: str = "gather", role: Role = "everyone") -> list[Any]:
+        """Return every process's object on all of them, in the mesh or in the pipeline. All of these call it.
 
         Args:
             activity: the name of the wait, for reports of a rank that hangs.
         """
-        return self._gather(value, "everyone", activity, self.mesh_peers)
-
-    def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
-        """Like `gather`, for the ranks of this pipeline."""
-        return self._gather(value, "pipeline", activity, self.pipeline_peers)
-
-    def _gather(self, value: Any, role: Role, activity: str, peers: tuple[int, ...]) -> list[Any]:
         if self.groups is None:
             return [value]
+        peers = self._peers(role)
         values: list[Any] = [None] * (len(peers) + 1)
         with self.waiting_for(activity, peers):
             dist.all_gather_object(values, value, group=self.groups[role])
         return values
+
+    def gather_pipeline(self, value: Any, activity: str = "a connection") -> list[Any]:
+        """Like `gather`, for the ranks of this pipeline."""
+        return self.gather(value, activity, "pipeline")
 
     @contextmanager
     def reporting(
@@ -253,18 +246,18 @@ class Control:
 
     def fail(self, error: BaseException) -> BaseException:
         """Report to the others that this rank raised, unless they know; return the error to raise: the first cause."""
-        position, is_local = self.watchdog.position, self.world.is_local
+        position, failed_before = self.watchdog.position, isinstance(error, RankFailedError)
         failure = Failure.of(self.world.number, position.action or None, error)
-        in_doubt = is_doubtful(error) and not is_local
+        in_doubt = is_doubtful(error) and not self.world.is_local
         self.watchdog.on_raise(None if in_doubt else failure)
-        if self._agreed:
+        if self._agreed:  # a refusal, which every rank raises
             return error
-        if is_local or isinstance(error, RankFailedError):
+        if failed_before or self.world.is_local:  # there is no one to tell
             self.watchdog.position = OUTSIDE
-            if position.action and not isinstance(error, RankFailedError):
+            if position.action and not failed_before:
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if in_doubt:
+        if in_doubt:  # another's failure, known soon, may be the cause
             if (cause := self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS)) is not None:
                 return cause
             self.watchdog.on_raise(failure)

@@ -106,8 +106,8 @@ class Engine:
         watchdog = self.control.watchdog
         follows = not world.is_local and has_events(device)  # how far the device has come
         self._watched: Watched = Progress(device, watchdog) if follows else watchdog
-        self._sending = Position("its last sends", self.control.pipeline_peers)  # a program's first step waits for them
-        self.streams = Streams(self.control.share_with_all(seed))
+        self._sending = Position("its last sends", self.control.pipeline_peers)  # a first step waits for them
+        self.streams = Streams(self.control.share(seed, role="everyone"))
         groups = self.control.groups
         self.transports: dict[int, Transport] = {}
         if groups is None:

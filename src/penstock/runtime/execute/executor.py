@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,19 +98,32 @@ def run_timed(
     return marks, allocated
 
 
+class Mode(NamedTuple):
+    """What a recording depends on besides inputs.
+
+    Attributes:
+        training: whether backward runs too.
+        settings: each module's mode, which parameters are trained, and autocast: the same on all processes.
+        attributes: the plain attributes of modules whose forwards were recorded call by call.
+    """
+
+    training: bool
+    settings: tuple[Hashable, ...]
+    attributes: Hashable
+
+
 @dataclass(frozen=True, slots=True)
 class BatchKind:
     """What tells batches of one kind, which one bound schedule runs, from all others.
 
     Attributes:
         sizes: the rows of each microbatch.
-        mode: whether it is for training, and what a recording depends on besides inputs.
         signature: the input signature; None if this process does not look at inputs, or not at the announced ones.
         plain_values: the plain values of the batch, whose identity may be part of its signature.
     """
 
     sizes: tuple[int, ...]
-    mode: tuple[Any, ...]
+    mode: Mode
     signature: Hashable
     plain_values: Sequence[Any]
 

@@ -35,7 +35,7 @@ from penstock.runtime.features.feature import (
 )
 from penstock.runtime.features.registry import FEATURES, make_user_feature
 from penstock.runtime.gradients.dtensors import is_distributed
-from penstock.runtime.loss.loss import no_gradient_error
+from penstock.runtime.loss.loss import LossHead, no_gradient_error
 from penstock.runtime.microbatch_kinds import distinct
 from penstock.runtime.split_backward.backward import SplitBackward, weight_use_key
 from penstock.runtime.transport.routes import Route, StageTraffic, TrafficBuilder
@@ -48,7 +48,7 @@ Enter = Callable[[], Context]
 
 
 class BoundStage:
-    """One stage of one program, with its features: those of `features/registry.py`, and the user's own.
+    """One stage of one bound schedule, with its features: those of `features/registry.py`, and the user's own.
 
     `await_inputs`, `forward` and so on each make the function that runs one action.
 
@@ -159,8 +159,9 @@ class BoundStage:
             code = within(partial(split.forward, microbatch, runs_again=drops_graph), code)
         code = within(contexts(self.features, "code", microbatch), code)
         begin = self._make_begin(microbatch, stage=index)
-        head, saved = None if drops_graph else stage.head, self._saved if stage.training and not drops_graph else None
-        learn = None if split is None or (drops_graph and stage.head is not None) else split.learn
+        head, saved = (None, None) if drops_graph else (stage.head, self._saved if stage.training else None)
+        lacks_loss = drops_graph and stage.head is not None  # whose graph shows how the weights are used
+        learn = None if split is None or lacks_loss else split.learn
 
         def run_forward(args: list[Any]) -> None:
             NOW.stage, NOW.microbatch = index, microbatch
@@ -178,7 +179,7 @@ class BoundStage:
                 for position in untracked_outputs:
                     if outputs[position].requires_grad:
                         raise self._unexpected_gradient(kind, position)
-                roots: list[GradientEdge | None] = [] if head is None else self._loss_edges(microbatch, outputs)
+                roots: list[GradientEdge | None] = [] if head is None else self._loss_edges(head, microbatch, outputs)
                 for position in root_outputs:
                     roots.append(gradient_edge(outputs[position]) if outputs[position].requires_grad else None)
                 if learn is not None:
@@ -290,9 +291,8 @@ class BoundStage:
         send, take, key = route.channel.send, self._mail.pop, (route.stage, microbatch)
         return lambda: send(microbatch, take(key))
 
-    def _loss_edges(self, microbatch: int, outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
-        head = self._context.head
-        loss = None if head is None else head(microbatch, outputs)
+    def _loss_edges(self, head: LossHead, microbatch: int, outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
+        loss = head(microbatch, outputs)
         if loss is None:
             return []
         if loss.requires_grad:

@@ -32,7 +32,7 @@ from penstock._base.compat_compiler import compiled as compiled_as
 from penstock._base.errors import ArgumentError, PartitionError
 from penstock.runtime.exact.streams import Hook
 from penstock.runtime.features import recompute
-from penstock.runtime.features.feature import NOTHING, BatchNorms, Context, Feature, StageContext, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext, Start
 from penstock.runtime.features.recompute import Buffers
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.microbatch_kinds import distinct
@@ -63,7 +63,7 @@ class Moments(NamedTuple):
         return Moments(count, mean, self.deviations + other.deviations + step**2 * (self.values * other.values / count))
 
 
-class DeferredNorms(BatchNorms):
+class DeferredNorms(Feature):
     """The batch norms of one process's stages.
 
     Args:
@@ -220,7 +220,7 @@ class CheckpointedNorms(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> CheckpointedNorms | None:
         """Build the feature in training, if a forward updates buffers; deferred batch norms handle their own."""
-        merged, deferred = stage.stage, stage.deferred
+        merged, deferred = stage.stage, stage.binding.deferred
         updated = {id(buffer): name for name, buffer in merged.buffers.items() if name in merged.meta.updated}
         names = {key: name for key, name in updated.items() if key not in deferred}
         if not stage.training or not names:

@@ -1,5 +1,5 @@
 """Defines features: what a stage does besides its forward and backward, in hooks that determine when. And what a
-feature is made from: a program's binding, and the stage in it.
+feature is made from: the binding of a schedule, and the stage in it.
 
 A feature overrides the hooks that it needs and leaves the others alone. If several features have the same hook, the
 first in the order of `registry.py` is the outermost.
@@ -7,7 +7,7 @@ first in the order of `registry.py` is the outermost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,14 +136,6 @@ class Feature:
         return NOTHING
 
 
-class BatchNorms(Feature):
-    """Batch norms whose running statistics wait for the end of the step: `deferred_norm.DeferredNorms`."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """These statistics, as far as this process holds them."""
-        return ()
-
-
 HOOKS = tuple(name for name in vars(Feature) if name != "applies" and not name.startswith("_"))
 
 
@@ -208,6 +200,7 @@ class Binding:
         recompute: one choice per stage of one copy of the model, for training.
         offload: the same for offload: whether what backward needs waits in the host's memory.
         norms: batch norms whose statistics are deferred, in training.
+        deferred: the `id` of each buffer whose update so waits for the end of the step.
         sharded: the stages that `fully_shard` was applied to.
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
         check_finite: in training, raise if a value, the loss or a gradient is NaN or Inf.
@@ -221,7 +214,8 @@ class Binding:
     training: bool
     recompute: Sequence[Recompute] = ("never",)
     offload: Sequence[bool] = (False,)
-    norms: BatchNorms | None = None
+    norms: Feature | None = None
+    deferred: Set[int] = frozenset()
     sharded: Mapping[int, ShardedStage] = field(default_factory=dict)
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
@@ -234,10 +228,10 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """One stage of one rank's program.
+    """One stage of a schedule that is being bound, on its rank.
 
     Attributes:
-        binding: what the program is made from: all stages, the schedule, and the user's choices.
+        binding: what the bound schedule is made from: all stages, the schedule, and the user's choices.
         number: the rank's, in messages.
         index: the stage's, over all ranks; a second copy of the model counts on.
         stages: the stage as each microbatch runs it, with any code that earlier features gave it.
@@ -268,12 +262,6 @@ class StageContext:
     def stage(self) -> Stage:
         """The same, with the code that earlier features gave it."""
         return merge_kinds(self.stages)
-
-    @property
-    def deferred(self) -> set[int]:
-        """The `id` of each buffer whose update waits for the end of the step."""
-        norms = self.binding.norms
-        return set() if norms is None else {id(buffer) for buffer in norms.buffers()}
 
     @property
     def keeper(self) -> Keeper | None:
@@ -345,7 +333,7 @@ def check_forward_order(stage: StageContext) -> None:
     """
     if stage.copies or stage.in_order(Op.F):
         return
-    merged, deferred = stage.stage, stage.deferred
+    merged, deferred = stage.stage, stage.binding.deferred
     updated = [repr(name) for name in merged.meta.updated if id(merged.buffers.get(name)) not in deferred]
     for carried in (*updated, *(item.text for item in merged.remembered)):
         raise PartitionError(

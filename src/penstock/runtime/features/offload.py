@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock._base.compat import WeakStorage, is_accelerator, storage_id
 from penstock._base.errors import ArgumentError
-from penstock._base.formatting import collapse_ranges
+from penstock._base.formatting import name_stages
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Saved, SavedTensor, check_unchanged
 from penstock.runtime.features.feature import Feature, StageContext, Start
@@ -368,13 +368,9 @@ def notes(offload: Sequence[bool], order: Schedule, on_host: Sequence[bool]) -> 
     messages = []
     if idle:
         messages.append(
-            f"offload: nothing goes to the host on {_stages(idle)}, where each backward comes within {NEAR} "
+            f"offload: nothing goes to the host on {name_stages(idle)}, where each backward comes within {NEAR} "
             "computations of its forward: what travels meanwhile makes no room"
         )
     if on_cpu:
-        messages.append(f"offload: {_stages(on_cpu)} on the CPU: the copies are made, and save no memory")
+        messages.append(f"offload: {name_stages(on_cpu)} on the CPU: the copies are made, and save no memory")
     return messages
-
-
-def _stages(numbers: Sequence[int]) -> str:
-    return f"{'stage' if len(numbers) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, numbers)))}"

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock._base.errors import ArgumentError, PartitionError
-from penstock._base.formatting import collapse_ranges, named
+from penstock._base.formatting import name_stages, named
 from penstock._base.pytree import flatten, map_tensors, unflatten
 from penstock._base.stages import StageMeta
 from penstock.partition import INPUT_OVERWRITTEN
@@ -67,10 +67,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
             text = "its own choice of forwards runs again in backward, out of those on "
         name = named(policy).__qualname__ if callable(policy) else repr(policy)
         stages_by_text.setdefault(f"recompute={name}: {text}", []).append(stage)
-    return [
-        f"{text}{'stage' if len(indices) == 1 else 'stages'} {', '.join(collapse_ranges(map(str, indices)))}"
-        for text, indices in stages_by_text.items()
-    ]
+    return [f"{text}{name_stages(indices)}" for text, indices in stages_by_text.items()]
 
 
 class BufferCopies(NamedTuple):

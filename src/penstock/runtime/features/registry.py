@@ -7,7 +7,7 @@ a line in `RECOMPUTE`; one that only chooses microbatches, a line in `KEPT_FORWA
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock._base.errors import ArgumentError
@@ -95,20 +95,19 @@ OffloadChoice = bool | Sequence[bool] | Mapping[int, bool]
 """The same forms, with False for the rest."""
 
 
-def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[str]) -> tuple[Recompute, ...]:
+def recompute_by_stage(choice: RecomputeChoice, stages: int) -> tuple[Recompute, ...]:
     """Return each stage's recomputation.
 
     Args:
         choice: in any of the three forms.
         stages: the number of stages.
-        policies: the known names.
 
     Raises:
         ArgumentError: a choice is unknown, or is not for these stages.
     """
     by_stage = _per_stage("recompute", choice, stages, "never")
     for stage_choice in by_stage:
-        _check_recompute(stage_choice, tuple(policies))
+        _check_recompute(stage_choice)
     return tuple(by_stage)
 
 
@@ -144,15 +143,15 @@ def _per_stage(name: str, choice: Any, stages: int, default: Any) -> list[Any]:
     return [choice] * stages
 
 
-def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
+def _check_recompute(choice: Any) -> None:
     if callable(choice):
         check_not_class("recompute", choice)
         return
     is_number = isinstance(choice, int) and not isinstance(choice, bool)
-    if not (choice >= 1 if is_number else choice in policies):
+    if not (choice >= 1 if is_number else choice in [*RECOMPUTE]):
         hints = {"'full'": "pass 'always'; ", "True": "pass 'always'; ", "False": "pass 'never'; "}
         raise ArgumentError(
-            f"recompute={choice!r}: {hints.get(repr(choice), '')}expected {', '.join(map(repr, policies))}, an "
+            f"recompute={choice!r}: {hints.get(repr(choice), '')}expected {', '.join(map(repr, RECOMPUTE))}, an "
             "integer n >= 1 (every n-th layer), a function that makes a feature for a stage, or a list or dict of "
             "these, by stage"
         )

@@ -36,7 +36,7 @@ class StepCheck(Feature):
         return cls(stage) if stage.training else None
 
     def __init__(self, stage: StageContext) -> None:
-        merged, deferred = stage.stage, stage.deferred
+        merged, deferred = stage.stage, stage.binding.deferred
         updated = {*merged.meta.updated, *merged.may_update}
         checked: dict[str, Tensor] = {name: p for name, p in merged.parameters.items() if not is_distributed(p)}
         checked |= {

@@ -19,7 +19,7 @@ from penstock.partition import KEPT_PARTITIONS
 from penstock.partition.names import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.executor import BoundSchedule
+from penstock.runtime.execute.executor import BoundSchedule, Mode
 from penstock.runtime.features.frame import Frames, Parallelize
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.sharding import ShardedStage, check_sharding
@@ -47,6 +47,7 @@ class SplitModel:
     Attributes:
         model: the model, or the chain of the given layers.
         modules: every module, once.
+        names: maps every name of a parameter or buffer in the unsplit model, tied ones included, to its first name.
         tie_groups: the parameters that several ranks hold.
     """
 
@@ -68,13 +69,12 @@ class SplitModel:
         self._engine = engine
         self._placement = placement
         self._partitioner = partitioner
-        self.model = partitioner.model
+        self.model, self.names = partitioner.model, partitioner.names
         self.modules = list(self.model.modules())
         # A forward may branch on values, so all ranks must record the same ones.
         example = engine.control.share(example)
         self._example = example
-        self._copied: dict[int, tuple[Partition, Partition]] = {}
-        self._placed: dict[int, tuple[Partition, Partition]] = {}
+        self._derived: dict[tuple[str, int], tuple[Partition, Partition]] = {}  # see `_derive`
         self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
             move_to_single_device(self.model, engine)
@@ -91,7 +91,7 @@ class SplitModel:
             check_held_locally(self.model, stages, placement, *holders)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
-                    self._copied.clear()
+                    self._derived.clear()
                     self._partitioner.forget()
         engine.control.copy_from_first_process(self._held_tensors())
         if parallelize is not None:
@@ -119,45 +119,37 @@ class SplitModel:
         Raises:
             PartitionError: a forward cannot be recorded, or needs parameters where they are not held.
         """
-        placed = [self._place(partition) for partition in self._record(training=training, outline=outline)]
+        recorded = self._record(training=training, outline=outline)
+        placed = [self._derive(partition, self._place) for partition in recorded]
         if training and not self._known_parameters:
             self._known_parameters = {name for stage in merge_stages(placed) for name in stage.parameters}
         for partition in placed:
             self._check_tensors_held(partition, training=training)
-        for cache in (self._copied, self._placed):
-            while len(cache) > KEPT_PARTITIONS:
-                del cache[next(iter(cache))]
+        while len(self._derived) > 2 * KEPT_PARTITIONS:
+            del self._derived[next(iter(self._derived))]
         return placed
 
-    def look(self) -> tuple[Any, ...]:
-        """Look at the model before a step: return its `signature`.
+    def look(self, *, training: bool) -> Mode:
+        """Look at the model before a step: return its `mode`.
 
         Raises:
             ArgumentError: it no longer holds the parameters that the pipeline was made with.
         """
         if self._frames is None:  # sharding replaces the parameters
             self._originals.check_unchanged()
-        return self.signature()
+        return self.mode(training=training)
 
-    def signature(self) -> tuple[Any, ...]:
-        """Return what a recording depends on besides its inputs: each module's mode, which parameters are trained,
-        autocast, and the plain attributes of modules whose forwards were recorded call by call."""
+    def mode(self, *, training: bool) -> Mode:
+        """Return what a recording depends on besides its inputs."""
         with plain_tensors():  # those of other ranks would look at each call
             trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._loss_only or {}).values())))
-        return (
-            tuple(map(_training, self.modules)),
-            trained,
-            tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
-            self._partitioner.attributes(),
-        )
+        autocast = tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds())
+        settings = tuple(map(_training, self.modules)), trained, autocast
+        return Mode(training, settings, self._partitioner.attributes())
 
     @contextmanager
-    def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wrap a step: its own changes to the model's attributes need no new recording. See `undo_on_error`.
-
-        Args:
-            signature: what `signature` returned before the step.
-        """
+    def accepting_own_changes(self, bound: BoundSchedule) -> Iterator[None]:
+        """Wrap a step: its own changes to the model's attributes need no new recording. See `undo_on_error`."""
         loss_buffers = {tensor for tensor in (self._loss_only or {}).values() if not isinstance(tensor, nn.Parameter)}
         uncertain = {stage.buffers[name] for stage in self._local_stages() for name in stage.may_update}
         updated = {*bound.updated, *uncertain, *loss_buffers} if bound.training else None
@@ -165,18 +157,18 @@ class SplitModel:
         with undo_on_error(self.modules, parameters, updated, local=self._engine.world.is_local):
             yield
             self._originals.settle()
-            self._partitioner.settle(signature[-1])
+            self._partitioner.settle(bound.kind.mode.attributes)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return every parameter of the unsplit model, without duplicates, in the model's order."""
-        names = self._partitioner.names()
+        names = self.names()
         named = [(names[name], parameter) for name, parameter in self.model.named_parameters()]
         model_names, loss_tensors = set(names.values()), (self._loss_only or {}).items()
         return named + [(name, p) for name, p in loss_tensors if is_trained(p) and name not in model_names]  # type: ignore[misc]
 
     def all_names(self) -> list[str]:
         """Return the names of every parameter and persistent buffer of the unsplit model, without duplicates."""
-        names = self._partitioner.names()
+        names = self.names()
         saved = {*map(unwrapped, self.model.state_dict(keep_vars=True))}
         named_tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         model_names = [names[name] for name, _ in named_tensors if unwrapped(name) in saved]
@@ -189,7 +181,7 @@ class SplitModel:
 
     def held_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the buffers of this process's stages, without duplicates, in the unsplit model's order."""
-        names = self._partitioner.names()
+        names = self.names()
         buffers = {name: b for stage in self._local_stages() for name, b in stage.buffers.items()}
         order = [names[name] for name, _ in self.model.named_buffers()]
         return [(name, buffers[name]) for name in dict.fromkeys((*order, *(self._loss_only or ()))) if name in buffers]
@@ -200,13 +192,9 @@ class SplitModel:
         if 0 not in self._engine.ranks:
             return []
         used = {name for stage in self._stages for name in (*stage.parameters, *stage.buffers)}
-        saved, names = set(self.all_names()), self._partitioner.names()
+        saved, names = set(self.all_names()), self.names()
         named_tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         return [(names[raw], tensor) for raw, tensor in named_tensors if names[raw] in saved - used]
-
-    def names(self) -> dict[str, str]:
-        """Map every name of a parameter or buffer in the unsplit model, tied ones included, to its first name."""
-        return self._partitioner.names()
 
     @property
     def sharded(self) -> Mapping[int, ShardedStage]:
@@ -219,8 +207,7 @@ class SplitModel:
         local_stages = [stage for stage in partitions[0].stages if self._is_local(stage)]
         _check_same_parameters(merge_stages(partitions), partitions[0].stages)
         self._frames = Frames(self.model, local_stages, function)
-        self._copied.clear()
-        self._placed.clear()
+        self._derived.clear()
         self._partitioner.forget()
         for stage in merge_stages(self.partitions(training=True)):
             if self._is_local(stage):
@@ -236,13 +223,13 @@ class SplitModel:
             with self._engine.control.working("the measuring of its units"), self._recording(training=True):
                 args, kwargs = self._example.fill(self._engine.recording_device)[0]
                 weigh(args, kwargs)
-            self._copied.clear()
+            self._derived.clear()
 
     def _adopt_division(self) -> None:
         """Cut where the first process does: the work of a block, and how long it takes, differ between processes."""
-        division = self._engine.control.share_with_all(self._partitioner.division)
+        division = self._engine.control.share(self._partitioner.division, role="everyone")
         if division != self._partitioner.division:
-            self._copied.clear()
+            self._derived.clear()
             self._partitioner.divide(division)
 
     def _is_local(self, stage: Stage) -> bool:
@@ -266,7 +253,7 @@ class SplitModel:
         microbatches = outline or self._example
         with self._recording(training=training, outline=outline):
             examples = microbatches.fill(self._engine.recording_device)
-            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
+            return [self._derive(self._partitioner(args, kwargs), self._complete) for args, kwargs in examples]
 
     def _check_tensors_held(self, partition: Partition, *, training: bool) -> None:
         """Refuse a recording that needs tensors of other processes.
@@ -302,13 +289,17 @@ class SplitModel:
                 "such a batch is refused)"
             )
 
-    def _copy(self, partition: Partition) -> Partition:
-        """Return the partition with the stages of all pipelines."""
-        if id(partition) not in self._copied:
-            # Stored with the original: an id is unique only while its object lives.
-            complete = add_loss_tensors(partition, self._name_loss_tensors(partition))
-            self._copied[id(partition)] = partition, with_copies(complete, self._placement.pipelines)
-        return self._copied[id(partition)][1]
+    def _derive(self, partition: Partition, make: Callable[[Partition], Partition]) -> Partition:
+        """Return what a method makes of a partition, made once."""
+        key = make.__name__, id(partition)
+        if key not in self._derived:  # stored with the original: an id is unique only while its object lives
+            self._derived[key] = partition, make(partition)
+        return self._derived[key][1]
+
+    def _complete(self, partition: Partition) -> Partition:
+        """Return the partition with the loss's tensors, and the stages of all pipelines."""
+        complete = add_loss_tensors(partition, self._name_loss_tensors(partition))
+        return with_copies(complete, self._placement.pipelines)
 
     def _name_loss_tensors(self, partition: Partition) -> Mapping[str, Tensor]:
         """Return the loss's tensors that no stage holds, by their names in state dicts. A loss may be a part of the
@@ -323,10 +314,7 @@ class SplitModel:
 
     def _place(self, partition: Partition) -> Partition:
         """Return the partition with this process's stages on their devices."""
-        if id(partition) not in self._placed:
-            stages = tuple(map(self._place_stage, partition.stages))
-            self._placed[id(partition)] = partition, replace(partition, stages=stages)
-        return self._placed[id(partition)][1]
+        return replace(partition, stages=tuple(map(self._place_stage, partition.stages)))
 
     def _place_stage(self, stage: Stage) -> Stage:
         rank = self._placement.rank_of[stage.meta.index]

@@ -33,6 +33,10 @@ from penstock.runtime.gradients.dtensors import is_distributed
 from penstock.runtime.split_backward.weight_gradients import MatrixProduct, Term, evaluate, sum_terms
 from penstock.runtime.split_backward.weight_uses import DeferredGrads, WeightUses, get_base
 
+PutOff = tuple[list[DeferredGrads], set[int] | None, list[tuple[nn.Parameter, Tensor]]]
+"""What a microbatch has for W: calls whose gradients wait, by `id` the parameters of which its forward put any off
+(None: it was unsplit), and gradients that are already there."""
+
 
 class SplitBackward:
     """The split backwards of one stage, for microbatches that use its weights alike.
@@ -57,7 +61,7 @@ class SplitBackward:
         compiled: bool = False,
     ) -> None:
         modules = list(module.modules())
-        compiled_modules = modules[:1] if compiled else [part for part in modules if compiled_as(part)]
+        self._compiled_modules = modules[:1] if compiled else [part for part in modules if compiled_as(part)]
         self._get_parameters = parameters
         self._module = module
         self._parameters_read = False
@@ -68,12 +72,9 @@ class SplitBackward:
         self._learning = False
         self._deferred: list[nn.Parameter] = []  # those whose gradient waits
         self._keeper = keeper
-        self._compiled_modules = compiled_modules
         self._compiled: frozenset[int] = frozenset()  # by id, the parameters of compiled code
         self._uses = WeightUses(())
-        self._waiting: dict[int, list[DeferredGrads]] = {}
-        self._put_off: dict[int, set[int]] = {}
-        self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        self._put_off: dict[int, PutOff] = {}
 
     @property
     def share(self) -> float:
@@ -96,9 +97,7 @@ class SplitBackward:
     def begin_step(self) -> None:
         """Drop anything left by a step that raised."""
         self._learning = False
-        self._waiting.clear()
         self._put_off.clear()
-        self._early.clear()
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
         """Wrap a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
@@ -109,9 +108,8 @@ class SplitBackward:
             return self._uses.learning()
         if runs_again:
             return exact.NOTHING
-        waiting = self._waiting[microbatch] = []
-        put = self._put_off[microbatch] = set()
-        return self._uses.putting_off(waiting, put, self._anchor)
+        waiting, ids, _ = self._put_off[microbatch] = [], set(), []
+        return self._uses.putting_off(waiting, ids, self._anchor)
 
     def _read_parameters(self) -> None:
         """Read the parameters. Sharded ones are whole only now, and distributed ones never wait."""
@@ -138,17 +136,18 @@ class SplitBackward:
         unlike that of the first microbatch: a linear layer's operators depend on its input's strides, as where padding
         is trimmed (`x[:, : lengths.max()]`). Others would come after what I adds for later microbatches.
         """
-        early = self._early[microbatch] = []
-        put = self._put_off.pop(microbatch, None)
+        _, ids, early = self._put_off.setdefault(microbatch, ([], None, []))
         if not self._in_order:
             return self._diverting_gradients(early, self._parameters)
-        handled = self._compiled if put is None else self._compiled | put
+        if ids is None:
+            return exact.NOTHING
+        handled = self._compiled | ids
         missed = [p for p in self._deferred if id(p) not in handled and not p._post_accumulate_grad_hooks]
-        return exact.NOTHING if put is None or not missed else self._diverting_gradients(early, missed)
+        return self._diverting_gradients(early, missed) if missed else exact.NOTHING
 
     def weight_gradients(self, microbatch: int) -> None:
         """Run W: sum each parameter's terms of a microbatch in autograd's order, and add them to `.grad` once."""
-        waiting = self._waiting.pop(microbatch, [])
+        waiting, _, early = self._put_off.pop(microbatch, ([], None, []))
         remaining: dict[int, int] = {}  # a `Counter` takes longer to make
         for call in waiting:
             for key in call.keys:
@@ -156,8 +155,9 @@ class SplitBackward:
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
         with self._without_gradients, exact.outside_autocast(self._anchor.device.type):
-            for parameter, grad in self._early.pop(microbatch, ()):
+            for parameter, grad in early:
                 _add(parameter, grad)
+            early.clear()
             while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
                 for key, weight, term in zip(call.keys, call.weights, call.terms(), strict=True):

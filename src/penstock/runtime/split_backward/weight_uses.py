@@ -179,7 +179,7 @@ class WeightUses(AbstractContextManager[None]):
     def _call_watched(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         planner = PLANNERS.get(func)
         plan = planner(*args, **kwargs) if planner is not None else None
-        if planner is None or plan is None or not self._is_recorded():
+        if plan is None or not self._is_recorded():
             return self._watch_views(func(*args, **kwargs))
         if self._noted is not None:
             return self._note(func, plan, args, kwargs, self._noted)

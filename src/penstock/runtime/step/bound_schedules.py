@@ -23,7 +23,7 @@ from penstock.runtime.batch.cut import CutBatch, input_signature
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import Engine
-from penstock.runtime.execute.executor import BatchKind, BoundSchedule
+from penstock.runtime.execute.executor import BatchKind, BoundSchedule, Mode
 from penstock.runtime.features.compiled import Compile, effective_compile, schedule_arguments
 from penstock.runtime.features.deferred_norm import DeferredNorms, check_deferrable
 from penstock.runtime.features.feature import Binding
@@ -119,7 +119,7 @@ class BoundSchedules:
         leaves = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         kind = BatchKind(
             sizes=outline.sizes,
-            mode=(training, *self.model_parts.signature()),
+            mode=self.model_parts.mode(training=training),
             signature=cut.signature if cut is not None and as_announced else None,
             plain_values=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
         )
@@ -138,20 +138,22 @@ class BoundSchedules:
         order, split = truncate_microbatches(self.order, len(partitions)), self.model_parts
         kinds = MicrobatchKinds.from_partitions(partitions).metas
         reference = self.order if self.engine.world.data_parallel > 1 else None
+        norms = self.norms if training else None
         with self.engine.agreed_at_first():
             if training:
                 ties = [group.stages for group in split.tie_groups]
                 order = lower_training(order, kinds, ties, self._sharded, reference)
             else:
                 order = lower_evaluation(order, kinds, self._sharded, reference)
-            if training and self.norms is not None:
+            if norms is not None:
                 check_deferrable(partitions, split.model)
             compile = effective_compile(self._compile, split.model, partitions[0].stages)
             binding = self._binding(
                 partitions,
                 order,
                 training=training,
-                norms=self.norms if training else None,
+                norms=norms,
+                deferred=frozenset(map(id, norms.buffers() if norms else ())),
                 sharded=split.sharded,
                 compile=schedule_arguments(compile, self.order),
             )
@@ -167,10 +169,9 @@ class BoundSchedules:
             ArgumentError: this rank asks for something other than the announcing rank.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
-        signature = self.model_parts.look()
-        mode = (call.training, *signature)
+        mode = self.model_parts.look(training=call.training)
         match = self._find(cut, mode) if cut is not None and self._announces else None
-        number = self._announce(_NEW if match is None else match.number, call, signature[:-1])
+        number = self._announce(_NEW if match is None else match.number, call, mode.settings)
         if number == _NEW:
             local_outline = Outline.of(cut) if cut is not None and self._announces else None
             outline = self.engine.control.share(local_outline, self._source)
@@ -220,7 +221,7 @@ class BoundSchedules:
         edges = [gradient_edge(tensors[key]) for key in gradients]
         exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in gradients.items()])
 
-    def _find(self, cut: CutBatch, mode: Hashable) -> BoundSchedule | None:
+    def _find(self, cut: CutBatch, mode: Mode) -> BoundSchedule | None:
         for bound in reversed(self._bound.values()):
             key = bound.kind.sizes, bound.kind.signature, bound.kind.mode
             if key == (cut.sizes, cut.signature, mode) and _reads_same_values(bound, cut):

@@ -10,7 +10,9 @@ pickled took longer than noting the times, and a tensor takes longer than an arr
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,6 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError
 from penstock._base.process import cores
-from penstock._base.pytree import Leaf, flatten, map_tensors, unflatten
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.control import Arrival
@@ -48,29 +49,39 @@ def collect_outputs(
     local_rank = engine.world.rank
     if local_rank is None:
         return None if outputs is None else tuple(outputs)
-    local_outputs = {} if outputs is None else {k: outputs[k] for k, owner in enumerate(owners) if owner == local_rank}
-    collected = dict(local_outputs)
+    collected = {} if outputs is None else {k: outputs[k] for k, owner in enumerate(owners) if owner == local_rank}
     for k, owner in enumerate(owners):
         if local_rank == owner and any(rank != owner for rank in targets):
-            engine.control.transfer(map_tensors(_Packed.of, local_outputs[k]), owner, targets)
+            engine.control.transfer(_pickle(collected[k]), owner, targets)
         elif local_rank in targets and local_rank != owner:
-            packed, device = flatten(engine.control.transfer(None, owner, targets)), engine.devices[engine.ranks[0]]
-            leaves = [from_bytes(x.data, x.layout, device) if isinstance(x, _Packed) else x for x in packed.leaves]
-            collected[k] = unflatten(leaves, packed.structure)
+            arrived = io.BytesIO(engine.control.transfer(b"", owner, targets))
+            collected[k] = _Unpickler(arrived, engine.devices[local_rank]).load()
     return tuple(collected[k] for k in range(len(owners))) if local_rank in targets else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed(Leaf):
-    """A tensor as its bytes on the host: not every dtype can be pickled, and a slice would travel with the memory
-    between its elements."""
+def _pickle(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
-    data: bytes
-    layout: Layout
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Packed:
-        return cls(to_bytes(tensor), Layout.of(tensor)._replace(misalignment=0, requires_grad=False))
+class _Pickler(pickle.Pickler):
+    """Takes a tensor as its bytes: not every dtype can be pickled, and a slice would travel with the memory between
+    its elements."""
+
+    def persistent_id(self, value: Any) -> tuple[bytes, Layout] | None:
+        if not isinstance(value, Tensor):
+            return None
+        return to_bytes(value), Layout.of(value)._replace(misalignment=0, requires_grad=False)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, packed: tuple[bytes, Layout]) -> Tensor:
+        return from_bytes(*packed, self._device)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -175,11 +186,9 @@ class LossParts:
         local_names = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
         if self._shared and bound.training not in self._names:
             has_loss = any(loss is not None for loss in bound.head.losses)
-            gathered = [
-                names for names in self._engine.control.gather(local_names if has_loss else None) if names is not None
-            ]
-            if gathered:
-                self._names[bound.training] = [*dict.fromkeys(name for names in gathered for name in names)]
+            gathered = self._engine.control.gather(local_names if has_loss else None)
+            if known := [names for names in gathered if names is not None]:
+                self._names[bound.training] = [*dict.fromkeys(name for names in known for name in names)]
         bound.head.names = self._names.get(bound.training, () if self._shared else local_names)
         new = [name for name in local_names if name not in bound.head.names]
         if new and self._of_function:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock._base.errors import ArgumentError, check_flags, warn
 from penstock._base.marks import computing
 from penstock._base.memory import overlap
-from penstock._base.pytree import leaf_tensors, unflatten
+from penstock._base.pytree import unflatten
 from penstock.distributed.launch.step_file import announcer
 from penstock.partition.nested import input_path
 from penstock.runtime.batch.batch_dims import iter_leaves
@@ -104,9 +104,9 @@ class Steps:
                 check_sums(self.loss, self.reduction, batch.kwargs, self.order.microbatches)
             bound, feed, cut = self._prepare(batch, call, outputs is not False, loss_scale)
             is_first = training and number == 0
-            if is_first and self.has_inputs:
-                self._warn_if_nothing_trains(batch)
-            with self.model_parts.accepting_own_changes(bound.kind.mode, bound), norms:
+            if is_first and cut is not None:
+                self._warn_if_nothing_trains(cut)
+            with self.model_parts.accepting_own_changes(bound), norms:
                 times = self.engine.run_step(bound, feed, number, timed=timeline)
                 adds_up = bound.head.adds_up and len(bound.kind.sizes) > 1 and not self._is_advised
                 if is_first and adds_up and self.reduction == "mean":
@@ -116,12 +116,10 @@ class Steps:
                     self.bound_schedules.backward_to_batch(bound, cut)
             return result
 
-    def _warn_if_nothing_trains(self, batch: Batch) -> None:
-        tensors = (
-            *(parameter for _, parameter in self.model_parts.all_parameters()),
-            *leaf_tensors((batch.args, batch.kwargs)),
-        )
-        if not any(tensor.requires_grad for tensor in tensors):
+    def _warn_if_nothing_trains(self, cut: CutBatch) -> None:
+        leaves = [leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor)]
+        parameters = [parameter for _, parameter in self.model_parts.all_parameters()]
+        if not any(tensor.requires_grad for tensor in (*parameters, *leaves)):
             warn("no parameter and no input of the model requires a gradient, so that a step trains nothing")
 
     def _prepare(
@@ -143,10 +141,8 @@ class Steps:
                 error.add_note("penstock: target=None: pass what the loss takes as target=...")
             raise
         self._check_aliases(bound, batch)
-        inputs = self._inputs(bound, cut)
-        if not self.has_outputs:
-            return bound, Feed(inputs, loss_scale=loss_scale), cut
-        return bound, Feed(inputs, *self._for_loss(bound, batch), keep_outputs, loss_scale), cut
+        inputs, for_loss = self._inputs(bound, cut), self._for_loss(bound, batch) if self.has_outputs else (None, ())
+        return bound, Feed(inputs, *for_loss, keep_outputs and self.has_outputs, loss_scale), cut
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
@@ -230,9 +226,8 @@ class Steps:
                 warn(advice)
         if replicas is None:
             return weights(reduction, bound.kind.sizes, targets or ())
-        watched = engine.control.watchdog
-        settings = self.bound_schedules.compute_digest(bound.kind.mode[1:-1])  # modes, requires_grad flags, autocast
-        mean = partial(replicas.mean, training=bound.training, settings=settings, watched=watched)
+        settings = self.bound_schedules.compute_digest(bound.kind.mode.settings)
+        mean = partial(replicas.mean, training=bound.training, settings=settings, watched=engine.control.watchdog)
         if reduction == "sum":
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
         return weights(reduction, bound.kind.sizes, targets or (), self.engine.world.data_parallel, mean)

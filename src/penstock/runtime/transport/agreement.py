@@ -1,4 +1,4 @@
-"""What the two ends of a channel agreed on in a program's first step: the layout of every tensor of every message."""
+"""What the two ends of a channel agreed on in their first step: the layout of every tensor of every message."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The transport over `torch.distributed` point-to-point: gloo on CPU, NCCL on GPUs.
 
-In a program's first step each message is preceded by a header with its layout, and a receive starts when a rank waits
+In a channel's first step each message is preceded by a header with its layout, and a receive starts when a rank waits
 for it, or for one posted later. From the second step on layouts are known: receives are posted ahead into fresh memory,
 only payload is sent, and a sender whose tensor is not as agreed raises before sending anything.
 
@@ -43,8 +43,7 @@ HEADER_BYTES = 2048
 class DistributedTransport:
     """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks.
 
-    `pinned`: what arrives goes on to another device, so it is put into pinned memory. `observer`: called for each
-    message; None: no one.
+    `pinned`: what arrives goes on to another device, so it is put into pinned memory. `observer`: see `Observable`.
     """
 
     def __init__(self, rank: int, groups: Groups, device: torch.device, *, pinned: bool = False) -> None:
@@ -68,16 +67,16 @@ class DistributedTransport:
             work.wait()
 
     def channel(
-        self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
+        self, number: int, link: Link, source_rank: int, target_rank: int, *, backward: bool
     ) -> DistributedChannel:
         order = self._orders.setdefault((source_rank, target_rank), ReceiveOrder())
         peer = target_rank if source_rank == self.rank else source_rank
         group = partial(self._groups.way, source_rank, target_rank)
         observe = self._observation(link, (source_rank, target_rank), backward=backward)
         global_rank = self._groups.members[peer]
-        make = self.channel_to(peer, (program, link, backward))
+        make = self.channel_to(peer, (number, link, backward))
         channel = make(link, group, global_rank, order, self.device, observe, pinned=self._pinned)
-        self._channels.setdefault(program, []).append(channel)
+        self._channels.setdefault(number, []).append(channel)
         return channel
 
     def channel_to(self, peer: int, key: tuple[int, Link, bool]) -> Callable[..., DistributedChannel]:
@@ -105,8 +104,8 @@ class DistributedTransport:
         self._broadcasts.append(broadcast_from([source_rank], [value], self._groups["pipeline"]))
         return self._broadcasts[-1]
 
-    def release(self, program: int) -> None:
-        for channel in self._channels.pop(program, ()):
+    def release(self, number: int) -> None:
+        for channel in self._channels.pop(number, ()):
             channel.close()
 
     def drop_step(self) -> None:
@@ -118,8 +117,8 @@ class DistributedTransport:
                 channel.end_step()
 
     def close(self) -> None:
-        for program in list(self._channels):
-            self.release(program)
+        for number in list(self._channels):
+            self.release(number)
         while self._broadcasts:
             self._broadcasts.popleft().wait()
 

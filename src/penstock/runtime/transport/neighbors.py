@@ -30,7 +30,7 @@ JOIN_SECONDS = 60.0
 """How long the ranks of one machine may take to connect with each other."""
 
 KEY = struct.Struct("<5i")
-"""What a channel hands its memory over with: program, source stage, target stage, backward, bytes of a slot."""
+"""What a channel hands its memory over with: number, source stage, target stage, backward, bytes of a slot."""
 
 _HELLO = struct.Struct("<2i16s")  # rank, kind of connection, secret
 _CREDENTIALS = struct.Struct("3i")  # process, user, group

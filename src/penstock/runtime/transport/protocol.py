@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,10 +55,10 @@ class Channel(Protocol):
 
 
 class Pending(Protocol):
-    """A collective that has been started."""
+    """A collective or a message that has been started, such as torch's `Work`."""
 
-    def wait(self) -> None:
-        """Wait until the tensors that it was started with hold the result."""
+    def wait(self) -> object:
+        """Wait until the tensors that it was started with hold the result. On a device, only its stream waits."""
 
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -74,19 +74,20 @@ class PointToPoint(Protocol):
         Both ranks of the pair call it, and every rank goes through its pairs in the same order.
         """
 
-    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
-        """Return a link's channel within one program, in one direction. Each of the two ranks asks for it once.
+    def channel(self, number: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
+        """Return a link's channel in one direction, for the bound schedule of this number. Each of the two ranks asks
+        for it once.
 
-        `(program, link, backward)` identifies both ends of a channel: use it as the key. `source_rank` is the rank that
+        `(number, link, backward)` identifies both ends of a channel: use it as the key. `source_rank` is the rank that
         sends on it, `target_rank` the rank that receives.
         """
 
-    def release(self, program: int) -> None:
-        """Free what a program's channels hold. Both ends call it between the same two steps, and do not use these
-        channels again."""
+    def release(self, number: int) -> None:
+        """Free what the channels with this number hold. Both ends call it between the same two steps, and do not use
+        them again."""
 
     def end_step(self) -> None:
-        """End a step whose messages this rank has all sent and received. The layouts of a program's first step are
+        """End a step whose messages this rank has all sent and received. The layouts of a channel's first step are
         binding from then on, unless the link varies. May wait for the other rank to take what this one sent."""
 
     def drop_step(self) -> None:
@@ -94,7 +95,7 @@ class PointToPoint(Protocol):
 
         Where one process drives all ranks, it drops the step of each of them, and another step may follow, over the
         same channels and with the same numbers. Nothing of the dropped one may show in it: neither messages sent or
-        posted, nor sums and broadcasts that some rank had not begun, nor layouts of a program's first step.
+        posted, nor sums and broadcasts that some rank had not begun, nor layouts of a channel's first step.
 
         Where each rank is a process of its own, no step follows, nor `close`: the others may be anywhere in the step,
         so the run ends on all of them. There is nothing to discard then.
@@ -129,17 +130,18 @@ class Transport(PointToPoint, Collectives, Protocol):
     ranks: int
 
 
-class Waitable(Protocol):
-    """What makes the current stream wait for a message, such as torch's `Work`."""
-
-    def wait(self) -> object: ...
-
-
-Begun = Callable[[Sequence[Waitable]], None]
+Begun = Callable[[Sequence[Pending]], None]
 """Called once a message has begun, with what waits for it."""
 
 Observer = Callable[[Action, tuple[int, int]], Begun]
 """Called when a message is about to begin, with its `SEND` or `RECV`, and its source and target rank."""
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A transport whose messages have their own streams on a device. It calls `observer` for each; None: no one."""
+
+    observer: Observer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,8 @@ class Combined:
     def connect(self, source_rank: int, target_rank: int) -> None:
         self.messages.connect(source_rank, target_rank)
 
-    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
-        return self.messages.channel(program, link, source_rank, target_rank, backward=backward)
+    def channel(self, number: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Channel:
+        return self.messages.channel(number, link, source_rank, target_rank, backward=backward)
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return self._collectives.reduce(group, holders, tensors)
@@ -199,8 +201,8 @@ class Combined:
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         return self._collectives.broadcast(value, source_rank)
 
-    def release(self, program: int) -> None:
-        self.messages.release(program)
+    def release(self, number: int) -> None:
+        self.messages.release(number)
 
     def end_step(self) -> None:
         self.messages.end_step()

@@ -91,7 +91,7 @@ class StageTraffic:
 
 
 class TrafficBuilder:
-    """Builds the traffic of all stages of one rank within one program.
+    """Builds the traffic of all stages of one rank within one bound schedule, the `number`-th.
 
     Args:
         kinds: all stages, as each kind of microbatch goes through them. A link has one channel for all kinds.
@@ -99,14 +99,14 @@ class TrafficBuilder:
 
     def __init__(
         self,
-        program: int,
+        number: int,
         kinds: Sequence[Sequence[StageMeta]],
         placement: Placement,
         transport: Transport,
         *,
         training: bool,
     ) -> None:
-        self._program = program
+        self._number = number
         self._kinds = kinds
         self._placement = placement
         self._transport = transport
@@ -154,7 +154,7 @@ class TrafficBuilder:
         source, target = self._placement.rank_of[link.source], self._placement.rank_of[link.target]
         channel = self._channels.get((link, backward))
         if channel is None:
-            remote = partial(self._transport.channel, self._program, link, source, target, backward=backward)
+            remote = partial(self._transport.channel, self._number, link, source, target, backward=backward)
             channel = self._channels[link, backward] = Mailbox() if source == target else remote()
         return Route(peer, channel, positions, source != target)
 
@@ -213,14 +213,14 @@ class LocalTransport:
     def connect(self, source_rank: int, target_rank: int) -> None:
         """Do nothing: no rank waits."""
 
-    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
-        key = (program, link, backward)
+    def channel(self, number: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> LocalChannel:
+        key = (number, link, backward)
         if key not in self._hub.channels:
             self._hub.channels[key] = LocalChannel(link, self._hub.devices[target_rank])
         return self._hub.channels[key]
 
-    def release(self, program: int) -> None:
-        for key in [key for key in self._hub.channels if key[0] == program]:
+    def release(self, number: int) -> None:
+        for key in [key for key in self._hub.channels if key[0] == number]:
             del self._hub.channels[key]
 
     def end_step(self) -> None:

@@ -74,8 +74,8 @@ class SharedMemoryChannel(DistributedChannel):
         super().__init__(*args, **options)
         self._neighbors = neighbors
         self._neighbor = neighbor
-        program, link, backward = key
-        self._key = (program, link.source, link.target, int(backward))
+        number, link, backward = key
+        self._key = (number, link.source, link.target, int(backward))
         self._ring: _SlotRing | None = None
 
     def send(self, microbatch: int, message: Message) -> None:
@@ -102,7 +102,7 @@ class SharedMemoryChannel(DistributedChannel):
         return self._ring.take(microbatch)
 
     def _open(self) -> _SlotRing:
-        """Set up shared memory, which the sender creates and hands over in the second step: a program that runs only
+        """Set up shared memory, which the sender creates and hands over in the second step: a schedule that runs only
         once needs none."""
         size = max(_SlotRing.slot_bytes(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")

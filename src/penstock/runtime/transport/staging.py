@@ -195,19 +195,19 @@ class StagedTransport(Combined):
         self._staging.synchronize()
         super().connect(source_rank, target_rank)
 
-    def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> StagedChannel:
-        inner = super().channel(program, link, source_rank, target_rank, backward=backward)
+    def channel(self, number: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> StagedChannel:
+        inner = super().channel(number, link, source_rank, target_rank, backward=backward)
         channel = StagedChannel(inner, link, self._staging)
-        self._channels.setdefault(program, []).append(channel)
+        self._channels.setdefault(number, []).append(channel)
         return channel
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return self._staging.around(partial(super().reduce, group, holders))(tensors)
 
-    def release(self, program: int) -> None:
+    def release(self, number: int) -> None:
         self._staging.synchronize()
-        self._channels.pop(program, None)
-        super().release(program)
+        self._channels.pop(number, None)
+        super().release(number)
 
     def end_step(self) -> None:
         learned = [channel.agreement.end_step() for channels in self._channels.values() for channel in channels]
