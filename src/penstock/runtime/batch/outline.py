@@ -115,7 +115,7 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         rows_text = "the batch has one" if rows == 1 else f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}"
         raise SingleRowError(
             f"batch norm needs more than one row in each microbatch in training, and {rows_text}: pass a larger batch, "
-            f"or pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
+            f"fewer microbatches, or pieces of two rows or more, if you cut it ({' '.join(str(error).split())})"
         ) from error
 
 
