@@ -127,7 +127,7 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
 
 
-CUT = "in training, and 4 rows in 2 microbatches are 3, 1: pass a larger batch, or pieces of two rows or more, where"
+CUT = "in training, and 4 rows in 2 microbatches are 3, 1: pass a larger batch, fewer microbatches, or"
 
 
 @pytest.mark.parametrize(

@@ -435,6 +435,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         "rank.csv": "its pp_rank is no number",
         "starts.json": "has no column duration_us; expected op, microbatch, start_us, and duration_us or end_us",
         "missing.json": "No such file",
+        "missing": "no such folder; a training script records one with penstock.pipeline(..., run_dir='runs/NAME')",
         "empty": "has no file that ends in .json",
         "runs": ".csv.gz; it has runs in it: first",
         "text.json": "is not JSON",

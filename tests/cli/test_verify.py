@@ -125,17 +125,21 @@ def rank_of_pool(rank: int, folder: str) -> int:
         return rank_main(Path(folder))
 
 
-@pytest.fixture
-def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's two ranks are the pool's."""
+def use_pool(pool: Ranks, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's ranks are the pool's."""
 
     def launch(arguments: list[str], ranks: int, threads: int | None) -> int:
         *module, folder = arguments
-        assert (module, ranks, threads) == (["-m", "penstock.cli.verify"], 2, None)
-        return max(ranks2.run(rank_of_pool, folder))
+        assert (module, ranks, threads) == (["-m", "penstock.cli.verify"], count, None)
+        return max(pool.run(rank_of_pool, folder))
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys.modules["penstock.cli.verify"], "launch", launch)
+
+
+@pytest.fixture
+def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_pool(ranks2, 2, monkeypatch)
 
 
 def last_line(text: str) -> str:
@@ -225,13 +229,16 @@ def test_a_target_may_bring_its_reduction(recwarn: pytest.WarningsRecorder) -> N
 
 def test_long_table_is_folded_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"{block}.{part}.{name}" for block in range(12) for part in (0, 2) for name in ("weight", "bias")]
-    rows = tuple(Comparison("gradient", name, (0,), "equal") for name in names)
+    rows = tuple(Comparison("gradient", name, (0,), "equal") for name in names[4:])
+    close = (Comparison("gradient", name, (0,), "close", size, 1, "ties") for size, name in enumerate(names[:4]))
+    rows = (*close, *rows)
     report = VerificationReport(rows, "1f1b", 1, 1, 4, 1.0, True).to_dict()
     lines = []
     for show_all in (False, True):
         show(report, Console(width=80), show_all=show_all)
-        lines.append([line.split()[:3] for line in capsys.readouterr().out.splitlines()])
-    assert ["gradient", "1.*", "(4)"] in lines[0]
+        lines.append([line.split()[:6] for line in capsys.readouterr().out.splitlines()])
+    assert ["gradient", "1.*", "(4)", "0", "equal", "0"] in lines[0]
+    assert ["gradient", "0.*", "(4)", "0", "close", "3"] in lines[0], "the largest difference"
     assert [line[1] for line in lines[1] if line[:1] == ["gradient"]] == names
 
 
@@ -325,19 +332,20 @@ def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
     )
     assert done.returncode == 2
     assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
+    assert done.stderr.count("boom") == 1
     assert done.stdout == "", "neither the agent nor a rank imports from the current folder"
 
 
 @pytest.mark.distributed
-@pytest.mark.usefixtures("in_pool")
-def test_replicas_take_equal_parts_of_the_batch() -> None:
-    done = verify("cases.py:good", "--ranks", "1", "--replicas", "2", "--microbatches", "3", "--json")
+def test_replicas_take_equal_parts_of_the_batch(ranks3: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_pool(ranks3, 3, monkeypatch)
+    done = verify("cases.py:uneven", "--ranks", "1", "--replicas", "3", "--microbatches", "3", "--json")
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["ok"], report["replicas"], report["ranks"], report["microbatches"]) == (True, 2, 1, 3)
+    assert (report["ok"], report["replicas"], report["ranks"], report["microbatches"]) == (True, 3, 1, 3)
     parts = [row["name"] for row in report["rows"] if row["kind"] == "output"]
-    trained, evaluated = ([f"0 of microbatch {k}{label}" for k in range(6)] for label in ("", " in evaluation"))
-    assert parts == trained + evaluated, "both replicas' outputs are compared"
+    trained, evaluated = ([f"0 of microbatch {k}{label}" for k in range(9)] for label in ("", " in evaluation"))
+    assert parts == trained + evaluated, "all replicas' outputs are compared"
 
 
 @pytest.mark.distributed

@@ -347,6 +347,7 @@ def test_trap_17_no_option_is_left_out() -> None:
         ({"loss_function": None}, "pass loss_fn="),
         ({"precision": 16}, "omit it: call step\\(\\) under torch.autocast"),
         ({"interleave": 2}, "pass stages_per_rank="),
+        ({"replicas": 2}, "pass mesh=, a DeviceMesh with dimensions 'dp' and 'pp'"),
     ],
 )
 def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], instead: str) -> None:

@@ -24,6 +24,8 @@ def test_printing_shows_the_loss() -> None:
         result = pipe.step(x, target=y)
         assert repr(result) == f"StepResult(loss={float(result.loss):.6g}, sizes=(3, 2))"
         assert repr(StepResult(sizes=(3, 2))) == "StepResult(loss=none here, sizes=(3, 2))"
+        with pytest.raises(TypeError, match=r"no tuple: read result\.loss"):
+            _loss, _outputs = result
 
 
 def test_printing_waits_for_nobody() -> None:

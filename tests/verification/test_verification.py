@@ -450,8 +450,8 @@ class Random(nn.Module):
 @pytest.mark.parametrize(
     ("make", "verdict", "words"),
     [
-        (mlp, "close", "the microbatches' loss is that of the whole batch"),
-        (lambda: nn.Sequential(*mlp(2), Warms()), "close", "the microbatches' loss is that of the whole batch"),
+        (mlp, "close", "loss and gradients are those of the whole batch"),
+        (lambda: nn.Sequential(*mlp(2), Warms()), "close", "loss and gradients are those of the whole batch"),
         (
             lambda: nn.Sequential(*mlp(2), nn.BatchNorm1d(WIDTH)),
             "explained",
@@ -476,6 +476,38 @@ def test_why_the_whole_batch_differs(make: Any, verdict: str, words: str) -> Non
     assert report.ok
     assert ("; warning: the microbatches' loss is" in report.summary()) == (verdict == "warning")
     assert report.to_dict()["full_batch"]["text"] == report.full_batch.text
+
+
+class Routed(nn.Module):
+    """A mixture of experts, with a loss that balances them: no mean over rows. It computes in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.first, self.router, self.dtype = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3, bias=False), dtype
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.router.weight.data.mul_(0.02)  # as before any training
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        chances = self.router(x).softmax(-1, self.dtype)
+        best = chances.max(-1)
+        mixed = torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), best.indices]
+        counts = F.one_hot(best.indices, 3).to(chances.dtype).mean(0)
+        return mixed.to(chances.dtype) * best.values[:, None], 3 * (counts * chances.mean(0)).sum()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_router_whose_loss_looks_at_all_rows_trains_otherwise(dtype: torch.dtype | None) -> None:
+    """Though that hardly shows in the loss."""
+    balanced = lambda output: 5 + squares(output[0]) + 0.01 * output[1]  # noqa: E731
+    report = verified(lambda: Routed(dtype), torch.randn(12, WIDTH), balanced)
+    assert not report.failures
+    assert report.full_batch is not None
+    assert report.full_batch.verdict == "warning", report.full_batch
+    assert report.full_batch.microbatches == pytest.approx(report.full_batch.whole, rel=2e-5)
+    assert "the gradient of 'router.weight' differs most" in report.summary()
+    assert "the load-balancing loss of a router" in report.summary()
+    close(verified(lambda: Routed(dtype), torch.randn(12, WIDTH), lambda output: squares(output[0])))
 
 
 def test_a_loss_in_float32_is_compared_as_closely_as_it_is_rounded() -> None:

@@ -59,7 +59,9 @@ _PEERS = {
     "pass ranks=, and stages_per_rank= for several stages per rank": "num_stages n_stages stages pipeline_nstages",
     "pass schedule='zb-h1' or 'zb-v'": "enable_zero_bubble use_zbv",
     "omit it: call step() under torch.autocast": "precision fp16 amp mixed_precision",
-    "pass mesh=, a DeviceMesh with a dimension 'pp'": "group process_group pp_group topology dp_size tp_size",
+    "pass mesh=, a DeviceMesh with a dimension 'pp'": "group process_group pp_group topology tp_size",
+    "pass mesh=, a DeviceMesh with dimensions 'dp' and 'pp'": "replicas num_replicas dp dp_size dp_degree "
+    "data_parallel data_parallel_size data_parallel_degree",
     "omit it: messages travel while stages compute, and what was sent is freed": "overlap_p2p_comm batch_p2p_comm "
     "overlap_p2p deallocate_pipeline_outputs",
     "pass seed=": "base_seed random_seed",

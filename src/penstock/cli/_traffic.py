@@ -101,6 +101,7 @@ class TrafficOptions:
         from penstock.network.fabric.traffic import from_model
         from penstock.runtime.batch.cut import Cutting
         from penstock.runtime.batch.example import default_count
+        from penstock.runtime.batch.outline import Outline, explaining_cut
 
         ranks = 1 if self.ranks is None else self.ranks
         check_counts(ranks=ranks)
@@ -128,21 +129,22 @@ class TrafficOptions:
             cut = cutting.into(microbatches).cut_example(batch, "the batch")
             sizes = cut.sizes
             args, kwargs = unflatten(cut.pieces[0].leaves, cut.pieces[0].structure)
-            workload = from_model(
-                loaded_target.model,
-                args,
-                kwargs,
-                hosts=hosts,
-                ranks=ranks,
-                cuts=parse_names(self.cuts),
-                split_inside=parse_names(self.split_inside),
-                schedule="1f1b" if self.schedule is None else self.schedule,
-                microbatches=len(sizes),
-                traffic=traffic,
-                sharded=self.sharded,
-                compute=compute,
-                grad_dtype=dtype_named(self.grad_dtype),
-            )
+            with explaining_cut(Outline.of(cut)):
+                workload = from_model(
+                    loaded_target.model,
+                    args,
+                    kwargs,
+                    hosts=hosts,
+                    ranks=ranks,
+                    cuts=parse_names(self.cuts),
+                    split_inside=parse_names(self.split_inside),
+                    schedule="1f1b" if self.schedule is None else self.schedule,
+                    microbatches=len(sizes),
+                    traffic=traffic,
+                    sharded=self.sharded,
+                    compute=compute,
+                    grad_dtype=dtype_named(self.grad_dtype),
+                )
         uneven = "" if sizes[0] == sizes[-1] else f"; the {sum(sizes)} samples of the batch do not divide evenly"
         pieces = f"{pluralize(len(sizes), 'microbatch')} of {pluralize(sizes[0], 'sample')}"
         note = f"{pieces}, from TARGET's batch per replica{uneven}"

@@ -117,8 +117,8 @@ def read_run_folder(paths: Sequence[Path]) -> RecordedRun | None:
     """Read the directory of a run, if `paths` is one."""
     from penstock.trace.runs import is_run, read_run
 
-    runs = [path for path in paths if is_run(path)]
-    if runs and len(paths) > 1:
+    runs = [path for path in paths if is_run(path) or not (path.suffix or path.exists())]
+    if runs and len(paths) > 1 and runs[0].exists():
         raise ArgumentError(f"{runs[0]} is the directory of a run: pass one at a time, or several to penstock compare")
     return read_run(runs[0]) if runs else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -238,12 +240,14 @@ def run_distributed(case: Case) -> dict[str, Any]:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         threads = None if "OMP_NUM_THREADS" in os.environ else 1  # each rank uses as many as the one-device reference
-        status = launch(["-m", "penstock.cli.verify", name], case.ranks * case.replicas, threads)
+        with contextlib.redirect_stderr(io.StringIO()) as end:  # how the first rank ended, which its error explains
+            status = launch(["-m", "penstock.cli.verify", name], case.ranks * case.replicas, threads)
         results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
     failed = (result for result in results if "error" in result)
     errors = sorted(failed, key=lambda result: (result["follows"], result["monotonic_ns"]))
     if errors:
         raise ArgumentError(errors[0]["error"])
+    print(end.getvalue(), end="", file=sys.stderr)
     if status or len(results) < case.ranks * case.replicas:
         raise RankFailedError(
             f"the ranks ended with exit status {status}, and {len(results)} of {case.ranks * case.replicas} compared "
@@ -272,7 +276,7 @@ def rank_main(folder: Path) -> int:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 LONG_TABLE = 24
-"""Number of rows above which equal ones are folded by module."""
+"""Number of rows above which those with the same verdict are folded by module."""
 
 _STYLES = {"equal": "green", "close": "yellow"}
 _BLOCK_KINDS = ("gradient", "buffer")
@@ -308,12 +312,13 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
 
 
 def _fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Merge neighboring rows of a block that are all equal, or all undefined."""
+    """Merge neighboring rows of a block that are all equal, close for the same reason, or undefined."""
 
     def key(row: Mapping[str, Any]) -> Any:
         group = _block(row["name"]) if row["kind"] in _BLOCK_KINDS else row["name"].partition(" in ")[2]
-        foldable = row["verdict"] in ("equal", "undefined")
-        return (row["kind"], group, *row["stages"], row["verdict"], row.get("step", 0)) if foldable else row
+        foldable = row["verdict"] in ("equal", "undefined") or (row["verdict"] == "close" and row["tolerance_reason"])
+        same = (row["kind"], group, *row["stages"], row["verdict"], row["tolerance_reason"], row.get("step", 0))
+        return same if foldable else row
 
     for _, group in groupby(rows, key):
         first, *folded = group
@@ -321,7 +326,8 @@ def _fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             name, _, phase = first["name"].partition(" in ")
             count, of = len(folded) + 1, f" in {phase}" if phase else ""
             name = f"{_block(name)}.* ({count})" if first["kind"] in _BLOCK_KINDS else f"all {count}{of}"
-            first = {**first, "name": name}
+            largest = max(row["max_difference"] for row in (first, *folded))
+            first = {**first, "name": name, "max_difference": largest}
         yield first
 
 

@@ -123,7 +123,8 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
         return World(ranks or 1)
     if ranks is not None and ranks != size:
         raise ArgumentError(
-            f"ranks={ranks}, but {size} processes were started; leave ranks out, or start {ranks} processes"
+            f"ranks={ranks}, but {size} processes were started; leave ranks out, or start {ranks} processes, or for "
+            "replicas pass mesh=, a DeviceMesh with dimensions 'dp' and 'pp'"
         )
     members = tuple(order) if len(order) == size else tuple(range(size))
     return World(size, members.index(dist.get_rank()), members)

@@ -25,13 +25,19 @@ from penstock.distributed.world import World, join, parse_device, resolve_device
 from penstock.partition import Balance, Partitioner, TooFewLayersError
 from penstock.partition.given_model import as_module
 from penstock.pipe.apply_plan import AppliedPlan
-from penstock.pipe.options import Options
+from penstock.pipe.options import (
+    Options,
+    check_not_parallelized,
+    default_device,
+    has_values,
+    share_example,
+    validate_inputs,
+)
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.run_info import record
 from penstock.pipe.session import Session
-from penstock.pipe.validation import check_not_parallelized, default_device, has_values, share_example, validate_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
-from penstock.runtime.batch.cut import CutBatch, Cutting, Example, MergeFunction, SplitFunction
+from penstock.runtime.batch.cut import CutBatch, Example, MergeFunction, SplitFunction
 from penstock.runtime.batch.example import cut_like
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
@@ -245,7 +251,7 @@ def build(
         plan: what the pipeline follows, which a recorded run is compared with.
     """
     options.decide("cutting", options.cutting.into(order.microbatches, order.placement.pipelines))
-    cut = _cut(example, options.cutting) if has_values(example) or world.is_local else None
+    cut = options.cutting.cut_example(example) if has_values(example) or world.is_local else None
     current = default_device(model, example)
     if world.data_parallel > 1 and not options.broadcast_loss:
         raise ArgumentError(
@@ -268,7 +274,7 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         full_example = share_example(engine.control, example)
-        cut = cut or _cut(full_example, options.cutting)
+        cut = cut or options.cutting.cut_example(full_example)
         options.decide("cutting", cut_like(options.cutting, full_example, sum(cut.sizes)))
         _check_same_example(engine, cut.sizes, options)
 
@@ -281,11 +287,6 @@ def build(
             record(pipe.session, options.recorded, plan)
         engine.control.watchdog.position = OUTSIDE
         return pipe
-
-
-def _cut(example: Example, cutting: Cutting) -> CutBatch:
-    cutting.check(example)
-    return cutting.cut_example(example, "example")
 
 
 def _split(
@@ -328,7 +329,7 @@ def _split(
             return split, cut
         except SingleRowError:
             options.decide("cutting", options.cutting.in_pairs())
-            cut, previous = _cut(full_example, options.cutting), cut
+            cut, previous = options.cutting.cut_example(full_example), cut
             if cut.sizes == previous.sizes:
                 raise
         except HeldElsewhereError as error:

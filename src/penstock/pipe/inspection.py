@@ -26,12 +26,10 @@ from penstock.partition import Balance, Partition
 from penstock.partition.given_model import as_module
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.pipe.build import build
-from penstock.pipe.options import Options
+from penstock.pipe.options import Options, validate_inputs
 from penstock.pipe.pipeline import Pipeline
-from penstock.pipe.predictions import RankMemory, predict_rank_memory
-from penstock.pipe.run_info import module_names
-from penstock.pipe.validation import validate_inputs
-from penstock.pipe.verified import Unverified
+from penstock.pipe.run_info import RankMemory, module_names, predict_rank_memory
+from penstock.pipe.verified import UNVERIFIED
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cut import Batch, Cutting, Example, MergeFunction, SplitFunction
 from penstock.runtime.batch.example import default_count
@@ -297,7 +295,7 @@ def _build_inspection(
         crossings=_stage_transfers(partition),
         ties=_tied_parameters(partition),
         branches=tuple(f"{g.source_line} reads {g.expected!r}" for g in partition.guards if g.expected is not None),
-        notes=tuple(note for note in pipe.notes if not isinstance(note, Unverified)),
+        notes=tuple(note for note in pipe.notes if note != UNVERIFIED),
     )
 
 

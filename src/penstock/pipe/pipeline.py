@@ -19,7 +19,7 @@ from penstock._base.stages import StageMeta
 from penstock.partition.names import public_name, unwrapped
 from penstock.pipe.optimizing import OptionsOf, clip, parameter_groups
 from penstock.pipe.session import Session
-from penstock.pipe.verified import Unverified, verified_fingerprints
+from penstock.pipe.verified import UNVERIFIED, verified_fingerprints
 from penstock.runtime.batch.cut import Batch
 from penstock.runtime.features import compiled, deferred_norm, offload, recompute
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
@@ -230,6 +230,9 @@ class Pipeline:
         offload cost, and a staged transport."""
         inexact = [violation for violation in check(self.schedule) if not violation.fatal]
         order_notes = [summary(inexact, 1)] if inexact else []
+        rows, count, requested = self.session.rows, self.schedule.microbatches, self.session.order.microbatches
+        if count < requested:
+            order_notes.append(f"a batch of {rows} rows like the example makes {count} microbatches, not {requested}")
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_outside_modules
         options, order = self.session.options, self.session.order
@@ -241,7 +244,7 @@ class Pipeline:
         offloaded = offload.notes(self.session.offload, order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
-            *(() if self.verified else (Unverified(self.session.fingerprint()),)),
+            *(() if self.verified else (UNVERIFIED,)),
             *partition.notes,
             *options.cutting.notes,
             *options.loss_notes,

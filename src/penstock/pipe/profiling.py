@@ -29,11 +29,11 @@ from penstock.partition.measure.pieces import compute_fingerprint
 from penstock.partition.record.fakes import untouched_generators
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
-from penstock.pipe.options import Options
-from penstock.pipe.validation import validate_inputs
+from penstock.pipe.options import Options, validate_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cut import Cutting, Example, SplitFunction
 from penstock.runtime.batch.example import default_count, take_rows
+from penstock.runtime.batch.outline import Outline, SingleRowError, explaining_cut
 from penstock.runtime.execute.control import Control
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate
@@ -126,14 +126,22 @@ def profile(
         positional, keyword = unflatten(piece.leaves, piece.structure)
         if run_on is not None:
             positional, keyword = map_tensors(lambda tensor: tensor.to(run_on), (positional, keyword))
-        result = partitioner.profile(positional, keyword, budget, splits)
+        with explaining_cut(Outline.of_example((positional, keyword), sizes=(rows,))):
+            result = partitioner.profile(positional, keyword, budget, splits)
         *leading, last = result.units
         return replace(result, rows=rows, units=(*leading, replace(last, target_bytes=rows * per_row)))
 
     def profile_all(budget: float | None) -> Profile:
+        nonlocal cutting, pieces
         try:
             with torch.enable_grad():
                 *smaller, largest = [profile_size(*piece, budget) for piece in pieces]
+        except SingleRowError:
+            if cutting.inputs.min_rows > 1:
+                raise
+            cutting = cutting.in_pairs()
+            pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
+            return profile_all(budget)
         except UnmeasurableError as error:
             raise ArgumentError(f"the model cannot be profiled: {error}") from error
         return largest.with_others(smaller)
@@ -217,7 +225,7 @@ def _pieces(
     """Return the microbatches to measure and their rows, the largest last."""
     if sizes is None:
         count = microbatches or default_count(cutting, example)
-        cut = cutting.into(count).cut_example(example, "example")
+        cut = cutting.into(count).cut_example(example)
         return [(cut.pieces[0], cut.sizes[0])]
     argument = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:

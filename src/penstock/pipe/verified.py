@@ -16,32 +16,14 @@ from penstock.schedule import Schedule
 verified_fingerprints: set[str] = set()
 """The fingerprints of what has passed."""
 
+UNVERIFIED = "unverified: this model, schedule and options have not passed penstock.verify"
+"""The note of a pipeline whose fingerprint has not passed."""
+
 _OPTIONS = (
-    *(
-        "loss_fn",
-        "reduction",
-        "batch_dims",
-        "split_fn",
-        "merge_fn",
-        "leaf_modules",
-        "split_inside",
-        "transport",
-        "parallelize",
-    ),
-    *("unshard_window", "recompute", "offload", "deferred_batch_norm", "compile", "grad_dtype"),
+    *("loss_fn", "reduction", "batch_dims", "split_fn", "merge_fn", "leaf_modules", "split_inside", "transport"),
+    *("parallelize", "unshard_window", "recompute", "offload", "deferred_batch_norm", "compile", "grad_dtype"),
 )
 """The options that change what is computed, or where."""
-
-
-class Unverified(str):
-    """The note of a pipeline whose fingerprint has not passed."""
-
-    fingerprint: str
-
-    def __new__(cls, fingerprint: str) -> Unverified:
-        note = super().__new__(cls, "unverified: this model, schedule and options have not passed penstock.verify")
-        note.fingerprint = fingerprint
-        return note
 
 
 def compute_fingerprint(split: SplitModel, engine: Engine, order: Schedule, options: Options) -> str:

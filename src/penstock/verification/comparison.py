@@ -104,16 +104,19 @@ class FullBatchCheck:
     Attributes:
         microbatches: the loss that the microbatches' losses make, according to `reduction`.
         whole: the loss of the whole batch.
-        verdict: "close" within rounding; "explained" if what acts in training alone makes them differ, or both are not
-            finite; "missing" if there is nothing to compare with; "warning" if the loss is not a mean over rows, or
-            rows depend on each other; "different" if the batch seems to be cut along the wrong dimension.
+        verdict: "close" if loss and gradients are, within rounding; "explained" if what acts in training alone makes
+            them differ, or both are not finite; "missing" if there is nothing to compare with; "warning" if the loss is
+            not a mean over rows, or rows depend on each other; "different" if the batch seems to be cut along the wrong
+            dimension.
         why: what explains it; empty if they are close.
+        gradient: which gradient differs most, and by how much; empty if none does.
     """
 
     microbatches: float
     whole: float
     verdict: Literal["close", "explained", "missing", "warning", "different"]
     why: str = ""
+    gradient: str = ""
 
     @property
     def ok(self) -> bool:
@@ -124,8 +127,10 @@ class FullBatchCheck:
         """In words."""
         if self.verdict == "missing":
             return f"the comparison with the whole batch is missing: {self.why}"
-        both_losses = f" {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
-        return f"the microbatches' loss is{' that of the whole batch' if self.verdict == 'close' else both_losses}"
+        if self.verdict == "close":
+            return "the microbatches' loss and gradients are those of the whole batch"
+        whole = f"{self.whole:.6g}{self.gradient and '; '}{self.gradient}"
+        return f"the microbatches' loss is {self.microbatches:.6g}, that of the whole batch {whole}: {self.why}"
 
 
 @accept_old_names(wrong="failures", check="raise_if_failed", whole_batch="full_batch")

@@ -3,6 +3,7 @@
 A pipeline's loss is made of its microbatches' losses. That equals the batch's loss only if rows do not depend on each
 other and the loss is a mean over them. Both are tested here on the unsplit model, with the whole batch at once: in
 double precision, so that what remains is not rounding, and in evaluation, without batch norm's statistics and dropout.
+A small term of the loss hardly shows in it, but does in gradients.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +28,11 @@ from penstock.partition.state.reachable import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import Microbatches
 from penstock.runtime.batch.cut import UNCUT, Cutting, Microbatch, cut_by_sizes, move_to
+from penstock.runtime.exact.rules import outside_autocast
 from penstock.runtime.loss.functions import Loss, padding_advice, reduction_advice
-from penstock.runtime.loss.loss import Reduction, extract_loss, model_loss, no_loss_error, weighted_sum, weights
+from penstock.runtime.loss.loss import Reduction, backward_root, checked_value, model_loss, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating
-from penstock.verification.comparison import FullBatchCheck
+from penstock.verification.comparison import FullBatchCheck, compare
 
 _REMEDY = (
     "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
@@ -39,26 +42,50 @@ _REMEDY = (
 
 _SUM = "the loss is a sum over rows; pass reduction='sum'"
 
+_TERM = (
+    "a term of the loss looks at all rows of a microbatch (the load-balancing loss of a router): fewer, larger "
+    "microbatches come closer to the whole batch"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """The results of some microbatches: their losses make `loss`."""
+    """The results of some microbatches: their losses make `loss`, and gradients are those of that."""
 
     loss: float
     dtype: torch.dtype
     largest: float
     outputs: list[Any]
+    gradients: dict[str, Tensor]
 
     @property
-    def rounding(self) -> float:
-        """Relative rounding error of a double loss, or of one that casts: `logits.float()` in transformers."""
-        return 1e-6 if self.dtype is torch.float32 else 1e-7
+    def tolerance(self) -> float:
+        """Largest relative difference that is rounding: in double precision, or in a loss that casts (`logits.float()`
+        in transformers), or in narrower outputs."""
+        narrow = {leaf.dtype for leaf in leaf_tensors(self.outputs) if leaf.is_floating_point()} - {torch.float64}
+        in_double = 1e-6 if self.dtype is torch.float32 else 1e-7
+        return 2e-2 if narrow - {torch.float32} else 2e-5 if narrow else in_double
 
     def is_close(self, whole: _Results) -> bool:
         """Whether two losses differ by no more than rounding, over the largest microbatch's."""
-        narrow = {leaf.dtype for leaf in leaf_tensors(whole.outputs) if leaf.is_floating_point()} - {torch.float64}
-        tolerance = 2e-2 if narrow - {torch.float32} else 2e-5 if narrow else self.rounding
-        return abs(self.loss - whole.loss) <= tolerance * max(self.largest, whole.largest)
+        return abs(self.loss - whole.loss) <= whole.tolerance * max(self.largest, whole.largest)
+
+    def worst_gradient(self, whole: _Results) -> str:
+        """Name the gradient that differs most from the whole batch's, and by how much; empty if all are close.
+
+        Rounding is judged by the largest gradient, too: some are zero in theory, as that of an attention's key bias.
+        A difference of less than 1e-5 may be rounding where code casts to float32 within, and changes no training.
+        """
+        rows = [compare("gradient", n, (), self.gradients[n], grad, exact=True) for n, grad in whole.gradients.items()]
+        largest, tolerance = max((row.max_reference for row in rows), default=0.0), max(1e-5, whole.tolerance)
+        far = [row for row in rows if row.max_difference > tolerance * (largest + 10 * row.max_reference)]
+        if not far:
+            return ""
+        worst = min(far, key=lambda row: row.max_reference / row.max_difference)
+        return (
+            f"the gradient of {worst.name!r} differs most, by {worst.max_difference:.3g} (largest entry "
+            f"{worst.max_reference:.3g})"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,19 +111,19 @@ class FullBatch:
         except Exception as error:  # from the user's code: some models take no more than a microbatch
             text = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if self.cutting.split is not None:
-                text = (
-                    "the model takes what split_fn= makes of a batch, so that there is no whole batch to compare with"
-                )
+                text = "the model takes what split_fn= makes of a batch, so there is no whole batch to compare with"
             return FullBatchCheck(math.nan, math.nan, "missing", text)
 
     def _compare(self) -> FullBatchCheck:
         model, session = self.single.model, self.single.session
-        full, parts = self._run([self.batch]), self._run(self.pieces)
+        full, parts = self._run([self.batch], trains=True), self._run(self.pieces, trains=True)
         losses = parts.loss, full.loss
         if not any(map(math.isfinite, losses)):
             return FullBatchCheck(*losses, "explained", "what is not finite cannot be compared")
-        if parts.is_close(full):
+        is_close, worst_gradient = parts.is_close(full), parts.worst_gradient(full)
+        if is_close and not worst_gradient:
             return FullBatchCheck(*losses, "close")
+        check = partial(FullBatchCheck, *losses, gradient=worst_gradient)
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
         drawing = list(session.drawing_modules)
         causes = [
@@ -106,32 +133,34 @@ class FullBatch:
         reach = Reach(model)
         try:
             with evaluating(session.model_parts, self.loss):
-                full, parts = self._run([self.batch]), self._run(self.pieces)
-                if parts.is_close(full):
-                    return FullBatchCheck(*losses, "explained", "; ".join(causes))
+                full, parts = self._run([self.batch], trains=is_close), self._run(self.pieces, trains=is_close)
+                if parts.is_close(full) and not parts.worst_gradient(full):
+                    return check("explained", "; ".join(causes))
                 if self._run([self.batch], stream=1).loss != full.loss:
                     excess = sum(self._run([piece]).loss for piece in self.pieces) - full.loss
                     if self.reduction == "mean" and abs(excess) < 0.1 * abs(parts.loss - full.loss):
-                        return FullBatchCheck(*losses, "warning", _SUM)
+                        return check("warning", _SUM)
                     changed = reach.names_changed()
                     reason = changed and f"the forward changes what it keeps from call to call: {list_names(changed)}"
                     random_reason = "the model draws random numbers, which cannot be switched off"
-                    return FullBatchCheck(*losses, "explained", reason or random_reason)
-                return FullBatchCheck(*losses, *self._find_cause(parts, full))  # type: ignore[arg-type]
+                    return check("explained", reason or random_reason)
+                return check(*self._find_cause(parts, full))  # type: ignore[arg-type]
         except Exception as error:  # from the user's code: models may return something else in evaluation
             cause = f"the cause could not be found, since evaluation mode raises {type(error).__name__}: {error}"
-            return FullBatchCheck(*losses, "warning", cause)
+            return check("warning", cause)
 
     def _find_cause(self, parts: _Results, full: _Results) -> tuple[str, str]:
         """Return the verdict of a model that is deterministic."""
         rows_depend, losses = self._depends_on_other_rows(parts.outputs, full.outputs[0]), [math.nan]
+        if not rows_depend and parts.is_close(full):
+            return "warning", f"{_TERM}; gradients are those of the microbatches' losses"
         for piece in self.pieces:
             with suppress(ArgumentError):  # no target counts in it
                 losses.append(self._run([piece]).loss)
         losses = [*filter(math.isfinite, losses)] or losses
         if not rows_depend and self.reduction == "mean" and abs(sum(losses) - full.loss) <= 1e-6 * abs(full.loss):
             return "warning", _SUM
-        low, high = 1 - full.rounding, 1 + full.rounding
+        low, high = 1 - full.tolerance, 1 + full.tolerance
         is_outside = not min(losses) * low <= full.loss <= max(losses) * high  # no weights make it of theirs
         pairing = "in the loss samples depend on each other (pairs, a contrastive loss), and each has only its own"
         if rows_depend is False and is_outside:
@@ -144,7 +173,7 @@ class FullBatch:
             return "warning", (
                 "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights "
                 "of classes), and gradients are those of the microbatches' losses; "
-                + (hint or f"pass reduction= what gives the weight of a microbatch. Or {pairing}: {_REMEDY}")
+                + (hint or f"pass reduction= what gives a microbatch's weight. Or {_TERM}. Or {pairing}: {_REMEDY}")
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
             text = "rows of the batch depend on each other, as batch_dims= or split_fn= cuts it"
@@ -169,13 +198,9 @@ class FullBatch:
                 dim = self.cutting.output.get(path)
                 if isinstance(leaf, Tensor) and leaf.dim() and isinstance(dim, int):
                     pairs.append((merged[index] if merge is not None else torch.cat(column, dim), leaf))
-        pairs = [(a.double(), b.double()) for a, b in pairs if a.shape == b.shape]
-        if not pairs:
-            return None
-        tolerances = [1e-6 if b.dtype == torch.float64 else 1e-3 for _, b in pairs]
-        return any(
-            (a - b).abs().max() > t * b.abs().max() for (a, b), t in zip(pairs, tolerances, strict=True) if b.numel()
-        )
+        alike = [(a, b, 1e-6 if b.dtype == torch.float64 else 1e-3) for a, b in pairs if a.shape == b.shape]
+        far = ((a.double() - b).abs().max() > t * b.double().abs().max() for a, b, t in alike if b.numel())
+        return any(far) if alike else None
 
     def _is_batch_in_dim1(self, full: _Results) -> bool | None:
         """Whether two halves along dimension 1 reproduce the full batch, or, as the loss may weight rows, its outputs;
@@ -200,12 +225,16 @@ class FullBatch:
             return parts.is_close(full) or (bool(columns) and all(alike))
         return None
 
-    def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Results:
-        """Compute forward and loss of each piece, all from the same buffers, which are restored."""
+    def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0, trains: bool = False) -> _Results:
+        """Compute forward, loss and, if it `trains`, backward of each piece, all from the same buffers, which are
+        restored."""
         single, loss, outputs, losses = self.single, self.loss, list[Any](), list[Tensor]()
         buffers = [(buffer, buffer.detach().clone()) for buffer in single.model.buffers() if not buffer.is_meta]
         is_wide = all(p.dtype == torch.float64 for p in single.model.parameters() if p.is_floating_point())
         pieces = [_copy_microbatch(piece, single.device, is_wide) for piece in pieces]
+        trained = {name: p for name, p in single.named_parameters() if p.requires_grad and trains}
+        for parameter in trained.values():
+            parameter.grad = None
         targets = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
         loss_weights = weights(self.reduction, [piece.rows or 1 for piece in pieces], targets)
         with single.session.drawing() as streams, computing(0, 0):
@@ -214,18 +243,22 @@ class FullBatch:
                 streams.begin(stream + k, {})
                 output = single.model(*args, **{**kwargs, **default_kwargs(single.model, args, dict(kwargs))})
                 streams.begin_loss(stream + k)
-                loss_value = model_loss(output) if loss is None else extract_loss(loss(output, target))
-                if loss_value is None:
-                    raise no_loss_error(output)
+                loss_value = checked_value(model_loss(output) if loss is None else loss(output, target), output, loss)
                 losses.append(loss_value.detach().reshape(()))
+                root = backward_root(loss_value, loss_weights[k], leaf_tensors(output))
                 outputs.append(map_tensors(Tensor.detach, output))
+                if trained and root.requires_grad:
+                    streams.begin(stream + k, {}, is_rerun=True)
+                    with outside_autocast(root.device.type):
+                        root.backward(torch.full_like(root, loss_weights[k]))  # type: ignore[no-untyped-call]
                 with torch.no_grad():
                     for buffer, saved in buffers:
                         buffer.copy_(saved)
         total = weighted_sum(losses, loss_weights)
         assert total is not None
         sizes = [abs(float(loss)) for loss, weight in zip(losses, loss_weights, strict=True) if weight]
-        return _Results(float(total), losses[0].dtype, max(sizes), outputs)
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+        return _Results(float(total), losses[0].dtype, max(sizes), outputs, gradients)
 
 
 @contextmanager
@@ -239,7 +272,7 @@ def _in_double_precision(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, data in parameters:
-            parameter.data = data
+            parameter.data, parameter.grad = data, None
         for module, named in buffers:
             for name, buffer in named.items():
                 setattr(module, name, buffer)

@@ -43,8 +43,8 @@ from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.schedule import generate
 from penstock.verification.comparison import FullBatchCheck, Key, measure_noise
 from penstock.verification.draws import ReferenceDraws
+from penstock.verification.first_difference import ModuleTrace
 from penstock.verification.full_batch import FullBatch
-from penstock.verification.module_trace import ModuleTrace
 from penstock.verification.reference_copy import ModelAndLoss
 from penstock.verification.rounding_bounds import RoundingBounds
 from penstock.verification.states import RECORDING, States
@@ -89,16 +89,16 @@ class SumRule:
 
     Attributes:
         reordered: the gradients whose terms it adds up in another order than the unsplit model does, and why.
+        loss: why it adds up those of the loss in another order; empty if it does not.
         by_use: those of them that each stage sums over its own uses.
         in_place: whether W adds terms to matrices' gradients in place, which shows if these are coarse.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
-        stages, reason = pipe.stages, ""
-        if pipe.world.data_parallel > 1:
-            reason = "terms of several replicas, added in another order"
-        elif pipe.session.reorders_gradients:
-            reason = "a branch may be skipped, so two values that cross a cut are one: terms added in another order"
+        stages = pipe.stages
+        self.loss = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
+        branch = "a branch may be skipped, so two values that cross a cut are one: terms added in another order"
+        reason = self.loss or (branch if pipe.session.reorders_gradients else "")
         names = [name for stage in stages if reason for name in (*stage.parameters, *stage.buffers)]
         tied = dict.fromkeys(ties(stages), "terms of several stages, added in another order")
         self.reordered = dict.fromkeys(names, reason) | tied
@@ -120,7 +120,7 @@ def reference(
     """Take the pipeline's steps with the model's own forward, microbatch by microbatch, on the same random streams.
     `trace` records module values in one of them."""
     # Hooks and draws of compiled code are others. Plain code may use `torch.cond`, which compiles to train.
-    with States(unsplit) as states, torch.compiler.set_stance("force_eager" if compiles(pipe) else "default"):
+    with States(*unsplit) as states, torch.compiler.set_stance("force_eager" if compiles(pipe) else "default"):
         runner = _ReferenceRunner(unsplit, pipe, rule, states, batches[0], reduction, options)
         states.enter(OWNER)
         with runner.single:

@@ -17,7 +17,7 @@ from penstock._base.memory import same_bits
 from penstock.partition.given_model import as_module
 from penstock.partition.record.fakes import save_generators
 from penstock.partition.units import refuse_lazy
-from penstock.verification.hidden_state import build_reach, initial_values
+from penstock.verification.states import build_reach, initial_values
 
 _REMEDY = (
     "pass a function that makes the model in place of the model, penstock.verify(lambda: MyModel(...), ...); it may "

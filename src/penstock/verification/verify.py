@@ -26,9 +26,8 @@ from penstock._base.stages import ties
 from penstock.partition.stages.stage import Gate
 from penstock.pipe import verified
 from penstock.pipe.build import pipeline
-from penstock.pipe.options import Options
+from penstock.pipe.options import Options, has_values, validate_inputs
 from penstock.pipe.pipeline import Pipeline
-from penstock.pipe.validation import has_values, validate_inputs
 from penstock.runtime.batch.cut import Cutting, Microbatch
 from penstock.runtime.batch.example import default_count, rotate
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
@@ -39,8 +38,7 @@ from penstock.runtime.step.results import StepResult
 from penstock.schedule import MICROBATCHES, Action, Op, Schedule
 from penstock.schedule.lowering import resolve_order
 from penstock.verification.comparison import Comparison, Difference, VerificationReport, compare, merge_rows
-from penstock.verification.first_difference import ROUNDING, first_difference, usual_factors
-from penstock.verification.module_trace import ModuleTrace
+from penstock.verification.first_difference import ROUNDING, ModuleTrace, first_difference, usual_factors
 from penstock.verification.reference import (
     IN_EVALUATION,
     Expected,
@@ -180,7 +178,7 @@ class Verification:
         if m not in self.step_batches:
             self.step_batches[m] = list(_all_batches(self.first_batch, self.batches, cutting, m))
         batches = self.step_batches[m]
-        with States(self.split) as states:
+        with States(*self.split) as states:
             options["features"] = (
                 *features,
                 lambda stage: _StateSwitch(states, traces[0] if traces else None, stage),
@@ -213,7 +211,7 @@ class Verification:
     ) -> tuple[VerificationReport, list[list[Comparison]]]:
         is_divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
         exact = expected.exact and not compiles(pipe) and not is_divided if self.exact is None else self.exact
-        notes = [note for note in pipe.notes if not isinstance(note, verified.Unverified)]
+        notes = [note for note in pipe.notes if note != verified.UNVERIFIED]
         steps, losses = list[list[Comparison]](), list[float]()
         first: Difference | None = None
         for step, batch in enumerate(batches, 1):
@@ -305,7 +303,7 @@ def _compare_all(
         key, grad_name = (kind, name), name if kind == "gradient" else ""
         correct, noise, dtype = expected.values.get(key), expected.noise.get(key, 0.0), expected.lowered or dtype
         terms, rounded = expected.terms.get(grad_name), expected.rounded.get(grad_name)
-        reason = rule.reordered.get(grad_name, "")
+        reason = rule.loss if kind == "loss" else rule.reordered.get(grad_name, "")
         rows.append(compare(kind, name, stages, value, correct, exact, reason, terms, dtype, rounded, noise))
 
     schedule = pipe.schedule

@@ -91,6 +91,7 @@ def wrapped(output: Tensor, target: Tensor) -> Tensor:
         (partial(F.nll_loss, ignore_index=1), CLASSES),
         (nn.CrossEntropyLoss(), PADDED),
         (wrapped, PADDED),
+        (lambda output, target: F.cross_entropy(output, target, ignore_index=-1), PADDED.clamp(min=-1)),  # nanoGPT's
     ],
 )
 def test_the_reduction_that_is_named_gives_the_loss_of_the_whole_batch(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+import penstock
 import penstock.runtime.step.bound_schedules
 from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
 from scaffolding.by_hand import assert_same_gradients, assert_steps_by_hand
@@ -50,6 +51,7 @@ def test_a_first_batch_of_fewer_rows_than_microbatches() -> None:
     for example, first in ((batch(3)[0], 3), (for_two, 2)):
         with pipeline(model, (example,), ranks=2, microbatches=4, loss=squared_error) as pipe:
             assert pipe.schedule.microbatches == first
+            assert f"a batch of 3 rows like the example makes {first} microbatches, not 4" in pipe.notes
             assert_steps_by_hand(pipe, reference, map(batch, (3, 11, 2)), squared_error, 4)
 
 
@@ -66,6 +68,22 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
             assert_steps_by_hand(pipe, reference, [(x, y)], squared_error, microbatches)
         with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has one"):
             pipe.step(x[:1], target=y[:1])
+
+
+def test_a_profile_is_of_two_rows_where_a_norm_needs_them() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), torch.randn(8, 4)
+    assert penstock.profile(model, (x,), budget_seconds=0).rows == 2
+    with pytest.raises(PartitionError, match="batch norm needs more than one row in each microbatch"):
+        penstock.profile(model, (x,), microbatch_sizes=[1], budget_seconds=0)
+
+
+def test_a_batch_of_another_dtype_says_what_the_pipeline_was_made_for() -> None:
+    x, y = batch()
+    with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        with pytest.raises(RuntimeError, match="dtype") as caught:
+            pipe.step(x.double(), target=y)
+        made_for = "of 2 dimensions in float64; the pipeline was made for input_1 of 2 dimensions in float32"
+        assert any(note.endswith(made_for) for note in caught.value.__notes__), caught.value.__notes__
 
 
 def test_an_evaluated_batch_is_cut_otherwise_once_a_norm_needed_two_rows() -> None:

@@ -21,8 +21,7 @@ from penstock.verification.blame.command import resolve_command, run
 from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
 from penstock.verification.blame.watch import FOLDER, Step
-from penstock.verification.first_difference import confusable_values, first_value
-from penstock.verification.module_trace import FORWARD, ModuleTrace, ValueKey
+from penstock.verification.first_difference import FORWARD, ModuleTrace, ValueKey, confusable_values, first_value
 
 BENCH = Path(__file__).parents[3] / "benchmarks" / "blame"
 QUICK = ("with_replicas.py hand,stages first,dropout right",)

@@ -179,8 +179,10 @@ class Cutting:
         sizes = tuple(piece.rows or 0 for piece in batch.pieces)
         return CutBatch(pieces, sizes, (sizes, tuple(map(input_signature, pieces))))
 
-    def cut_example(self, example: Example, label: str) -> CutBatch:
-        """Cut a batch without a target, where it is."""
+    def cut_example(self, example: Example, label: str = "example") -> CutBatch:
+        """Cut a batch without a target, where it is. Raise ArgumentError if dimensions are stated for inputs that it
+        does not have."""
+        self.check(example)
         return self.cut(self.divide(Batch(*example), label), label)
 
     def targets(self, batch: Batch, sizes: Sequence[int], labels: bool = False) -> list[Any]:

@@ -104,8 +104,8 @@ def take_rows(cutting: Cutting, example: Example, rows: int) -> Flat:
         return flatten(cut_by_sizes(example, sizes, "example", cutting.inputs)[0])
     count = max(piece_counts, default=1)
     if cutting.split is not None:
-        count = max(1, sum(cutting.into(1).cut_example(example, "example").sizes) // rows)
-    cut = cutting.into(count).cut_example(example, "example")
+        count = max(1, sum(cutting.into(1).cut_example(example).sizes) // rows)
+    cut = cutting.into(count).cut_example(example)
     if rows not in cut.sizes:
         sizes_text = ", ".join(map(str, sorted({*cut.sizes})))
         origin = "already cut into" if piece_counts else f"cut by split_fn= into {pluralize(count, 'microbatch')} of"
@@ -120,7 +120,4 @@ def default_count(cutting: Cutting, example: Example) -> int:
     `penstock.pipeline` does not use this: it expects batches larger than its example.
     """
     piece_counts = [len(leaf) for leaf in flatten(example).leaves if isinstance(leaf, Microbatches)]
-    if piece_counts:
-        return max(piece_counts)
-    cutting.check(example)
-    return len(cutting.into(MICROBATCHES).cut_example(example, "example").sizes)
+    return max(piece_counts) if piece_counts else len(cutting.into(MICROBATCHES).cut_example(example).sizes)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock._base.errors import ArgumentError, PartitionError, PenstockError
 from penstock._base.formatting import pluralize
-from penstock._base.pytree import flatten, map_tensors, unflatten
+from penstock._base.pytree import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.partition.nested import input_path
 from penstock.partition.recording import is_readable
 from penstock.runtime.batch.cut import CutBatch, Example
@@ -43,16 +43,13 @@ class Outline:
     @classmethod
     def of(cls, cut: CutBatch) -> Outline:
         """Return the outline of these microbatches."""
-        tensors = (leaf for piece in cut.pieces for leaf in piece.leaves if isinstance(leaf, Tensor))
-        device = next((tensor.device.type for tensor in tensors), "cpu")
-        examples = (unflatten(piece.leaves, piece.structure) for piece in cut.pieces)
-        return cls(tuple(map_tensors(_without_values, piece) for piece in examples), device, cut.sizes)
+        return cls.of_example(*(unflatten(piece.leaves, piece.structure) for piece in cut.pieces), sizes=cut.sizes)
 
     @classmethod
-    def of_example(cls, example: Example) -> Outline:
-        """Return the outline of a batch that is not cut yet."""
-        device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
-        return cls((map_tensors(_without_values, example),), device, ())
+    def of_example(cls, *examples: Example, sizes: tuple[int, ...] = ()) -> Outline:
+        """Return the outline of a batch that is not cut yet, or of its microbatches."""
+        device = next((tensor.device.type for tensor in leaf_tensors(examples)), "cpu")
+        return cls(tuple(map_tensors(_without_values, example) for example in examples), device, sizes)
 
     def fill(self, device: torch.device | None = None) -> list[Example]:
         """Return the examples to record from, on `device` (None: the type of device that they came from).
@@ -118,7 +115,7 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         rows_text = "the batch has one" if rows == 1 else f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}"
         raise SingleRowError(
             f"batch norm needs more than one row in each microbatch in training, and {rows_text}: pass a larger batch, "
-            f"or pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
+            f"fewer microbatches, or pieces of two rows or more, if you cut it ({' '.join(str(error).split())})"
         ) from error
 
 

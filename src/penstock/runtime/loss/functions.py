@@ -154,14 +154,18 @@ def padding_advice(
     None.
 
     A mean over no target is NaN. Any integer target of -100 counts as ignored: for a model's own loss and for functions
-    that call torch's, as most do. For maps of labels, models name another class (Segformer and BEiT of transformers).
+    that call torch's, as most do; or of -1 among classes, as in nanoGPT. For maps of labels, models name another class
+    (Segformer and BEiT of transformers).
     """
+    if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
+        return None
     are_maps = loss is None and all(isinstance(target, Tensor) and target.dim() > 2 for target in targets)
     ignored = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", _IGNORED) if are_maps else _IGNORED
+    extremes = [int(value) for target in targets if target.numel() for value in (target.min(), target.max())]
+    if loss is not None and min(extremes, default=0) == -1 and max(extremes) > 1:  # -1 and 1 may be signs
+        ignored = -1
     rule = _find_reduction(loss) or _Reduction("mean", None, ignored)
     if rule.ignored is None or rule.reduction != "mean":
-        return None
-    if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
         return None
     counts = [int((target != rule.ignored).sum()) for target in targets]
     if counts == [target.numel() for target in targets] or all(

@@ -72,14 +72,6 @@ def check_sums(loss: Loss | None, reduction: Reduction, kwargs: Mapping[str, Any
         )
 
 
-def no_loss_error(output: object) -> ArgumentError:
-    """Build the error for a model without a loss function that does not compute its own loss."""
-    return ArgumentError(
-        f"loss_fn=None, but the model's output ({type(output).__name__}) contains no scalar loss; "
-        "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
-    )
-
-
 def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
     """Check the result of a loss function, or, without one, the model's own loss.
 
@@ -87,7 +79,10 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
         ArgumentError: it is not a scalar.
     """
     if loss is None and function is None:
-        raise no_loss_error(output)
+        raise ArgumentError(
+            f"loss_fn=None, but the model's output ({type(output).__name__}) contains no scalar loss; "
+            "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
+        )
     loss = extract_loss(loss)
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and loss.dim() <= 1:
@@ -145,12 +140,7 @@ class LossHead:
         self._partitions = partitions
         self._streams = streams
         self._required = required
-        self._targets: Sequence[Any] | None = None
-        self._weights: Sequence[float] = ()
-        self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._keep_outputs = False
-        self._draws = self._draws_foreign = False
         last_stages = [stage for partition in variants for stage in partition.stages[-1:]]
         last_ids = {id(t) for stage in last_stages for t in (*stage.parameters.values(), *stage.buffers.values())}
         elsewhere = {id(tensor): name for partition in variants for name, tensor in partition.elsewhere.items()}
@@ -160,12 +150,9 @@ class LossHead:
         self._fixed_buffers = {n: b for stage in last_stages for n, b in stage.buffers.items() if pipelines > 1}
         self.adds_up: bool | None = None
         """Whether the loss is a sum over samples; None: no step has trained yet."""
-        self.losses: list[Tensor | None] = []
-        self.parts: list[dict[str, Tensor]] = []
-        """What each microbatch's loss consists of, if the loss function returns that, too."""
         self.names: Sequence[str] = ()
         """The parts that `terms` and `totals` have."""
-        self.outputs: list[Any] = []
+        self.begin_step(None, (), keep_outputs=False)
 
     def begin_step(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
@@ -178,9 +165,10 @@ class LossHead:
         self._draws = may_draw(self._loss)  # a hook may have been added since the last step
         self._draws_foreign = self._draws and not is_torch_loss(self._loss)
         self._seeds.clear()
-        self.losses = [None] * len(weights)
-        self.parts = [{} for _ in weights]
-        self.outputs = [None] * len(weights)
+        self.losses: list[Tensor | None] = [None] * len(weights)
+        self.parts: list[dict[str, Tensor]] = [{} for _ in weights]
+        """What each microbatch's loss consists of, if the loss function returns that, too."""
+        self.outputs: list[Any] = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
         """Compute a microbatch's loss. Return what backward starts from, with its graph; None if there is no loss."""

@@ -15,7 +15,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -272,6 +272,9 @@ class StepResult:
         if self._loss is not None and self._loss.is_ready and (loss := self._loss.read()) is not None:
             loss_text = f"{float(loss):.6g}"
         return f"{type(self).__name__}(loss={loss_text}, sizes={self.sizes})"
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a step returns no tuple: read result.loss and, with outputs=True, result.outputs")
 
     @property
     def loss(self) -> Tensor:

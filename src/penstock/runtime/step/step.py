@@ -107,7 +107,13 @@ class Steps:
             if is_first and cut is not None:
                 self._warn_if_nothing_trains(cut)
             with self.model_parts.accepting_own_changes(bound), norms:
-                times = self.engine.run_step(bound, feed, number, timed=timeline)
+                try:
+                    times = self.engine.run_step(bound, feed, number, timed=timeline)
+                except Exception as error:
+                    given, example = map(_describe_inputs, (bound, self.first))
+                    if given != example:
+                        error.add_note(f"penstock: the batch has {given}; the pipeline was made for {example}")
+                    raise
                 adds_up = bound.head.adds_up and len(bound.kind.sizes) > 1 and not self._is_advised
                 if is_first and adds_up and self.reduction == "mean":
                     warn(SUM_ADVICE)
@@ -265,6 +271,12 @@ class Steps:
         if targets is not None:
             outputs = collect_outputs(self.engine, bound.last_ranks, outputs, targets)
         return StepResult(losses, timeline, bound.kind.sizes, shared, outputs)
+
+
+def _describe_inputs(bound: BoundSchedule) -> str:
+    """Return the number of dimensions and the dtype of each input of the first stage, in words."""
+    inputs = bound.partitions[0].stages[0].meta.inputs
+    return ", ".join(f"{x.name} of {len(x.meta.shape)} dimensions in {x.meta.dtype}" for x in inputs)
 
 
 def check_aliases(overwritten: Collection[str], batch: Batch) -> None:

@@ -19,15 +19,18 @@ from penstock.verification.blame.replay import TOLERANCE, Replay, Replayed, find
 from penstock.verification.blame.watch import SENT, Step
 from penstock.verification.comparison import Comparison
 from penstock.verification.first_difference import (
+    BACKWARD,
+    FORWARD,
     NONE,
+    ModuleTrace,
     Named,
+    ValueKey,
     confusable_values,
     describe_difference,
     first_value,
     reference_key,
     usual_factors,
 )
-from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, ValueKey
 
 NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
 MAX_ROWS = 64

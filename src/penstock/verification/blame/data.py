@@ -14,7 +14,7 @@ from penstock._base.pytree import leaf_tensors, map_tensors
 from penstock.distributed.launch.target import Target
 from penstock.verification.blame.finding import Finding
 from penstock.verification.blame.names import Part, digest
-from penstock.verification.module_trace import FORWARD
+from penstock.verification.first_difference import FORWARD
 
 
 @dataclass(frozen=True, slots=True)

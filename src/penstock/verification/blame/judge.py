@@ -23,13 +23,11 @@ from penstock.schedule.timeline import Timeline, Times
 from penstock.verification.blame.causes import Causes
 from penstock.verification.blame.data import build_data, get_batch
 from penstock.verification.blame.finding import Blame, Finding
-from penstock.verification.blame.names import Part, RecordedJob, name_parts
+from penstock.verification.blame.names import Part, RecordedJob, compare_replicas, merge_replicas, name_parts
 from penstock.verification.blame.replay import Replay, Replayed, find_scale
-from penstock.verification.blame.replicas import compare_replicas, merge_replicas
 from penstock.verification.blame.updates import Updates
 from penstock.verification.comparison import Comparison, compare
-from penstock.verification.first_difference import reference_key
-from penstock.verification.module_trace import ModuleTrace
+from penstock.verification.first_difference import ModuleTrace, reference_key
 
 
 def judge(job: RecordedJob, model: nn.Module, spec: Target) -> Blame:

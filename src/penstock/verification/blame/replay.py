@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock._base.pytree import flatten, leaf_tensors, unflatten
 from penstock.verification.blame.data import Data
 from penstock.verification.comparison import compare
-from penstock.verification.module_trace import BACKWARD, FORWARD, ModuleTrace, ValueKey
+from penstock.verification.first_difference import BACKWARD, FORWARD, ModuleTrace, ValueKey
 from penstock.verification.rounding_bounds import RoundingBounds
 
 TOLERANCE = 1e-3

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from penstock._base.compat import in_backward
 from penstock._base.memory import same_bits
 from penstock._base.pytree import leaf_tensors
-from penstock.verification.module_trace import FORWARD, ModuleTrace, ValueKey
+from penstock.verification.first_difference import FORWARD, ModuleTrace, ValueKey
 
 FOLDER, STEPS = "PENSTOCK_BLAME", "PENSTOCK_BLAME_STEPS"
 """Environment variables: the folder for ranks' records, and the number of steps to record."""
