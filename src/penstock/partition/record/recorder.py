@@ -48,7 +48,7 @@ from penstock.partition.record.run_for_real import find_attributes, find_drawing
 from penstock.partition.recording import Guard, walk
 from penstock.partition.result_checks import ResultChecks
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import Lesson, Opening, Unit, UnitCall, UnitSpec
+from penstock.partition.units import Lesson, Unit, UnitCall, UnitSpec
 from penstock.partition.user_code import current_line
 
 Blanks = dict[fx.Node, list[fx.Node]]
@@ -64,14 +64,13 @@ class Attempt:
 
     Attributes:
         units: the modules that run as a whole, by their `id`.
-        opening, unit_spec: what led to these units.
+        unit_spec: what led to these units.
     """
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     units: dict[int, Unit]
-    opening: Opening
     unit_spec: UnitSpec
 
 
@@ -88,7 +87,7 @@ class Recorder(Writer, TorchFunctionMode):
     def __init__(
         self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
     ) -> None:
-        super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
+        super().__init__(attempt.model, attempt.units, loan, reach, attempt.unit_spec.opening)
         self.known_values = KnownValues(self.observer, loan.mode, unknown)
         self.chance = Chance(self, self.known_values, self.call, choices)
         self.notes: list[str] = []
@@ -101,7 +100,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
         self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
-        self.result_checks = ResultChecks(attempt.opening)
+        self.result_checks = ResultChecks(self.opening)
         self._thread = threading.get_ident()
         self._numbers = count()
 
