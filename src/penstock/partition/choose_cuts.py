@@ -344,15 +344,11 @@ def _match_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[
 def _filter_by_class(units: Sequence[Candidate], model: nn.Module, choice: BalanceChoice) -> list[Candidate]:
     """Return the candidates whose class has such a name; each counts 1."""
     assert choice.kind is not None
-    matching = [
-        Candidate(unit.name, unit.position, 1)
-        for unit in units
-        if choice.kind.search(type(module_at(model, unit.name)).__name__)
-    ]
+    classes = [type(module_at(model, unit.name)).__name__ for unit in units]
+    matching = [replace(u, weight=1) for u, name in zip(units, classes, strict=True) if choice.kind.search(name)]
     if not matching:
-        classes = sorted({type(module_at(model, unit.name)).__name__ for unit in units})
         raise ArgumentError(
             f"balance='type:{choice.kind.pattern}': no module at which the model can be cut is of such a class; there "
-            f"are {', '.join(classes)}"
+            f"are {', '.join(sorted({*classes}))}"
         )
     return matching

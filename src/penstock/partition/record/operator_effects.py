@@ -128,7 +128,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.foreign: dict[tuple[int, int], ForeignRead] = {}
         self.contents_read: set[int] = set()
         self.generators: dict[int, tuple[object, str]] = {}
-        self._inside_function = False
+        self._inside_function, self._thread = False, threading.get_ident()
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self._alive: list[Any] = []  # what holds memory whose number must not be used again
@@ -369,18 +369,22 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._inside_function = before
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this thread, a data loader's, say, is not the one that records."""
+        return threading.get_ident() != self._thread
+
     @contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Keep `stack` and `calls` up to date with this thread's module calls."""
-        thread = threading.get_ident()
+        """Keep `stack` and `calls` up to date with the recording thread's module calls."""
 
         def enter(module: nn.Module, _args: Any) -> None:
-            if threading.get_ident() == thread:
+            if not self.is_elsewhere:
                 self.stack.append(module)
                 self.calls.append((module, self.position))
 
         def leave(module: nn.Module, _args: Any, result: Any) -> None:
-            if threading.get_ident() == thread:
+            if not self.is_elsewhere:
                 for leaf in (result,) if isinstance(result, Tensor) else flatten(result).leaves:
                     if isinstance(leaf, Tensor):
                         self.returned.setdefault(id(leaf), (leaf, module))

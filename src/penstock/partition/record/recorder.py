@@ -6,7 +6,6 @@ memory each call wrote and whether it drew random numbers. `record` sets all thi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -101,7 +100,6 @@ class Recorder(Writer, TorchFunctionMode):
         self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
         self.result_checks = ResultChecks(self.opening)
-        self._thread = threading.get_ident()
         self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
@@ -251,7 +249,7 @@ class Recorder(Writer, TorchFunctionMode):
     def call_unit(self, original: UnitCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
-        if unit is None or self.is_paused or threading.get_ident() != self._thread:
+        if unit is None or self.is_paused or self.observer.is_elsewhere:
             return original(module, *args, **kwargs)
         if self.chance.has_drawn and holds_drawn((args, kwargs)):
             self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
@@ -295,7 +293,7 @@ class Recorder(Writer, TorchFunctionMode):
         """Write a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
         unit = self.observer.call.unit
-        if threading.get_ident() != self._thread or (unit and marker is not cut):
+        if self.observer.is_elsewhere or (unit and marker is not cut):
             return
         if marker is not cut:
             reason = f"{current_line()} calls penstock.{marker.__name__}(), whose value would be frozen"
@@ -318,7 +316,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
         """Replace `Function.apply` during the recording: outside the units it is one call."""
-        if threading.get_ident() != self._thread:
+        if self.observer.is_elsewhere:
             return original(*args, **kwargs)
         if self.is_paused:
             with self.observer.in_function():

@@ -20,7 +20,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import list_names
 from penstock._base.memory import extent
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors
-from penstock.partition.names import is_below
+from penstock.partition.names import canonical_names, is_below
 from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.operator_effects import Call, ForeignRead, Observer
@@ -58,7 +58,7 @@ class SideEffects:
         reads = [f for f in self._observer.foreign.values() if f.reader.call is call]
         if not reads:
             return
-        names = {id(m): name for name, m in reversed(list(self._model.named_modules()))}
+        names = canonical_names(self._model)
         held_storages = {f.storage for f in reads if f.held is not None}
         names_text = list_names([f.held for f in reads if f.held is not None])
         subject = f"tensors that are not among its arguments{f' ({names_text})' if names_text else ''}"

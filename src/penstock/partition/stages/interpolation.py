@@ -69,9 +69,8 @@ class Lengths:
             return False
         if not self._trials:
             return True
-        if self._dims is None:
-            self._recorded[match[0]] = self._first
-        self._dims, self._recorded[match[1]] = match[2], partition
+        self._dims = match[2]
+        self._recorded = {**(self._recorded or {match[0]: self._first}), match[1]: partition}
         longest = max(self._recorded)
         if len(self._recorded) < 3:
             return True
