@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from torch import nn
@@ -77,6 +77,12 @@ def named_module(model: nn.Module, name: str) -> nn.Module | None:
 def is_below(path: str, name: str) -> bool:
     """Whether a path from the model is `name`, or leads on from there."""
     return path == name or path.startswith((f"{name}.", f"{name}["))
+
+
+def enclosing(path: str) -> Iterator[str]:
+    """Yield every path that encloses a path, and itself, outermost first."""
+    yield from (path[: match.start()] for match in re.finditer(r"[.\[]", path))
+    yield path
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> tuple[str, nn.Module]:

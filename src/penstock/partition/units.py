@@ -152,6 +152,7 @@ class Lesson(BaseException):
         keep_whole: the name of a module that was opened for balance but cannot be recorded call by call; empty for all.
         unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
             written into them later; negative ones are inputs.
+        likely: names of modules that the next attempts would open for the same reason.
         additions: what to add to the `UnitSpec`.
     """
 

@@ -13,7 +13,7 @@ from torch import nn
 from penstock._base.errors import PartitionError
 from penstock.partition.cut.candidates import Measure, candidates, even_starts, heaviest_stage
 from penstock.partition.cut.names import find_call, is_mark
-from penstock.partition.names import canonical_names, is_below, resolve, unwrapped
+from penstock.partition.names import canonical_names, enclosing, is_below, resolve, unwrapped
 from penstock.partition.recording import Recording
 from penstock.partition.units import LISTS, Unit, UnitSpec, find_units, repeats
 
@@ -40,10 +40,10 @@ def initial_spec(
                 raise PartitionError(
                     f"{argument}: {name!r} is to be opened, but leaf_modules=[{leaf!r}] says that it runs as a whole"
                 )
-    spec = spec.opening_more(asked=(n for name in requested for n in (*_enclosing(name), name)))
+    spec = spec.opening_more(asked=(n for name in requested for n in enclosing(name)))
     units = {unit.name for unit in find_units(model, spec).values()}
-    enclosing = {n for name in paths for n in _enclosing(name)}
-    spec = spec.opening_more(for_cuts=(n for n in enclosing if any(is_below(n, unit) for unit in units)))
+    around = {n for name in paths for n in [*enclosing(name)][:-1]}
+    spec = spec.opening_more(for_cuts=(n for n in around if any(is_below(n, unit) for unit in units)))
     while cuts is None:
         order = list(find_units(model, spec).values())
         weights = [count_blocks(unit.module) if unit.repeated else 0 for unit in order]
@@ -118,9 +118,3 @@ def count_blocks(module: nn.Module) -> int:
         inner = sum(count_blocks(block) for block in child.children()) if repeats(child) else count_blocks(child)
         total += inner if inner > 1 else 0
     return max(1, total)
-
-
-def _enclosing(name: str) -> list[str]:
-    """Return the names of the modules around a module, except the model itself."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]

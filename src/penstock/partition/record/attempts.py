@@ -34,6 +34,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.given_model import Chain
+from penstock.partition.names import is_below
 from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.obstacles import Obstacle, depends_on_values, describe_scope
 from penstock.partition.record.autograd_functions import following_functions
@@ -81,7 +82,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spe
 
 def _learn_units(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spec: UnitSpec) -> Recording:
     """Record, and open what must be, until nothing more must be."""
-    reason, fallback = "", None  # why modules were opened, for messages; what to go back to if that does not help
+    reason, fallbacks = "", list[UnitSpec]()  # why modules were opened, for messages; what to go back to otherwise
     while True:
         try:
             try:
@@ -89,19 +90,19 @@ def _learn_units(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
             except Lesson as lesson:
                 new = lesson.additions
                 if new.stay_whole:
-                    spec, fallback, reason = (fallback or spec) | new, None, ""
+                    spec, fallbacks, reason = [*fallbacks, spec][0] | new, [], ""
                 elif new.functions:
                     spec = _extend_spec(spec, lesson)
                 else:
                     if not lesson.needed:
-                        fallback = replace(fallback or spec, stay_whole=spec.stay_whole | new.opened)
-                    reason = ""
+                        fallbacks = [replace([*fallbacks, spec][0], stay_whole=spec.stay_whole | new.opened)]
+                    reason = ""  # what is refused now is no consequence of what was opened before
                     spec, reason = _extend_spec(spec, lesson), lesson.refusal
                     if likely := lesson.likely - {*spec.leaves} - spec.opened - spec.run_whole - spec.stay_whole:
-                        fallback, spec = fallback or spec, spec | UnitSpec(opened=likely)
+                        fallbacks, spec = [*fallbacks, spec], spec | UnitSpec(opened=likely)
         except Exception as error:
-            if fallback is not None:
-                spec, fallback, reason = fallback, None, ""
+            if fallbacks:
+                spec, reason = fallbacks.pop(), ""
             elif reason and isinstance(error, PartitionError):
                 text = f"{reason}. Recording it call by call does not help"
                 if isinstance(error, Obstacle):
@@ -201,13 +202,15 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
 
 
 def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) -> frozenset[str]:
-    """Return the units of the same classes that would be opened for what they have left, one attempt after another."""
+    """Return the units of the same classes, and the modules in them, that would be opened for what they have left, one
+    attempt after another."""
     model, channels = recorder.model, recorder.side_effects
     try:
         channels.collect_left(recorder.is_seen, spec, recorder.ran_for_real)
     except Lesson as lesson:
         kinds = {type(model.get_submodule(name)) for name in names}
-        return frozenset(name for name in lesson.additions.opened if type(model.get_submodule(name)) in kinds)
+        alike = {name for name in lesson.additions.opened if type(model.get_submodule(name)) in kinds}
+        return frozenset(name for name in alike | lesson.likely if any(is_below(name, unit) for unit in alike))
     return frozenset()
 
 

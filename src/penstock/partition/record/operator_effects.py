@@ -66,10 +66,11 @@ OUTSIDE = Call(-1)
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where something happened: in a recorded call, on a line."""
+    """Where something happened: in a recorded call, on a line, in a module (the innermost that ran)."""
 
     call: Call
     line: str = ""
+    module: nn.Module | None = None
 
     def __str__(self) -> str:
         module = describe_scope(self.call.scope)
@@ -309,7 +310,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             number = storage_id(tensor)
             self._roots.pop(number, None)
-            self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
+            module = self.stack[-1] if self.stack else None
+            self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "", module)
             self._alive.append(WeakStorage(tensor))
 
     def alias(self, tensor: Tensor, root: int) -> None:

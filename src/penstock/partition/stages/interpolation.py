@@ -34,9 +34,6 @@ UNLIMITED = 2**62
 NOTES = ("work", "notes", "origins")
 """What a partition says for the user, which is that of the first length."""
 
-Probe = Callable[[Dims, int], Partition]
-"""Records the same inputs at another length."""
-
 
 class Lengths:
     """Partitions of inputs that differ in one length only.
@@ -61,9 +58,11 @@ class Lengths:
         partition = _partition({end: self._verified[end] for end in ends}, match[1])
         return partition if partition.holds(inputs) else None
 
-    def learn(self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Probe) -> bool:
+    def learn(
+        self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Callable[[Dims, int], Partition]
+    ) -> bool:
         """Add what was recorded for another length, and, from three on, look for what follows the length. Return
-        whether these inputs differ in the length only."""
+        whether these inputs differ in the length only. `probe`: records the same inputs at another length."""
         match = self._find(key, leaves)
         if match is None or _readings(partition) != _readings(self._first):
             return False
