@@ -271,8 +271,7 @@ class Partitioner:
         return frozenset(map(id, self._assumptions.opened.values()))
 
     def names(self) -> dict[str, str]:
-        """Return, for every name of a parameter or buffer in the model, including tied ones, the name that stages
-        use."""
+        """Map every name of a parameter or buffer in the model, tied ones included, to the one that stages use."""
         return known_names(self.model)
 
     def _refresh_modules(self) -> None:
@@ -305,9 +304,14 @@ class Partitioner:
             try:
                 split = cut_at(recording, self.model, self.cuts)
             except PartitionError as error:
-                if self._auto_cuts:
-                    raise _explain_lost_cuts(error, self.cuts) from error
-                raise
+                if not self._auto_cuts:
+                    raise
+                reason = str(error).removeprefix("cuts: ").partition(". ")[0]
+                raise PartitionError(
+                    "this batch cannot be cut where Penstock cut the first one, at "
+                    f"{', '.join(map(repr, self.cuts))}: {reason}. Stages keep their modules: pass cuts= at modules "
+                    "that run for every batch, or make a new pipeline for batches like this one"
+                ) from error
         self.cuts, self._spec = tuple(split.cuts), split.recording.unit_spec
         self._refresh_modules()
         partition = build_partition(split, self._streams, flatten((tuple(args), kwargs)).paths)
@@ -353,13 +357,3 @@ class Partitioner:
         family = (flat.structure, self._state())
         if not any(lengths.learn(family, leaves, partition, probe) for lengths in self._lengths):
             self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
-
-
-def _explain_lost_cuts(error: PartitionError, cuts: Sequence[str]) -> PartitionError:
-    """Explain what is wrong with cuts that the user did not pass."""
-    reason = str(error).removeprefix("cuts: ").partition(". ")[0]
-    return PartitionError(
-        f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {reason}. Stages "
-        "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
-        "this one"
-    )
