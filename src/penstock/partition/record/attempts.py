@@ -82,27 +82,28 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spe
 
 def _learn_units(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spec: UnitSpec) -> Recording:
     """Record, and open what must be, until nothing more must be."""
-    reason, fallbacks = "", list[UnitSpec]()  # why modules were opened, for messages; what to go back to otherwise
+    reason = ""  # why modules were opened, for messages
+    fallbacks: list[tuple[UnitSpec, str]] = []  # what to go back to, with its reason, if that does not help
     while True:
         try:
             try:
                 return _record_merged(model, args, kwargs, spec)
             except Lesson as lesson:
-                new = lesson.additions
+                new, first = lesson.additions, fallbacks[0][0] if fallbacks else spec
                 if new.stay_whole:
-                    spec, fallbacks, reason = [*fallbacks, spec][0] | new, [], ""
+                    spec, fallbacks, reason = replace(first, stay_whole=spec.stay_whole | new.stay_whole), [], ""
                 elif new.functions:
                     spec = _extend_spec(spec, lesson)
                 else:
                     if not lesson.needed:
-                        fallbacks = [replace([*fallbacks, spec][0], stay_whole=spec.stay_whole | new.opened)]
+                        fallbacks = [(replace(first, stay_whole=spec.stay_whole | new.opened), "")]
                     reason = ""  # what is refused now is no consequence of what was opened before
                     spec, reason = _extend_spec(spec, lesson), lesson.refusal
                     if likely := lesson.likely - {*spec.leaves} - spec.opened - spec.run_whole - spec.stay_whole:
-                        fallbacks, spec = [*fallbacks, spec], spec | UnitSpec(opened=likely)
+                        fallbacks, spec = [*fallbacks, (spec, reason)], spec | UnitSpec(opened=likely)
         except Exception as error:
             if fallbacks:
-                spec, reason = fallbacks.pop(), ""
+                spec, reason = fallbacks.pop()
             elif reason and isinstance(error, PartitionError):
                 text = f"{reason}. Recording it call by call does not help"
                 if isinstance(error, Obstacle):
@@ -135,11 +136,9 @@ def _record_merged(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     """Record with these units, on all paths that the forward may take at random."""
     record_choices = partial(record_path, Attempt(model, args, kwargs, find_units(model, spec), spec))
     recording = record_choices({})
-    if not recording.asks:
-        return recording
-    if any(entry.is_carried for entry in recording.left):  # a randomly skipped module leaves no value to carry
-        raise Lesson(stay_whole=[ALL_UNITS])
-    return merge_branches(recording, record_choices)
+    if recording.asks and any(entry.is_carried for entry in recording.left):
+        raise Lesson(stay_whole=[ALL_UNITS])  # a randomly skipped module leaves no value to carry
+    return merge_branches(recording, record_choices) if recording.asks else recording
 
 
 def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
